@@ -57,7 +57,7 @@ class Replica:
         self.is_stopping = False
         self.process: asyncio.subprocess.Process
         self._lifeline_fd = lifeline_fd
-        self._weight_fds = weight_fds
+        self.weight_fds = weight_fds
         self._config = config
         self._file = folder / f"engine-{index}.json"
 
@@ -69,7 +69,7 @@ class Replica:
             size = engine.tensor_parallel_size
             own = visible.split(",")[self.index * size : (self.index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-        launch = Launch(self._config, os.getpid(), self._lifeline_fd, self._weight_fds)
+        launch = Launch(self._config, os.getpid(), self._lifeline_fd, self.weight_fds)
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(launch))
         self.is_stopping = False
@@ -78,7 +78,7 @@ class Replica:
             "pagewire.route.replicas",
             str(self._file),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(self._lifeline_fd, *self._weight_fds),
+            pass_fds=(self._lifeline_fd, *self.weight_fds),
             env=environment,
             start_new_session=True,  # Ctrl-C is for the launcher, which stops engines when their streams have ended
         )
@@ -126,6 +126,7 @@ class Replicas:
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._failed: asyncio.Future[int]  # the exit code of a launch that has failed
         self._restarting: asyncio.Task[None] | None = None
+        self._weight_fds: tuple[int, ...] = ()
 
     async def run(self) -> int:
         """From start to stop. The exit code."""
@@ -135,10 +136,10 @@ class Replicas:
         listening = Listening(self._config.http.listen)
         folder = make_run_folder()
         lifeline, lifeline_held = os.pipe()
-        weight_fds = tuple(new_segments(self._config.engine))  # the engines share one copy
+        self._weight_fds = tuple(new_segments(self._config.engine))  # the engines share one copy
         try:
             self._replicas = [
-                Replica(i, _of_replica(self._config, i, folder), folder, lifeline, weight_fds)
+                Replica(i, _of_replica(self._config, i, folder), folder, lifeline, self._weight_fds)
                 for i in range(self._config.engine.data_parallel_size)
             ]
             self._router = RouterServer(_of_router(self._config, self._replicas), listening)
@@ -169,7 +170,7 @@ class Replicas:
             listening.close()
             os.close(lifeline)
             os.close(lifeline_held)
-            close_segments(weight_fds)
+            close_segments(self._weight_fds)
             remove_run_folder(folder)
 
     async def _start(self, replica: Replica) -> None:
@@ -209,7 +210,12 @@ class Replicas:
             self._restarting = asyncio.create_task(self._restart_in_turn())
 
     async def _restart_in_turn(self) -> None:
-        """Restarts each engine: it gets no new requests, finishes its own or leaves them to the others, and starts."""
+        """Restarts each engine: it gets no new requests, finishes its own or leaves them to the others, and starts.
+        They share new memory for their weights, since the checkpoint may be a new one."""
+        close_segments(self._weight_fds)
+        self._weight_fds = tuple(new_segments(self._config.engine))
+        for replica in self._replicas:
+            replica.weight_fds = self._weight_fds
         for replica in self._replicas:
             engine = self._router.fleet.find(replica.url)
             assert engine is not None, replica.url

@@ -78,6 +78,7 @@ ELSEWHERE = {
     "procs.launch": "e2e/test_launches.py: needs processes",
     "procs.sleep": "e2e/test_sleep.py: needs processes",
     "procs.supervisor": "e2e/test_lifecycle.py: needs processes",
+    "procs.template": "e2e/test_packed_once.py: needs processes",
     "procs.topology": "test_layout.py: the table and the mailboxes",
     "route.app": "route/test_relay.py: a router before real servers",
     "route.ask": "route/test_relay.py: a router before real servers",

@@ -37,6 +37,7 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
         block=shape.block_bytes(config.block_size),
         block_size=config.block_size,
         max_model_len=config.max_model_len,
+        num_sharers=config.data_parallel_size if config.runs_in_c else 1,
     )
     if not plan.block:
         return plan, blocks_needed(config)

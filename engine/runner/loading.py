@@ -22,7 +22,7 @@ from ..models import registry
 from ..models.decoder import Decoder, Model
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
-from ..weights.loader import check_weights, load_weights, quantized_parameters
+from ..weights.loader import Consumer, check_weights, load_weights, quantized_parameters
 from ..weights.mapping import Target, checkpoint_targets
 from ..weights.reader import CheckpointReader, Reader, open_checkpoint
 from .backend import Backend, choose_backend
@@ -255,10 +255,12 @@ def _fill(
     decoder: Decoder,
     device: torch.device,
     progress: Callable[[int, int], None] | None,
+    consumer: Consumer | None = None,
     *,
     is_kept: bool,
 ) -> None:
-    """decoder: an outline without memory. is_kept: quantized projections stay as the checkpoint stores them."""
+    """decoder: an outline without memory. consumer: takes its matrices as soon as they are filled. is_kept: quantized
+    projections stay as the checkpoint stores them."""
     if config.load_format == "dummy":
         registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
@@ -271,7 +273,8 @@ def _fill(
             kept = quantized_parameters(reader, targets, spec.scheme)
             linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
             keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
-        registry.allocate(decoder, device, without=keep.keys())
+        taken = () if consumer is None else consumer.names
+        registry.allocate(decoder, device, without={*keep, *taken})
         load_weights(
             reader,
             dict(decoder.named_parameters()),
@@ -280,6 +283,7 @@ def _fill(
             keep=keep,
             redundant=decoder.redundant,
             progress=progress,
+            consumer=consumer,
         )
 
 

@@ -6,7 +6,7 @@ _GATHER_BYTES = 64 << 20  # expected limit of the buffers that attention keeps
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """All values but the last two are bytes of one device."""
+    """All values but the last three are bytes of one device."""
 
     weights: int
     workspace: int  # what a step may take, estimated
@@ -14,14 +14,16 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     block: int  # one KV block of all layers
     block_size: int  # positions
     max_model_len: int
+    num_sharers: int = 1  # engines of this launch that share the weights
 
     def num_blocks(self, budget: int) -> int:
         """Blocks that fit into `budget` bytes, at least one. Only for a model with KV."""
         return max(1, budget // self.block)
 
     def lines(self, num_blocks: int) -> tuple[str, ...]:
+        shared = f" (one copy for {self.num_sharers} engines)" if self.num_sharers > 1 else ""
         if not self.block:
-            return (f"weights {size(self.weights)} | workspace {size(self.workspace)} | no KV cache",)
+            return (f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)} | no KV cache",)
         whole = num_blocks // -(-self.max_model_len // self.block_size)
         requests = (
             f"{whole:,} request{'' if whole == 1 else 's'} of {self.max_model_len:,} tokens"
@@ -30,7 +32,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
         )
         graphs = f" | graphs {size(self.graphs)}" if self.graphs else ""
         return (
-            f"weights {size(self.weights)} | workspace {size(self.workspace)}{graphs} | KV cache "
+            f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)}{graphs} | KV cache "
             f"{size(num_blocks * self.block)} = {num_blocks:,} blocks of {self.block_size} tokens, {requests}",
         )
 

@@ -54,10 +54,10 @@ class Runner:
         device: Device,
         group: Group,
         timings: dict[str, float],
-        weights_fit: bool = True,
+        shared: SharedWeights | None = None,
     ) -> None:
         self.timings = timings  # part of the start → seconds
-        self.weights_fit = weights_fit  # False: the segment for packed weights held something else
+        self.weights_fit = shared is None or shared.fits  # False: the segment for packed weights held something else
         self._config = config
         self._model = model
         self._device = device
@@ -69,6 +69,7 @@ class Runner:
             block=model.kv_shape.block_bytes(config.block_size),
             block_size=config.block_size,
             max_model_len=config.max_model_len,
+            num_sharers=config.data_parallel_size if shared is not None and shared.fits else 1,
         )
         self._num_blocks = 0  # of the cache, once it is open
         self._cache: KvCache | None = None
@@ -106,8 +107,7 @@ class Runner:
         with torch.inference_mode():
             model = load_model(config, spec, device, queue or device.queue(), group, progress, shared)
         timings["weights"] = time.perf_counter() - started
-        fits = shared is None or shared.fits
-        return cls(config=config, model=model, device=device, group=group, timings=timings, weights_fit=fits)
+        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared)
 
     @property
     def notes(self) -> tuple[str, ...]:

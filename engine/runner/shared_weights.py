@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...config.config import EngineConfig
 from ...kernels.ops import Ops, Storage, StoredMatrix
@@ -23,11 +23,21 @@ from ..checkpoint.spec import fingerprint
 from ..layers.linear import Weight
 from ..layers.moe import MoeMlp
 from ..models.decoder import Decoder
-from ..weights.segment import Index, Segment, SegmentWriter, StoredParts, is_open, locked, open_segment
+from ..weights.loader import Consumer
+from ..weights.segment import (
+    Index,
+    NotLockableError,
+    Segment,
+    SegmentWriter,
+    StoredParts,
+    is_open,
+    locked,
+    open_segment,
+)
 
 log = logging.getLogger(__name__)
 
-_TRIM_BYTES = 64 << 20  # of packed weights whose sources' memory is then given back to the system
+Fill = Callable[[Consumer | None], None]
 
 
 class SharedWeights:
@@ -37,21 +47,27 @@ class SharedWeights:
         self._fd = fd
         self.fits = True  # False: it holds something else, and can serve no further worker of this launch
 
-    def load(self, config: EngineConfig, rank: int, decoder: Decoder, ops: Ops, fill: Callable[[], None]) -> int:
-        """Gives the decoder its packed weights. fill: reads the checkpoint into the decoder's parameters; it is called
-        if the segment is not written yet, or holds something else. Returns the bytes of all parameters."""
+    def load(self, config: EngineConfig, rank: int, decoder: Decoder, ops: Ops, fill: Fill) -> int:
+        """Gives the decoder its packed weights. fill: reads the checkpoint into the decoder's parameters, through the
+        consumer if there is one; it is called if the segment is not written yet, or holds something else. Returns the
+        bytes of all parameters."""
         storage = ops.storage
         assert storage is not None
         key = segment_key(config, rank, storage.layout)  # before the checkpoint is read
-        with locked(self._fd):
-            if is_open(self._fd):
-                fill()
-                _write(self._fd, key, decoder, ops, storage)
+        try:
+            with locked(self._fd):
+                if is_open(self._fd):
+                    packing = _Packing(SegmentWriter(self._fd), decoder, ops, storage)
+                    fill(packing)
+                    packing.finish(key)
+                    _trim()
             segment = open_segment(self._fd, key)
+        except NotLockableError:
+            segment = None
         if segment is None:
             log.warning("the packed weights in shared memory do not fit this checkpoint any more; it is read again")
             self.fits = False
-            fill()
+            fill(None)
             return decoder.pack(ops)
         return _give(segment, decoder, storage)
 
@@ -62,24 +78,47 @@ def segment_key(config: EngineConfig, rank: int, layout: str) -> bytes:
     return sha256(repr(parts).encode() + msgspec.msgpack.encode(config, order="deterministic")).digest()
 
 
-def _write(fd: int, key: bytes, decoder: Decoder, ops: Ops, storage: Storage) -> None:
-    """Packs the filled decoder into the segment, whose parameters it loses."""
-    writer = SegmentWriter(fd)
-    index = Index({}, {})
-    num_bytes = 0
-    for name, module in _packable(decoder):
-        with storage.placed(writer.empty):
-            module.pack(ops)
-        index.matrices[name] = tuple(_stored(writer, cast(StoredMatrix, matrix)) for matrix in module.matrices)
-        num_bytes += sum(matrix.nbytes for matrix in module.matrices)
+class _Packing:
+    """Packs a decoder's matrices into a segment, each as soon as it is filled; a `Consumer`. The decoder loses them."""
+
+    def __init__(self, writer: SegmentWriter, decoder: Decoder, ops: Ops, storage: Storage) -> None:
+        self._writer, self._decoder, self._ops, self._storage = writer, decoder, ops, storage
+        self._index = Index({}, {})
+        self._num_left: dict[str, int] = {}  # module → its matrices that are not filled yet
+        self.names: set[str] = set()
+        for name, module in _packable(decoder):
+            leaves = [leaf for leaf, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
+            self._num_left[name] = len(leaves)
+            self.names |= {f"{name}.{leaf}" for leaf in leaves}
+
+    def begin(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        module = self._decoder.get_submodule(path)
+        memory = torch.empty_like(module.get_parameter(leaf), device="cpu")
+        setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
+        return memory
+
+    def end(self, name: str) -> None:
+        path, _, _ = name.rpartition(".")
+        self._num_left[path] -= 1
+        if not self._num_left[path]:
+            self._pack(path)
+
+    def finish(self, key: bytes) -> None:
+        """Packs what is left and seals the segment."""
+        for name, _ in _packable(self._decoder):
+            if name not in self._index.matrices:
+                self._pack(name)
+        for name, parameter in self._decoder.named_parameters():
+            self._index.parameters[name] = self._writer.put(parameter.data)
+        self._writer.finish(key, self._index)
+
+    def _pack(self, name: str) -> None:
+        module = cast(Weight | MoeMlp, self._decoder.get_submodule(name))
+        with self._storage.placed(self._writer.empty):
+            module.pack(self._ops)
+        self._index.matrices[name] = tuple(_stored(self._writer, cast(StoredMatrix, m)) for m in module.matrices)
         module.matrices = ()
-        if num_bytes > _TRIM_BYTES:
-            num_bytes = 0
-            _trim()
-    for name, parameter in decoder.named_parameters():
-        index.parameters[name] = writer.put(parameter.data)
-    writer.finish(key, index)
-    _trim()
 
 
 def _stored(writer: SegmentWriter, matrix: StoredMatrix) -> StoredParts:

@@ -9,10 +9,11 @@ Quantized weights are dequantized on the way, or passed on as stored where kerne
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ Keep = Mapping[str, Callable[[QuantizedWeight], None]]
 """A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
 
 
+class Consumer(Protocol):
+    """Takes some parameters as soon as they are filled, so that they are never all in memory."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of these parameters."""
+
+    def begin(self, name: str) -> Tensor:
+        """Gives the parameter memory, before the first of its tensors is read."""
+
+    def end(self, name: str) -> None:
+        """It is filled."""
+
+
 def load_weights(
     reader: Reader,
     parameters: Mapping[str, Tensor],
@@ -46,18 +61,20 @@ def load_weights(
     keep: Keep = MappingProxyType({}),
     redundant: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    consumer: Consumer | None = None,
 ) -> int:
     """Copies every tensor to its target; returns the bytes of the parameters.
 
     scheme: of a quantized checkpoint. Quantized weights are dequantized, except those of the parameters in `keep`:
     these are passed to its functions on the CPU, and their parameters, which may have no memory, stay as they are.
     redundant: tensors that may be present and are not read, such as the lm_head of tied embeddings. progress: called
-    with (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError, and ConfigError if a
-    quantized weight cannot be divided among the ranks.
+    with (bytes done, bytes in all), counted in the parameters' dtype. consumer: of parameters that have no memory yet,
+    on a CPU. Raises CheckpointError, and ConfigError if a quantized weight cannot be divided among the ranks.
     """
     present, quantized = check_weights(reader, parameters, targets, scheme=scheme, redundant=redundant)
     file_order = {name: i for i, name in enumerate(present)}
-    views = {name: _view(parameters, target) for name, target in targets.items()}
+    views = {name: _view(parameters[target.parameter], target) for name, target in targets.items()}
+    consumed = _Consumed(targets, consumer)
     collected = _Collected(targets, keep)
     total = sum(view.nbytes for view in views.values())
     done = 0
@@ -67,6 +84,8 @@ def load_weights(
         nonlocal done
         if weight is not None:
             collected.add(targets[name], weight)
+        else:
+            consumed.filled(targets[name])
         done += views[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -75,7 +94,8 @@ def load_weights(
     with copy_jobs(device) as jobs:
         for name in sorted(views, key=lambda name: file_order[first[name]]):
             keeps = targets[name].parameter in keep
-            job = partial(_load, views[name], reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
+            view = views[name] if keeps else consumed.view(targets[name], views[name])
+            job = partial(_load, view, reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
             jobs.put(job, partial(take, name))
     collected.refuse_halves()
     return total
@@ -94,7 +114,9 @@ def check_weights(
     Returns the tensors present, in file order, and the quantized weights. Arguments and errors are those of
     `load_weights`."""
     present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
-    shapes = {name: _whole_shape(_view(parameters, target), target.cut) for name, target in targets.items()}
+    shapes = {
+        name: _whole_shape(_view(parameters[target.parameter], target), target.cut) for name, target in targets.items()
+    }
     quantized = _quantized(scheme, reader, shapes)
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
@@ -189,6 +211,31 @@ def _is_idle_bias(reader: Reader, name: str, quantized: Mapping[str, _Quantized]
     return leaf == "bias" and f"{module}.weight" in quantized and not reader.tensor(name).any()
 
 
+class _Consumed:
+    """Tells a consumer when its parameters begin and end."""
+
+    def __init__(self, targets: Mapping[str, Target], consumer: Consumer | None) -> None:
+        self._num_left = Counter(target.parameter for target in targets.values())
+        self._consumer = consumer
+        self._begun: dict[str, Tensor] = {}
+
+    def view(self, target: Target, outline: Tensor) -> Tensor:
+        """The memory of the target. outline: the same without memory."""
+        name, consumer = target.parameter, self._consumer
+        if consumer is None or name not in consumer.names:
+            return outline
+        if name not in self._begun:
+            self._begun[name] = consumer.begin(name)
+        return _view(self._begun[name], target)
+
+    def filled(self, target: Target) -> None:
+        name = target.parameter
+        self._num_left[name] -= 1
+        if not self._num_left[name] and self._begun.pop(name, None) is not None:
+            assert self._consumer is not None
+            self._consumer.end(name)
+
+
 class _Collected:
     """Collects the quantized parts of fused parameters and passes each parameter on when it is complete."""
 
@@ -215,8 +262,7 @@ class _Collected:
             raise CheckpointError(f"Some parts of {next(iter(self._parts))} are quantized and some are not.")
 
 
-def _view(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
-    parameter = parameters[target.parameter]
+def _view(parameter: Tensor, target: Target) -> Tensor:
     if target.rows is None:
         return parameter
     rows = parameter.flatten(0, 1) if parameter.dim() == 3 else parameter

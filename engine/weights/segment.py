@@ -64,14 +64,25 @@ class Index(Struct, frozen=True, array_like=True):
                 yield from (part for part in stored.tensors if part is not None)
 
 
+class NotLockableError(Exception):
+    """There is no /proc, or the descriptor is of something that cannot be written."""
+
+
 @contextlib.contextmanager
 def locked(fd: int) -> Iterator[None]:
-    """Waits until no other process is writing the segment. The lock ends with the process that holds it."""
-    fcntl.lockf(fd, fcntl.LOCK_EX)
+    """Waits until no other process is writing the segment. The lock ends with the process that holds it. Raises
+    NotLockableError."""
+    # A descriptor of its own: those that processes inherit share their locks, and `lockf` would lose the lock with the
+    # first mapping that is closed.
     try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotLockableError from error
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
+        os.close(own)
 
 
 def is_open(fd: int) -> bool:
@@ -170,11 +181,15 @@ def open_segment(fd: int, key: bytes) -> Segment | None:
         if sha256(encoded).digest() != digest:
             return None
         index = msgspec.msgpack.decode(encoded, type=Index)
-        if any(part.offset < mmap.PAGESIZE or part.end > offset for part in index.parts()):
+        if not all(_is_within(part, offset) for part in index.parts()):
             return None
         return Segment(fd, index, size)
     except (OSError, ValueError, struct.error, msgspec.MsgspecError):
         return None
+
+
+def _is_within(part: Part, end: int) -> bool:
+    return min(part.shape, default=0) >= 0 and part.offset >= mmap.PAGESIZE and part.end <= end
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,0 +1,141 @@
+"""Segments of shared memory: what is written is found again, and nothing else is ever used."""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pagewire.engine.weights.segment import Index, Part, SegmentWriter, StoredParts, is_open, open_segment
+from pagewire.procs.weight_memory import close_segments, new_segment
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd")
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+_ADD_SEALS = 1033
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[], int]]:
+    made: list[int] = []
+
+    def make_one() -> int:
+        made.append(new_segment())
+        return made[-1]
+
+    yield make_one
+    close_segments(made)
+
+
+def fill(fd: int, *, key: bytes = KEY) -> torch.Tensor:
+    """Writes a matrix that is packed into the segment and a parameter that is copied. Returns the parameter."""
+    writer = SegmentWriter(fd)
+    packed = writer.empty(300, torch.bfloat16)
+    packed.copy_(torch.arange(300))
+    parts = StoredParts("Packed", (writer.put(packed), None), (3, 100, True, None))
+    norm = torch.randn(7, 5)
+    index = Index({"layers.0": (parts,)}, {"norm": writer.put(norm)})
+    del packed
+    writer.finish(key, index)
+    return norm
+
+
+def copied(fd: int, size: int, into: int, seals: int = 0x2 | 0x4 | 0x8) -> int:
+    """The first bytes of a segment in another one, sealed."""
+    os.ftruncate(into, size)
+    os.pwrite(into, os.pread(fd, size, 0), 0)
+    fcntl.fcntl(into, _ADD_SEALS, seals)
+    return into
+
+
+def test_what_was_written_is_found_again(make: Callable[[], int]) -> None:
+    fd = make()
+    assert is_open(fd) and open_segment(fd, KEY) is None
+    norm = fill(fd)
+    assert not is_open(fd)
+    segment = open_segment(fd, KEY)
+    assert segment is not None
+    (parts,) = segment.index.matrices["layers.0"]
+    assert (parts.kind, parts.fields, parts.tensors[1]) == ("Packed", (3, 100, True, None), None)
+    assert parts.tensors[0] is not None
+    packed = segment.tensor(parts.tensors[0])
+    assert packed.dtype == torch.bfloat16 and torch.equal(packed, torch.arange(300).bfloat16())
+    assert packed.data_ptr() % 64 == 0
+    assert torch.equal(segment.tensor(segment.index.parameters["norm"]), norm)
+
+
+def test_tensors_larger_than_a_chunk_and_many_chunks(make: Callable[[], int]) -> None:
+    fd, sizes = make(), (30 << 20, 50 << 20, 100, 70 << 20)
+    writer = SegmentWriter(fd)
+    index = Index({}, {})
+    for i, size in enumerate(sizes):
+        tensor = writer.empty(size, torch.uint8)
+        tensor[0] = tensor[-1] = i
+        index.parameters[str(i)] = writer.put(tensor)
+        del tensor
+    writer.finish(KEY, index)
+    segment = open_segment(fd, KEY)
+    assert segment is not None
+    for i, size in enumerate(sizes):
+        tensor = segment.tensor(segment.index.parameters[str(i)])
+        assert len(tensor) == size and tensor[0] == tensor[-1] == i
+
+
+def test_a_sealed_segment_cannot_be_changed(make: Callable[[], int]) -> None:
+    fd = make()
+    fill(fd)
+    for change in (
+        lambda: os.pwrite(fd, b"x", 100),
+        lambda: os.ftruncate(fd, 100),
+        lambda: os.ftruncate(fd, 1 << 30),
+        lambda: mmap.mmap(fd, 4096, flags=mmap.MAP_SHARED),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+
+
+def test_another_key_a_part_and_a_foreign_file_are_refused(make: Callable[[], int], tmp_path: object) -> None:
+    fd = make()
+    fill(fd)
+    size = os.fstat(fd).st_size
+    assert open_segment(copied(fd, size, make()), KEY) is not None, "the copies are made in the right way"
+    assert open_segment(fd, OTHER) is None
+    assert open_segment(copied(fd, size, make(), seals=0x2 | 0x4), KEY) is None, "it can still be written"
+    for length in (0, 10, 4096, size // 2, size - 1):
+        assert open_segment(copied(fd, length, make()), KEY) is None, length
+    with open("/proc/self/exe", "rb") as file:
+        assert open_segment(file.fileno(), KEY) is None and not is_open(file.fileno())
+    assert open_segment(10**6, KEY) is None and not is_open(10**6)
+
+
+def test_a_damaged_index_and_one_that_points_outside_are_refused(make: Callable[[], int]) -> None:
+    fd = make()
+    fill(fd)
+    size = os.fstat(fd).st_size
+    damaged = make()
+    os.pwrite(damaged, os.pread(fd, size, 0), 0)
+    os.pwrite(damaged, b"\xff", size - 3)
+    fcntl.fcntl(damaged, _ADD_SEALS, 0x2 | 0x4 | 0x8)
+    assert open_segment(damaged, KEY) is None
+    for part in (
+        Part(0, (10,), "uint8"),
+        Part(4096, (1 << 30,), "uint8"),
+        Part(4096, (-1,), "uint8"),
+        Part(4096, (10,), "nn"),
+    ):
+        outside = make()
+        SegmentWriter(outside).finish(KEY, Index({}, {"a": part}))
+        assert open_segment(outside, KEY) is None, part
+
+
+def test_what_a_dead_process_left_half_written_is_dropped(make: Callable[[], int]) -> None:
+    fd = make()
+    left = SegmentWriter(fd).empty(5 << 20, torch.uint8).fill_(7)
+    assert is_open(fd) and open_segment(fd, KEY) is None
+    del left
+    norm = fill(fd)
+    segment = open_segment(fd, KEY)
+    assert segment is not None and torch.equal(segment.tensor(segment.index.parameters["norm"]), norm)
+    assert os.fstat(fd).st_size < 1 << 20
