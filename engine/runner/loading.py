@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config.config import EngineConfig
-from ...errors import ConfigError
-from ...kernels.quantized_weight import QuantizedWeight
+from ...errors import CheckpointError, ConfigError
+from ...kernels.grouped_weight import GroupedWeight
+from ...kernels.quantized_weight import StoredWeight, int4_of
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
@@ -258,12 +259,12 @@ def _fill(
         return
     with CheckpointReader(Path(config.model.path)) as reader:
         targets = find_targets(reader, decoder, spec)
-        keep: dict[str, Callable[[QuantizedWeight], None]] = {}
+        keep: dict[str, Callable[[StoredWeight], None]] = {}
         if is_kept:
             assert spec.scheme is not None
             kept = quantized_parameters(reader, targets, spec.scheme)
             linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
-            keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
+            keep = {name: partial(_keep, name, linears[name], device) for name in kept & linears.keys()}
         registry.allocate(decoder, device, without=keep.keys())
         load_weights(
             reader,
@@ -287,8 +288,12 @@ def find_targets(reader: CheckpointReader, decoder: Decoder, spec: ModelSpec) ->
     return targets
 
 
-def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None:
-    module.replace(weight.to(device))
+def _keep(name: str, module: Linear, device: torch.device, weight: StoredWeight) -> None:
+    """Keeps a weight for the Triton kernels."""
+    try:
+        module.replace((int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(device))
+    except ValueError as e:
+        raise CheckpointError(f"{name} cannot be read: {e}.") from None
 
 
 def _load_fallback(

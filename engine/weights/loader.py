@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...kernels.quantized_weight import QuantizedWeight, concatenate
+from ...kernels.quantized_weight import StoredWeight, concatenate
 from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
 from .copy_workers import CopyWorker, copy_jobs
@@ -29,7 +29,7 @@ from .reader import CheckpointReader
 # Buffers that old exporters saved although config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
-Keep = Mapping[str, Callable[[QuantizedWeight], None]]
+Keep = Mapping[str, Callable[[StoredWeight], None]]
 """A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
 
 
@@ -59,7 +59,7 @@ def load_weights(
     done = 0
     first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
 
-    def take(name: str, weight: QuantizedWeight | None) -> None:
+    def take(name: str, weight: StoredWeight | None) -> None:
         nonlocal done
         if weight is not None:
             collected.add(targets[name], weight)
@@ -120,7 +120,7 @@ def _load(
     quantized: "_Quantized | None",
     keeps: bool,
     worker: CopyWorker,
-) -> QuantizedWeight | None:
+) -> StoredWeight | None:
     """Fills the view, or returns the quantized weight if it is kept. Runs in any thread."""
     if scheme is None or quantized is None:
         _fill(view, reader, name, cut, worker)
@@ -174,10 +174,10 @@ class _Collected:
 
     def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
         self._num_parts = Counter(target.parameter for target in targets.values())
-        self._parts: dict[str, list[tuple[int, QuantizedWeight]]] = {}
+        self._parts: dict[str, list[tuple[int, StoredWeight]]] = {}
         self._keep = keep
 
-    def add(self, target: Target, weight: QuantizedWeight) -> None:
+    def add(self, target: Target, weight: StoredWeight) -> None:
         name = target.parameter
         parts = self._parts.setdefault(name, [])
         parts.append((0 if target.rows is None else target.rows[0], weight))

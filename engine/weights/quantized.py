@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
-from ...kernels.quantized_weight import Fp8Weight, Int4Weight, QuantizedWeight, int4_weight
+from ...kernels.grouped_weight import GroupedWeight
+from ...kernels.quantized_weight import Fp8Weight, StoredWeight
 from ..checkpoint.quantization import Fp8Scheme, Int4Scheme, Scheme
 from ..parallel.shard import Cut
 from .reader import CheckpointReader
@@ -66,9 +67,7 @@ def is_unused(scheme: Scheme, name: str) -> bool:
     return isinstance(scheme, Fp8Scheme) and name.rpartition(".")[2] in _FP8_UNUSED
 
 
-def read_weight(
-    scheme: Scheme, reader: CheckpointReader, module: str, n: int, k: int, cut: Cut | None
-) -> QuantizedWeight:
+def read_weight(scheme: Scheme, reader: CheckpointReader, module: str, n: int, k: int, cut: Cut | None) -> StoredWeight:
     """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the part
     would split weights that share a scale."""
     rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
@@ -134,13 +133,13 @@ def _fp8(scheme: Fp8Scheme, part: _Part, n: int, k: int) -> Fp8Weight:
     return Fp8Weight(values, each.contiguous())
 
 
-def _int4(scheme: Int4Scheme, part: _Part, k: int) -> Int4Weight:
+def _int4(scheme: Int4Scheme, part: _Part, k: int) -> GroupedWeight:
     n_first, n_last = part.rows
     eighths = part.row_slice(8)
     group = scheme.group_size or k
     groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
     zeros = _unpack(part.tensor("qzeros", groups, eighths), scheme.layout) + scheme.zero_offset
-    scales = part.tensor("scales", groups, slice(n_first, n_last))
+    scales = part.tensor("scales", groups, slice(n_first, n_last)).float()
     if scheme.layout == "awq":
         numbers = _unpack(part.tensor("qweight", slice(*part.columns), eighths), "awq").t()
     else:
@@ -149,10 +148,7 @@ def _int4(scheme: Int4Scheme, part: _Part, k: int) -> Int4Weight:
     order = _order(part.whole("g_idx"), group, part, k) if part.has("g_idx") else None
     if order is not None:
         numbers = numbers[:, order.long()]
-    try:
-        return int4_weight(numbers.contiguous(), scales, zeros, order)
-    except ValueError as e:
-        raise CheckpointError(f"{part.module} cannot be read: {e}.") from None
+    return GroupedWeight(numbers.contiguous(), scales, scales * zeros, 4, order=order)
 
 
 def _unpack(words: Tensor, layout: str) -> Tensor:

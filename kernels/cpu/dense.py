@@ -13,40 +13,29 @@ KIND_F32, KIND_BF16, KIND_DOT = range(3)  # of matrix.h
 STORE, ADD, SILU_MUL = range(3)  # of matrix.h
 
 
-class NativeMatrix:
-    """A packed weight [n, k], bfloat16 or float32."""
+class PackedMatrix:
+    """A weight [n, k] in the layout of its kind, and the functions that all kinds share."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
-        """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
-        are gates, the second ups."""
-        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
-        self._kernels = kernels
-        self._n, self._k = weight.shape
-        is_bf16 = weight.dtype == torch.bfloat16
-        groups = 2 * -(-self._n // 2 // LANES) if is_gated else -(-self._n // LANES)
-        columns = -(-self._k // PADDED) * PADDED if is_bf16 else self._k
-        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
-        self._kind = KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16
-        self._is_gated = is_gated
-        kernels.pack(
-            weight.contiguous().data_ptr(), self._packed.data_ptr(), self._n, self._k, is_gated, int(is_bf16)
-        )  # fmt: skip
+    def __init__(self, kernels: Kernels, n: int, k: int, kind: int, *, is_gated: bool) -> None:
+        """Call it when `fill` can be called. is_gated: the first half of the rows are gates, the second ups."""
+        self._kernels, self._n, self._k, self._kind, self._is_gated = kernels, n, k, kind, is_gated
         self._plain = self.fields(None)
 
-    @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes
+    def fill(self, fields: MatrixFields) -> None:
+        """Sets the fields that are the kind's own: the packed weight, and what belongs to it."""
+        raise NotImplementedError
 
     def fields(self, bias: Tensor | None) -> MatrixFields:
         """The matrix for the C functions; valid as long as this object."""
-        return MatrixFields(
-            w=self._packed.data_ptr(),
+        fields = MatrixFields(
             bias=0 if bias is None else bias.data_ptr(),
             n=self._n,
             k=self._k,
             kind=self._kind,
             is_gated=self._is_gated,
         )
+        self.fill(fields)
+        return fields
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._run(x, bias, self._n, STORE)
@@ -75,3 +64,28 @@ class NativeMatrix:
         out = torch.empty((ids.shape[0], self._k))
         self._kernels.lookup(ctypes.addressof(self._plain), ids.data_ptr(), out.data_ptr(), ids.shape[0])
         return out
+
+
+class NativeMatrix(PackedMatrix):
+    """A packed weight [n, k], bfloat16 or float32."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
+        """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
+        are gates, the second ups."""
+        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+        n, k = weight.shape
+        is_bf16 = weight.dtype == torch.bfloat16
+        groups = 2 * -(-n // 2 // LANES) if is_gated else -(-n // LANES)
+        columns = -(-k // PADDED) * PADDED if is_bf16 else k
+        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
+        kernels.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k, is_gated, int(is_bf16))
+        super().__init__(
+            kernels, n, k, KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16, is_gated=is_gated
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def fill(self, fields: MatrixFields) -> None:
+        fields.w = self._packed.data_ptr()

@@ -23,10 +23,9 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "product_greedy": (_P, _P, _L, _P, _P, _L),
     "pack": (_P, _P, _L, _L, _L, _I),
     "lookup": (_P, _P, _P, _L),
-    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
-    "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
-    "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
-    "lookup_int8": (_P, _P, _P, _P, _L, _L),
+    "grouped_pack": (_P, _P, _L, _L, _L, _L, _L),
+    "grouped_quantize": (_P, _I, _L, _L, _L, _L, _P, _P, _P),
+    "fp8_pack": (_P, _P, _L, _L, _L),
     "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
     "extend": (_P, _P, _L, _P, _L, _P, _P, _P, _P, _L, _L, _L),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
@@ -58,10 +57,9 @@ class Kernels:
         self.product_greedy = function("product_greedy")
         self.pack = function("pack")
         self.lookup = function("lookup")
-        self.linear_int8 = function("linear_int8")
-        self.linear_greedy_int8 = function("linear_greedy_int8")
-        self.pack_int8 = function("pack_int8")
-        self.lookup_int8 = function("lookup_int8")
+        self.grouped_pack = function("grouped_pack")
+        self.grouped_quantize = function("grouped_quantize")
+        self.fp8_pack = function("fp8_pack")
         self.decode = function("decode")
         self.extend = function("extend")
         self.rms_norm = function("rms_norm")

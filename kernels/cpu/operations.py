@@ -1,21 +1,31 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..grouped_weight import GroupedWeight, form
 from ..ops import Matrix, Ops
+from ..quantized_weight import StoredWeight
 from .dense import NativeMatrix
 from .library import Kernels
-from .quantized import NativeInt8Matrix
+from .quantized import NativeFp8Matrix, NativeGroupedMatrix, quantize
 
 
-def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
-    """The table for float32 activations on a CPU."""
-    matrix: Callable[[Tensor], Matrix] = partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels)
-    gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, is_gated=True)
+def native_ops(kernels: Kernels, *, quantization: str | None = None) -> Ops:
+    """The table for float32 activations on a CPU. quantization: matrices of 8 or 4 bits."""
+
+    def matrix(weight: Tensor, *, is_gated: bool = False, quantization: str | None = quantization) -> Matrix:
+        if quantization is None:
+            return NativeMatrix(kernels, weight, is_gated=is_gated)
+        grouped = quantize(kernels, weight, *form(quantization, weight.shape[1]))
+        return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated)
+
+    def quantized(weight: StoredWeight, is_gated: bool) -> Matrix:
+        if isinstance(weight, GroupedWeight):
+            return NativeGroupedMatrix(kernels, weight, is_gated=is_gated)
+        return NativeFp8Matrix(kernels, weight, is_gated=is_gated)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -59,9 +69,10 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
 
     return Ops(
         matrix=matrix,
-        gated=gated,
-        table=matrix,
+        gated=partial(matrix, is_gated=True),
+        table=partial(matrix, quantization=None if quantization is None else "int8"),
         router=partial(NativeMatrix, kernels),
+        quantized=quantized,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         norm_rotary=norm_rotary,

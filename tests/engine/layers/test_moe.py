@@ -118,7 +118,7 @@ def test_packed_weights_are_counted_and_not_kept_twice(ops):
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
 @pytest.mark.parametrize("native", [False, True])
 def test_8_bits_leave_the_choice_of_experts_alone(native):
-    ops = native_ops(Kernels(), int8=True) if native else reference_ops(int8=True)
+    ops = native_ops(Kernels(), quantization="int8") if native else reference_ops(quantization="int8")
     case = Case(ops)
     assert case.layer.nbytes < 0.4 * (case.gate_up.nbytes + case.down.nbytes)
     x = torch.randn(60, HIDDEN)

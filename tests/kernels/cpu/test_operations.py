@@ -8,7 +8,6 @@ from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.library import Kernels
 from pagewire.kernels.cpu.operations import native_ops
-from pagewire.kernels.cpu.quantized import NativeInt8Matrix
 
 if build.compiler() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -49,29 +48,6 @@ def test_lookup_gives_the_rows_that_were_packed(dtype, num_ids):
     weight = torch.randn(70, 36, dtype=dtype)
     ids = torch.randint(0, 70, (num_ids,))
     assert torch.equal(NativeMatrix(KERNELS, weight).lookup(ids), weight[ids].float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 4), (16, 48), (100, 34), (129, 288), (48, 7)])
-@pytest.mark.parametrize("rows", [1, 5, 13, 30])
-def test_products_of_8_bits_are_those_of_the_reference(dtype, shape, rows):
-    weight, x, bias = torch.randn(shape, dtype=dtype), torch.randn(rows, shape[1]), torch.randn(shape[0])
-    x[0] *= 1000
-    x[rows // 2, 0] = float("inf")
-    weight[0] = 0
-    ours, reference_ = NativeInt8Matrix(KERNELS, weight), reference.TorchInt8Matrix(weight)
-    out = ours.product(x, bias)
-    torch.testing.assert_close(out, reference_.product(x, bias), equal_nan=True)
-    assert out[rows // 2].isnan().all() and out.isnan().any(dim=1).sum() == 1
-    ids = torch.randint(0, shape[0], (9,))
-    torch.testing.assert_close(ours.lookup(ids), reference_.lookup(ids))
-    torch.testing.assert_close(ours.lookup(ids), weight[ids].float(), atol=0.05, rtol=0)
-
-
-def test_products_of_8_bits_are_near_the_exact_ones():
-    weight, x = torch.randn(300, 512), torch.randn(20, 512)
-    exact = x @ weight.t()
-    assert (NativeInt8Matrix(KERNELS, weight).product(x, None) - exact).norm() < 0.015 * exact.norm()
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (7, 50), (300, 1024)])
@@ -147,14 +123,14 @@ def test_greedy(vocab):
     assert torch.equal(ids[finite], places[finite]) and ids[2] == -1 and ids[3] == 0
 
 
-@pytest.mark.parametrize("kind", [NativeMatrix, NativeInt8Matrix])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 1000])
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
-def test_the_greatest_of_a_product_without_the_product(kind, n, rows):
+def test_the_greatest_of_a_product_without_the_product(quantization, n, rows):
     weight, x = torch.randn(n, 64), torch.randn(rows, 64)
     weight[n // 3 :: 7] = weight[n // 3].clone()  # equals, of which the first counts
     x[rows // 2] = weight[n // 3] * 3
-    matrix = kind(KERNELS, weight)
+    matrix = native_ops(KERNELS, quantization=quantization).matrix(weight)
     most, ids = matrix.greedy(x)
     expected, places = reference.greedy(matrix.product(x, None))
     assert torch.equal(most, expected) and torch.equal(ids, places) and ids[rows // 2] == n // 3
