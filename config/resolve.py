@@ -39,15 +39,15 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
     if on_cpu and "float16" in (options.dtype, options.kv_cache_dtype):
         raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
-    if options.quantization == "int8" and not on_cpu:
-        raise ConfigError("--quantization int8 is for --device cpu; leave one of them out.")
+    if options.quantization is not None and not on_cpu:
+        raise ConfigError(f"--quantization {options.quantization} is for --device cpu; leave one of them out.")
     if options.deterministic:
         _check_deterministic(config, model, machine)
     kernels: CpuKernels | None = None
     if on_cpu:
         kernels = "compiled" if machine.has_compiler and config.cpu.cpu_kernels == "auto" else "torch"
     # These compute in float32 whatever the type of the weights.
-    is_wide = model.is_native and (kernels == "compiled" or options.quantization == "int8")
+    is_wide = model.is_native and (kernels == "compiled" or options.quantization is not None)
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide)
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
     return EngineConfig(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...kernels.quantized_weight import StoredWeight, concatenate
+from ...kernels.quantized_weight import StoredWeight
 from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
 from .copy_workers import CopyWorker, copy_jobs
@@ -29,8 +29,9 @@ from .reader import CheckpointReader
 # Buffers that old exporters saved although config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
-Keep = Mapping[str, Callable[[StoredWeight], None]]
-"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
+Keep = Mapping[str, Callable[[Sequence[StoredWeight]], None]]
+"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint: its parts, from the
+first rows to the last."""
 
 
 def load_weights(
@@ -132,10 +133,13 @@ def _load(
     return None
 
 
-def quantized_parameters(reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
-    """The parameters whose weights are quantized in the checkpoint."""
-    names = (f"{module}.weight" for module in quantized_modules(scheme, reader.names()))
-    return {targets[name].parameter for name in names if name in targets}
+def quantized_parameters(
+    reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme, *, wholly: bool = False
+) -> set[str]:
+    """The parameters whose weights are quantized in the checkpoint; some of their parts, or wholly."""
+    names = {f"{module}.weight" for module in quantized_modules(scheme, reader.names())}
+    some = {targets[name].parameter for name in names if name in targets}
+    return some - {target.parameter for name, target in targets.items() if name not in names} if wholly else some
 
 
 @dataclass(frozen=True)
@@ -184,11 +188,7 @@ class _Collected:
         if len(parts) < self._num_parts[name]:
             return
         del self._parts[name]
-        try:
-            whole = concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
-        except ValueError as e:
-            raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
-        self._keep[name](whole)
+        self._keep[name]([part for _, part in sorted(parts, key=lambda part: part[0])])
 
     def refuse_halves(self) -> None:
         if self._parts:
