@@ -63,8 +63,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8"] | None,
-        _doc("model", "int8: weights quantized to 8 bits while loading, and activations in each step; CPU only"),
+        Literal["int8", "int4"] | None,
+        _doc(
+            "model",
+            "int8: weights quantized to 8 bits while loading; int4: to 4 bits in groups of 128 columns, and the "
+            "embedding and head to 8. Activations are rounded to 8 bits in each step. CPU only",
+        ),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],

@@ -41,8 +41,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
     if on_cpu and "float16" in (options.dtype, options.kv_cache_dtype):
         raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
-    if options.quantization == "int8" and not on_cpu:
-        raise ConfigError("--quantization int8 is for --device cpu; leave one of them out.")
+    if options.quantization is not None and not on_cpu:
+        raise ConfigError(f"--quantization {options.quantization} is for --device cpu; leave one of them out.")
     if options.deterministic:
         _check_deterministic(config, model, machine)
     kernels: CpuKernels | None = None
@@ -51,8 +51,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         kernels = "torch" if level is None else "compiled"
     elif config.cpu.cpu_bind not in ("auto", "none"):
         raise ConfigError("--cpu-bind is for --device cpu; leave one of them out.")
-    # torch has products of 8 bits for float32 activations only.
-    is_wide = model.is_native and kernels == "torch" and options.quantization == "int8"
+    # torch has products of 8 and 4 bits for float32 activations only.
+    is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
     cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()

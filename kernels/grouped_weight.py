@@ -1,7 +1,7 @@
 """Matrices of 8 or 4 bits whose columns share scales in groups, and their meaning in plain torch: what the C kernels
 compute with (`kernels/cpu`), whatever format the checkpoint has.
 
-`engine/weights/quantized.py` and `engine/weights/gguf.py` read them from checkpoints, and `quantize` makes them.
+`engine/weights/quantized.py` reads them from checkpoints, and `quantize` makes them.
 """
 
 from collections.abc import Sequence
@@ -73,3 +73,84 @@ def concatenate(parts: Sequence[GroupedWeight]) -> GroupedWeight:
         scales=torch.cat([part.scales for part in parts], dim=1),
         offsets=torch.cat([part.offsets for part in parts], dim=1),
     )
+
+
+def form(quantization: str, k: int) -> tuple[int, int]:
+    """(bits, group size) of matrices with k columns, for a value of `--quantization`."""
+    group = next((size for size in (128, 64, 32) if k % size == 0), None)
+    return (8, k) if quantization == "int8" or group is None else (4, group)
+
+
+def zero_points(weight: GroupedWeight) -> Tensor | None:
+    """uint8 [groups, n], with which the offsets are exactly scale · zero point; None if there are none. Where a scale
+    is zero or NaN, any zero point is right, and it is that of another group."""
+    is_scaled = (weight.scales != 0) & weight.scales.isfinite()
+    zeros = (weight.offsets / weight.scales).round()
+    others = zeros[is_scaled]
+    zeros = torch.where(is_scaled, zeros, others[0] if len(others) else 0)
+    is_exact = (weight.scales * zeros == weight.offsets) | ~weight.scales.isfinite()
+    if ((zeros >= 0) & (zeros <= 255) & is_exact).all():
+        return zeros.to(torch.uint8)
+    return None
+
+
+def narrowed(numbers: Tensor) -> Tensor:
+    """float32 numbers in the first of bfloat16, float16 and float32 that holds them exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = numbers.to(dtype)
+        if torch.equal(narrow.float(), numbers):
+            return narrow
+    return numbers
+
+
+_PARTS = tuple(1 - i / 16 for i in range(5))  # of a group's range, for 4 bits
+
+
+def quantize(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """Rounds a float weight [n, k], whose k is a multiple of the group size.
+
+    8 bits: symmetric, with the scale max |w| / 127. 4 bits: each group's range, which includes zero, is divided into 15
+    steps; of five parts of the range, which cut off the extremes, the one with the least squared error is taken. The
+    scales of 4 bits are bfloat16 numbers. The scale of a group with a number that is not finite is NaN.
+    """
+    n, k = weight.shape
+    x = weight.float().view(n, -1, group_size)
+    is_finite = x.isfinite().all(dim=2)
+    x = x.masked_fill(~is_finite[:, :, None], 0)
+    if bits == 8:
+        most = x.abs().amax(dim=2)
+        inverse = torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)  # 127 / most is 127 · (1 / most) in torch
+        numbers = (x * inverse[:, :, None]).round() + 128
+        scales = (most / 127).masked_fill(~is_finite, torch.nan).t().contiguous()
+        return GroupedWeight(numbers.to(torch.uint8).view(n, k), scales, 128 * scales, 8)
+    high, low = x.amax(dim=2).clamp(min=0), (-x).amax(dim=2).clamp(min=0)
+    best: tuple[Tensor, ...] | None = None
+    for part in _PARTS:
+        step = ((high + low) * part / 15).bfloat16().float()
+        inverse = torch.where(step > 1e-30, 1 / step, 0)
+        zero = (low * part * inverse).round().clamp(max=15)
+        numbers = ((x * inverse[:, :, None]).round() + zero[:, :, None]).clamp(0, 15)
+        error = _sum((x - (numbers - zero[:, :, None]) * step[:, :, None]).square_())
+        found: tuple[Tensor, ...] = error, step, zero, numbers
+        if best is not None:
+            is_better = error < best[0]
+            masks = is_better, is_better, is_better, is_better[:, :, None]
+            found = tuple(map(torch.where, masks, found, best))
+        best = found
+    assert best is not None
+    _, step, zero, numbers = best
+    scales = step.masked_fill(~is_finite, torch.nan).t().contiguous()
+    return GroupedWeight(numbers.to(torch.uint8).view(n, k), scales, zero.t() * scales, 4)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Over the last dimension: 16 sums of every sixteenth number, then their sum, in this order as in C."""
+    lanes = torch.nn.functional.pad(x, (0, -x.shape[-1] % 16))
+    lanes = lanes.view(*x.shape[:-1], -1, 16)
+    total = torch.zeros_like(lanes[..., 0, :])
+    for i in range(lanes.shape[-2]):
+        total = total + lanes[..., i, :]
+    out = torch.zeros_like(total[..., 0])
+    for i in range(16):
+        out = out + total[..., i]
+    return out

@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from . import reference
+from .grouped_weight import form, quantize
+from .quantized_weight import StoredWeight
 from .stored import Empty, Stored
 
 
@@ -61,9 +63,10 @@ class Ops:
 
     matrix: Callable[[Tensor], Matrix]  # only for products
     gated: Callable[[Tensor], Matrix]  # only for `silu_mul`: the first half of the rows are gates, the second ups
-    table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is also the head
+    table: Callable[[Tensor], Matrix]  # of the vocabulary: for lookups, and for the head's products
     experts: Callable[[Sequence[tuple[Matrix, Matrix]], int, bool, bool], Experts]  # see `reference.TorchExperts`
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
+    quantized: Callable[[StoredWeight, bool], Matrix] | None  # keeps a quantized weight; the second says if gated
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
@@ -72,15 +75,26 @@ class Ops:
     storage: Storage | None = None  # None: its matrices cannot be stored
 
 
-def reference_ops(*, int8: bool = False) -> Ops:
-    """Plain torch, on any device. int8: weights of 8 bits, for float32 activations."""
-    table = reference.TorchInt8Matrix if int8 else reference.TorchMatrix
+def reference_ops(*, quantization: str | None = None) -> Ops:
+    """Plain torch, on any device. quantization: weights of 8 or 4 bits, for float32 activations."""
+
+    def matrix(weight: Tensor) -> Matrix:
+        if quantization is None:
+            return reference.TorchMatrix(weight)
+        return reference.TorchGroupedMatrix(quantize(weight, *form(quantization, weight.shape[1])))
+
+    def table(weight: Tensor) -> Matrix:
+        if quantization is None:
+            return reference.TorchMatrix(weight)
+        return reference.TorchGroupedMatrix(quantize(weight, *form("int8", weight.shape[1])))
+
     return Ops(
-        matrix=table,
-        gated=table,
+        matrix=matrix,
+        gated=matrix,
         table=table,
         experts=reference.TorchExperts,
         router=reference.TorchMatrix,
+        quantized=None,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         norm_rotary=reference.norm_rotary,

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import grouped_weight
+from .grouped_weight import GroupedWeight, narrowed, zero_points
+
 
 @dataclass(frozen=True)
 class Fp8Weight:
@@ -113,6 +116,9 @@ class Int4Weight:
 
 
 QuantizedWeight = Fp8Weight | Int4Weight
+"""What the Triton kernels take."""
+StoredWeight = Fp8Weight | GroupedWeight
+"""What is read from checkpoints."""
 
 
 def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Int4Weight:
@@ -128,38 +134,31 @@ def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | 
     return Int4Weight(packed, scales.contiguous(), zeros.contiguous(), half, order)
 
 
-def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+def int4_of(weight: GroupedWeight) -> Int4Weight:
+    """The same weight for the Triton kernels. Raises ValueError if they cannot represent it."""
+    zeros = zero_points(weight)
+    if weight.bits != 4 or weight.table is not None or zeros is None:
+        raise ValueError("its numbers are no integers of 4 bits with zero points")
+    return int4_weight(weight.numbers, narrowed(weight.scales), zeros, weight.order)
+
+
+def concatenate(parts: Sequence[StoredWeight]) -> StoredWeight:
     """Stacks the rows, as in fused projections. Raises ValueError if the parts do not fit together."""
     if len(parts) == 1:
         return parts[0]
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len(grouped) == len(parts):
+        return grouped_weight.concatenate(grouped)
     fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
-    if len(fp8) == len(parts):
-        block = fp8[0].block
-        if any(part.block != block or part.is_interleaved for part in fp8):
-            raise ValueError("their blocks differ")
-        if block is not None and any(part.shape[0] % block[0] for part in fp8[:-1]):
-            raise ValueError(f"their rows are no multiples of {block[0]}, which share a scale")
-        values = torch.cat([part.values.view(torch.uint8) for part in fp8]).view(fp8[0].values.dtype)
-        return Fp8Weight(values, torch.cat([part.scale for part in fp8]), block)
-    int4 = [part for part in parts if isinstance(part, Int4Weight)]
-    if len(int4) < len(parts):
-        raise ValueError("some have 8 bits and some 4")
-    first = int4[0]
-    if any(part.half != first.half or part.group_size != first.group_size for part in int4):
-        raise ValueError("their groups differ")
-    if any(not _same(part.order, first.order) for part in int4):
-        raise ValueError("their columns are ordered differently")
-    return Int4Weight(
-        torch.cat([part.packed for part in int4]),
-        torch.cat([part.scales for part in int4], dim=1),
-        torch.cat([part.zeros for part in int4], dim=1),
-        first.half,
-        first.order,
-    )
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+    if len(fp8) < len(parts):
+        raise ValueError("some are floats of 8 bits and some integers")
+    block = fp8[0].block
+    if any(part.block != block or part.is_interleaved for part in fp8):
+        raise ValueError("their blocks differ")
+    if block is not None and any(part.shape[0] % block[0] for part in fp8[:-1]):
+        raise ValueError(f"their rows are no multiples of {block[0]}, which share a scale")
+    values = torch.cat([part.values.view(torch.uint8) for part in fp8]).view(fp8[0].values.dtype)
+    return Fp8Weight(values, torch.cat([part.scale for part in fp8]), block)
 
 
 def _in_turn(n: int) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .grouped_weight import GroupedWeight, zero_points
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, computed in float32. x: [..., dim], weight: [dim], result as x."""
@@ -72,22 +74,37 @@ class TorchMatrix:
         return F.embedding(ids, self.weight)
 
 
-class TorchInt8Matrix:
-    """An 8-bit weight with a scale per column, max |w| / 127. Activations are rounded to 8 bits with a scale per row,
-    so that no row depends on another. The integer products are exact."""
+class TorchGroupedMatrix:
+    """A weight of 8 or 4 bits. Activations are rounded to 8 bits with a scale for each row and group of columns, so
+    that no row depends on another. Sums within a group are exact; the groups are added in ascending order."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight, self._scales = quantize(weight)
+    def __init__(self, weight: GroupedWeight) -> None:
+        values = weight.numbers.int()
+        if weight.table is not None:
+            values = torch.tensor(weight.table, dtype=torch.int32)[weight.numbers.long()]
+        self._values = (values - 128).to(torch.int8)  # `_int_mm` takes signed numbers only
+        self._group, self._order = weight.group_size, weight.order
+        self._scales, self._offsets, self._zeros = weight.scales, weight.offsets, zero_points(weight)
 
     @property
     def nbytes(self) -> int:
-        return self._weight.nbytes + self._scales.nbytes
+        tensors = (self._values, self._scales, self._offsets, self._zeros, self._order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rounded, scales = quantize(x)
-        sums = torch._int_mm(rounded, self._weight.t())
-        out = sums.float().mul_(scales).mul_(self._scales.t())
-        return out if bias is None else out.add_(bias)
+        numbers, scales = round_activations(x, self._group, self._order)
+        out = torch.zeros(x.shape[0], self._values.shape[0])
+        for group in range(scales.shape[1]):
+            columns = slice(group * self._group, (group + 1) * self._group)
+            part = numbers[:, columns].contiguous()
+            total = part.sum(dim=1, dtype=torch.int32)[:, None]
+            sums = torch._int_mm(part, self._values[:, columns].t().contiguous()) + 128 * total
+            if self._zeros is not None:
+                term = (sums - self._zeros[group].int() * total).float() * self._scales[group]
+            else:
+                term = sums.float() * self._scales[group] - self._offsets[group] * total.float()
+            out = out + term * scales[:, group, None] if group else term * scales[:, group, None]
+        return out if bias is None else out + bias
 
     def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return silu_mul(self.product(x, bias))
@@ -96,16 +113,28 @@ class TorchInt8Matrix:
         return greedy(self.product(x, None).float())
 
     def lookup(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self._weight).float().mul_(self._scales[ids])
+        values = self._values[ids].float().add_(128).view(ids.shape[0], -1, self._group)
+        scales = self._scales.t()[ids][:, :, None]
+        if self._zeros is not None:
+            rows = (values - self._zeros.t()[ids].float()[:, :, None]) * scales
+        else:
+            rows = values * scales - self._offsets.t()[ids][:, :, None]
+        rows = rows.view(ids.shape[0], -1)
+        if self._order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self._order.long(), rows)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, k] → (int8 [rows, k], float32 scales [rows, 1]): x · 127 / max |x|, ties to even, and max |x| / 127. The
-    scale of a row with a number that is not finite is NaN."""
-    x = x.float()
-    most = x.abs().amax(dim=-1, keepdim=True)
-    rounded = (x * 127).div_(most).round_().nan_to_num_(nan=0, posinf=0, neginf=0).to(torch.int8)
-    return rounded, torch.where(most.isfinite(), most / 127, torch.nan)
+def round_activations(x: Tensor, group: int, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x [rows, k] → (int8 [rows, k], float32 scales [rows, k / group]): x · (127 / max |x|), ties to even, and
+    max |x| / 127, in groups of adjacent columns after they are ordered. Groups below 1e-30 count as zero. The scales of
+    a row with a number that is not finite are NaN, and its numbers 0."""
+    x = x.float() if order is None else x.float()[:, order.long()]
+    is_finite = x.isfinite().all(dim=1, keepdim=True)
+    grouped = x.masked_fill(~is_finite, 0).view(x.shape[0], -1, group)
+    most = grouped.abs().amax(dim=-1)
+    numbers = (grouped * torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)[:, :, None]).round_().to(torch.int8)
+    return numbers.flatten(1), torch.where(is_finite, most / 127, torch.nan)
 
 
 def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

@@ -3,6 +3,7 @@
 The weights have a large variance, so that the best token leads clearly and outputs differ between prompts.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,14 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def reference_greedy(folder: Path, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """What transformers' `generate` gives for each prompt, one at a time, in float32; without stopping at eos."""
+def reference_greedy(
+    folder: Path, prompts: list[list[int]], max_new_tokens: int, change: Callable[[Any], None] | None = None
+) -> list[list[int]]:
+    """What transformers' `generate` gives for each prompt, one at a time, in float32; without stopping at eos. change:
+    called with the model before."""
     model = load_reference(folder)
+    if change is not None:
+        change(model)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:

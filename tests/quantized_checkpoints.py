@@ -18,6 +18,19 @@ GROUP = 32
 BLOCK = 32
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word, the lowest bits first
 
+
+def _compressed(format: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {**group, "input_activations": activations, "output_activations": None}},
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-block": {
         "quant_method": "fp8",
@@ -50,6 +63,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "desc_act": True,
         "checkpoint_format": "gptq_v2",
     },
+    "packed": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP),
+    "packed-zeros": _compressed(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False
+    ),
+    "packed-ordered": _compressed(
+        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, actorder="group"
+    ),
+    "packed-channel": _compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+    "packed-8": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+    "int8": _compressed(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        num_bits=8,
+        type="int",
+        strategy="channel",
+    ),
+    "int8-zeros": _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
+    "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
 }
 
 
@@ -77,6 +108,10 @@ def quantize(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     """(tensors of the format by their last names, the float32 weight that they stand for)."""
     if kind.startswith("fp8"):
         return _fp8(weight, kind)
+    if kind == "mxfp4":
+        return _mxfp4(weight)
+    if kind.startswith(("packed", "int8")):
+        return _integers(weight, kind)
     return _int4(weight, kind)
 
 
@@ -141,10 +176,66 @@ def _int4(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     return parts, torch.from_numpy(exact)
 
 
-def _words(numbers: NDArray[np.int64], order: Any) -> Tensor:
-    """[rows, columns] below 16 → int32 [rows, columns / 8]."""
-    words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
+def _integers(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """pack-quantized and int-quantized of compressed-tensors."""
+    n, k = weight.shape
+    arguments = CONFIGS[kind]["config_groups"]["group_0"]["weights"]
+    bits, size = arguments["num_bits"], arguments.get("group_size", k)
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+    group_of = np.arange(k) // size
+    if "ordered" in kind:
+        group_of = group_of[np.random.default_rng(k).permutation(k)]
+    w = weight.float().numpy().astype(np.float64)
+    scales = np.zeros((n, k // size), np.float32)
+    zeros = np.zeros((n, k // size), np.int64)
+    numbers = np.zeros((n, k), np.int64)
+    for group in range(k // size):
+        part = w[:, group_of == group]
+        least, most = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
+        if arguments["symmetric"]:
+            scales[:, group] = torch.from_numpy(np.maximum(-least, most) / high).bfloat16().float().numpy()
+        else:
+            scales[:, group] = torch.from_numpy((most - least) / (high - low)).bfloat16().float().numpy()
+            zeros[:, group] = np.clip(np.round(low - least / scales[:, group]), low, high)
+        rounded = np.round(part / scales[:, group, None]) + zeros[:, group, None]
+        numbers[:, group_of == group] = np.clip(rounded, low, high)
+    exact = (numbers - zeros[:, group_of]).astype(np.float32) * scales[:, group_of]
+    parts = {"weight_scale": torch.from_numpy(scales).bfloat16()}
+    if kind.startswith("int8"):
+        parts["weight"] = torch.from_numpy(numbers.astype(np.int8))
+        if not arguments["symmetric"]:
+            parts["weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
+    else:
+        order = range(32 // bits)
+        parts["weight_packed"] = _words(numbers - low, order, bits)
+        parts["weight_shape"] = torch.tensor([n, k])
+        if not arguments["symmetric"]:
+            parts["weight_zero_point"] = _words(zeros.T - low, order, bits).T.contiguous()
+        if "ordered" in kind:
+            parts["weight_g_idx"] = torch.from_numpy(group_of.astype(np.int32))
+    return parts, torch.from_numpy(exact)
+
+
+def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    n, k = weight.shape
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    w = weight.float().numpy().astype(np.float64).reshape(n, k // 32, 32)
+    exponents = np.floor(np.log2(np.abs(w).max(axis=2))) - 2
+    codes = np.abs((w / 2 ** exponents[:, :, None])[..., None] - values).argmin(axis=3)
+    exact = (values[codes] * 2 ** exponents[:, :, None]).reshape(n, k).astype(np.float32)
+    codes = codes.reshape(n, k // 2, 2).astype(np.uint8)
+    parts = {
+        "weight_packed": torch.from_numpy(codes[..., 0] | codes[..., 1] << 4),
+        "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return parts, torch.from_numpy(exact)
+
+
+def _words(numbers: NDArray[np.int64], order: Any, bits: int = 4) -> Tensor:
+    """[rows, columns] of `bits` each → int32 [rows, columns · bits / 32]."""
+    share = 32 // bits
+    words = np.zeros((numbers.shape[0], numbers.shape[1] // share), np.uint32)
     for column in range(words.shape[1]):
-        for bits, place in enumerate(order):
-            words[:, column] |= (numbers[:, 8 * column + place] << 4 * bits).astype(np.uint32)
+        for i, place in enumerate(order):
+            words[:, column] |= (numbers[:, share * column + place] << bits * i).astype(np.uint32)
     return torch.from_numpy(words.view(np.int32))

@@ -61,7 +61,30 @@ class GgufScheme(Struct, frozen=True):
         return f"a GGUF file ({', '.join(self.types)})"
 
 
-Scheme = Fp8Scheme | Int4Scheme | GgufScheme
+class CompressedScheme(Struct, frozen=True):
+    """compressed-tensors of integers, or of floats of 4 bits (MXFP4) whose scales are powers of two."""
+
+    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized"]
+    bits: Literal[4, 8]
+    group_size: int | None  # weights of a row that share a scale; None: the whole row
+    is_symmetric: bool = True  # without zero points
+
+    @property
+    def narrower(self) -> int:
+        """Quantized weights that fit into 16 bits."""
+        return 16 // self.bits if self.format != "int-quantized" else 2
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the Triton kernels have this format."""
+        return self.format == "pack-quantized" and self.bits == 4 and (self.group_size or 16) % 16 == 0
+
+    @property
+    def note(self) -> str:
+        return f"a checkpoint of {self.bits} bits ({self.format})"
+
+
+Scheme = Fp8Scheme | Int4Scheme | CompressedScheme | GgufScheme
 
 
 class _Fp8(Struct):
@@ -72,8 +95,8 @@ class _Fp8(Struct):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
 
 
-class _Arguments(Struct):
-    """QuantizationArgs of compressed-tensors."""
+class _FloatArguments(Struct):
+    """QuantizationArgs of compressed-tensors, for floats of 8 bits."""
 
     type: Literal["float"]
     num_bits: Literal[8]
@@ -85,16 +108,38 @@ class _Inputs(Struct):
     dynamic: bool | Literal["local"] = False
 
 
-class _Group(Struct):
-    weights: _Arguments
+class _FloatGroup(Struct):
+    weights: _FloatArguments
     input_activations: _Inputs | None = None
 
 
-class _CompressedTensors(Struct):
-    """vllm-project/compressed-tensors, QuantizationConfig."""
+class _CompressedFloats(Struct):
+    """vllm-project/compressed-tensors, QuantizationConfig, with weights of 8-bit floats."""
 
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, _FloatGroup]
     format: Literal["float-quantized", "naive-quantized"]
+
+
+class _IntArguments(Struct):
+    """QuantizationArgs of compressed-tensors, for integers and for MXFP4. Their order of columns (`actorder`) shows in
+    the tensors."""
+
+    type: Literal["int", "float"]
+    num_bits: Literal[4, 8]
+    strategy: Literal["tensor", "channel", "group"] = "tensor"
+    group_size: int | None = None
+    symmetric: bool = True
+
+
+class _IntGroup(Struct):
+    weights: _IntArguments
+
+
+class _CompressedIntegers(Struct):
+    """QuantizationConfig with weights of integers or of MXFP4."""
+
+    config_groups: dict[str, _IntGroup]
+    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized"]
 
 
 class _Awq(Struct):
@@ -121,8 +166,10 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
         case "fp8":
             fp8 = _fields(config, _Fp8, file)
             return Fp8Scheme(_block(fp8.weight_block_size, file), fp8.activation_scheme == "static")
+        case "compressed-tensors" if config.get("format") in _INTEGER_FORMATS:
+            return _compressed(_fields(config, _CompressedIntegers, file), file)
         case "compressed-tensors":
-            groups = list(_fields(config, _CompressedTensors, file).config_groups.values())
+            groups = list(_fields(config, _CompressedFloats, file).config_groups.values())
             blocks = {group.weights.block_structure for group in groups if group.weights.strategy == "block"}
             block = next(iter(blocks), None)
             if len(blocks) > 1 or not groups or isinstance(block, str) or blocks == {None}:
@@ -138,10 +185,34 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
         case _:
             raise ConfigError(
                 f"{file} has weights quantized with {method}, which pagewire does not read; it reads "
-                "fp8, compressed-tensors of 8-bit floats, and awq and gptq of 4 bits."
+                "fp8, compressed-tensors of 8-bit floats, of integers of 8 or 4 bits and of mxfp4, and awq and gptq of "
+                "4 bits."
             )
 
 
+def _compressed(found: _CompressedIntegers, file: Path) -> CompressedScheme:
+    forms = {
+        (w.type, w.num_bits, w.group_size if w.strategy == "group" else None, w.symmetric)
+        for w in (group.weights for group in found.config_groups.values())
+    }
+    if len(forms) != 1:
+        raise ConfigError(
+            f"{file} has {len(found.config_groups)} config_groups with {len(forms)} forms of weights; pagewire reads "
+            "checkpoints with one."
+        )
+    kind, bits, group, is_symmetric = next(iter(forms))
+    is_mxfp4 = found.format == "mxfp4-pack-quantized"
+    if (kind == "float") != is_mxfp4 or (is_mxfp4 and (bits, group, is_symmetric) != (4, 32, True)):
+        raise ConfigError(
+            f"{file} has weights of type {kind} with {bits} bits in groups of {group}, which {found.format} does not "
+            "have."
+        )
+    if group is not None and (group < 8 or group % 8):
+        raise ConfigError(f"{file} has a group_size of {group}, which should be a multiple of 8.")
+    return CompressedScheme(found.format, bits, group, is_symmetric)
+
+
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
 _T = TypeVar("_T")
 
 

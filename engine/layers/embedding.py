@@ -14,16 +14,15 @@ from .linear import Weight
 class Vocabulary(Weight):
     """A matrix with a row for each of `vocab_size` tokens: the embedding, the head, or both."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, has_lookups: bool, group: Group) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, group: Group) -> None:
         self._first, last = part(vocab_size, group.rank, group.size)
         super().__init__(last - self._first, hidden_size)
         self._num, self._most = last - self._first, part(vocab_size, 0, group.size)[1]
         self._vocab_size = vocab_size
-        self._has_lookups = has_lookups
         self._group = group
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
-        return ops.table if self._has_lookups else ops.matrix
+        return ops.table
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [tokens] int64 → [tokens, hidden_size]."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.ops import Matrix, Ops
-from ...kernels.quantized_weight import QuantizedWeight
+from ...kernels.quantized_weight import QuantizedWeight, StoredWeight
 from ..parallel.collectives import Group
 
 
@@ -17,6 +17,8 @@ def parameter(*size: int) -> nn.Parameter:
 
 class Weight(nn.Module):
     """A matrix [n, k]: a parameter while it is loaded, then the kernels' own representation."""
+
+    is_gated = False  # only for `silu_mul`: the first half of the rows are gates, the second ups
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
@@ -31,8 +33,15 @@ class Weight(nn.Module):
         return self._matrix
 
     def pack(self, ops: Ops) -> None:
-        """Passes the loaded values to the kernels and drops the parameter, so that there is no second copy."""
-        self._matrix = self.layout(ops)(self.take())
+        """Passes the loaded values to the kernels and drops the parameter, so that there is no second copy. Not if
+        `pack_quantized` did."""
+        if self._matrix is None:
+            self._matrix = self.layout(ops)(self.take())
+
+    def pack_quantized(self, ops: Ops, weight: StoredWeight) -> None:
+        """Passes a quantized weight to the kernels, in place of the parameter's values."""
+        assert ops.quantized is not None, "the kernels take no quantized weights"
+        self._matrix, self.weight = ops.quantized(weight, self.is_gated), None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -78,6 +87,8 @@ class Linear(Weight):
 class GatedLinear(Linear):
     """silu(gate) · up of the product, whose first half of columns are gates. x: [tokens, in_size] → [tokens, out_size /
     2]."""
+
+    is_gated = True
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
         return ops.gated

@@ -108,7 +108,7 @@ class Body(nn.Module):
         self, spec: ModelSpec, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, group: Group, ops: Ops
     ) -> None:
         super().__init__()
-        self.embed_tokens = Vocabulary(spec.vocab_size, spec.hidden_size, has_lookups=True, group=group)
+        self.embed_tokens = Vocabulary(spec.vocab_size, spec.hidden_size, group=group)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
             for layer in range(spec.num_layers)
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         spec = shard.local(spec, group.rank, group.size)
         self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
         tied = spec.tie_word_embeddings
-        self.lm_head = None if tied else Vocabulary(spec.vocab_size, spec.hidden_size, has_lookups=False, group=group)
+        self.lm_head = None if tied else Vocabulary(spec.vocab_size, spec.hidden_size, group=group)
         self.kv_shape = KvShape(
             num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )

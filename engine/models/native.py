@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.dense import NativeMatrix
+from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.experts import NativeExperts
 from ...kernels.cpu.library import Kernels
 from ...kernels.cpu.structs import DecoderFields, LayerFields
@@ -88,5 +88,5 @@ class NativeDecoder:
 
 
 def _matrix(module: Weight) -> ctypes.Structure:
-    matrix = cast(NativeMatrix, module.matrix)
+    matrix = cast(PackedMatrix, module.matrix)
     return matrix.fields(module.bias if isinstance(module, Linear) else None)

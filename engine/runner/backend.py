@@ -26,15 +26,15 @@ class Backend:
     is_invariant: bool = False  # with `--deterministic` a token has the same bits in any batch, chunked or not
 
     @classmethod
-    def reference(cls, dtype: torch.dtype, *, int8: bool = False, why: str = "") -> "Backend":
+    def reference(cls, dtype: torch.dtype, *, quantization: str | None = None, why: str = "") -> "Backend":
         """Torch's own kernels."""
-        ops = reference_ops(int8=int8)
+        ops = reference_ops(quantization=quantization)
         return cls(
             ops=ops,
             weight_dtype=dtype,
             attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops, dtype=dtype),
             model=lambda decoder: decoder,
-            note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
+            note=f"kernels of torch{'' if quantization is None else f', matrices as {quantization}'}{why}",
         )
 
 
@@ -42,20 +42,21 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint keeps its
     type and loses nothing. Torch's kernels are used on other devices, for other types of activations, and where the C
     kernels cannot be compiled or are not wanted."""
-    dtype, int8 = getattr(torch, config.activations), config.quantization == "int8"
+    dtype = getattr(torch, config.activations)
     why = f", which are slower, because {config.no_cpu_level}" if config.no_cpu_level else ""
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
             if config.cpu_level is not None:
                 build.use(config.cpu_level)
-            return _compiled(weights, int8=int8, rounds=config.runs_in_c and config.arithmetic == "bfloat16")
+            rounds = config.runs_in_c and config.arithmetic == "bfloat16"
+            return _compiled(weights, quantization=config.quantization, rounds=rounds)
         except build.BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
-    return Backend.reference(dtype, int8=int8, why=why)
+    return Backend.reference(dtype, quantization=config.quantization, why=why)
 
 
-def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
+def _compiled(weights: str, *, quantization: str | None, rounds: bool) -> Backend:
     """rounds: the inputs of products are rounded to bfloat16."""
     from ...kernels.cpu.library import LANES, Kernels
     from ...kernels.cpu.operations import native_ops
@@ -63,7 +64,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
     from ..models.native import NativeDecoder
 
     kernels, library = Kernels(), build.find()
-    ops = native_ops(kernels, int8=int8, rounds=rounds)
+    ops = native_ops(kernels, quantization=quantization, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
@@ -71,7 +72,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, rounds=rounds)
 
     def model(decoder: Decoder) -> Model:
-        return decoder if int8 else NativeDecoder(decoder, kernels)
+        return NativeDecoder(decoder, kernels)
 
     return Backend(
         ops=ops,
@@ -79,6 +80,10 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
         attention=attention,
         model=model,
         note=f"C kernels for {library.level.name}, {library.origin}: "
-        + ("matrices of 8 bits" if int8 else f"{weights} weights, {'bfloat16' if rounds else 'float32'} arithmetic"),
+        + (
+            f"{weights} weights, {'bfloat16' if rounds else 'float32'} arithmetic"
+            if quantization is None
+            else f"matrices as {quantization}"
+        ),
         is_invariant=True,
     )

@@ -8,18 +8,33 @@ except those that only weights answer. What the start measures is calculated her
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ...config.config import EngineConfig
+from ...kernels.grouped_weight import form
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec, read_spec
 from ..device.base import choose_device
+from ..layers.embedding import Vocabulary
 from ..layers.linear import Weight
+from ..layers.moe import MoeMlp, Router
 from ..models import registry
 from ..parallel.collectives import Alone
 from ..parallel.rank import RankInfo
+from ..weights.quantized import packed_bytes
 from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
-from .loading import DTYPES, blocks_needed, check_positions, count_numbers, find_targets, host_workspace, no_kv
+from .loading import (
+    DTYPES,
+    blocks_needed,
+    check_positions,
+    count_numbers,
+    find_targets,
+    host_workspace,
+    keeps_quantized,
+    kept_modules,
+    no_kv,
+)
 from .memory import MemoryPlan
 
 
@@ -64,7 +79,6 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         CheckpointReader(Path(config.model.path)).close()  # raises for damaged and missing files
         encoder_config(spec, Path(config.model.path))
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
-    is_int8 = config.quantization == "int8"
     is_gpu = device.type == "cuda"
     backend = Backend.reference(dtype) if is_gpu else choose_backend(config, device, spec.dtype)
     outline = registry.build_native(
@@ -78,9 +92,12 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     )
     if outline is None:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
+    kept: dict[str, Weight] = {}
     if config.load_format != "dummy":
         with open_checkpoint(Path(config.model.path)) as reader:
-            find_targets(reader, outline, spec)
+            targets = find_targets(reader, outline, spec)
+            if not is_gpu and keeps_quantized(config, spec, backend.ops, dtype):
+                kept = kept_modules(reader, targets, spec, outline, is_on_device=False)
     heads = outline.kv_shape
     shape = KvShape(
         num_layers=heads.num_layers, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype=kv_dtype
@@ -88,13 +105,26 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
         return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
     weights = sum(parameter.nbytes for parameter in outline.parameters())
-    if is_int8:
+    for kept_one in kept.values():
+        assert spec.scheme is not None and kept_one.weight is not None
+        weights += packed_bytes(spec.scheme, *kept_one.weight.shape) - kept_one.weight.nbytes
+    if config.quantization is not None:
         for module in outline.modules():
-            if isinstance(module, Weight) and module.weight is not None:
-                rows, columns = module.weight.shape
-                per_row = 8 if config.kernels == "compiled" else 4  # bytes: a scale, and for the C kernels a sum
-                weights += rows * (columns + per_row) - module.weight.nbytes
+            if isinstance(module, MoeMlp):
+                for stack in module.parameters(recurse=False):
+                    weights += stack.shape[0] * _made_bytes(config, module, *stack.shape[1:]) - stack.nbytes
+            elif isinstance(module, Weight) and module.weight is not None and not isinstance(module, Router):
+                weights += _made_bytes(config, module, *module.weight.shape) - module.weight.nbytes
     return weights, shape
+
+
+def _made_bytes(config: EngineConfig, module: nn.Module, n: int, k: int) -> int:
+    """About the bytes of a matrix [n, k] that is quantized at load."""
+    assert config.quantization is not None
+    bits, group = form("int8" if isinstance(module, Vocabulary) else config.quantization, k)
+    if config.kernels != "compiled":
+        return n * (k + 9 * (k // group))
+    return n * (k * bits // 8 + (4 if bits == 8 else 3) * (k // group))
 
 
 def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KvShape:

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config.config import EngineConfig
-from ...errors import ConfigError
-from ...kernels.quantized_weight import QuantizedWeight
+from ...errors import CheckpointError, ConfigError
+from ...kernels.grouped_weight import GroupedWeight
+from ...kernels.ops import Ops
+from ...kernels.quantized_weight import StoredWeight, concatenate, int4_of
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
 from ..device.queue import Queue
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Weight
+from ..layers.moe import Router
 from ..models import registry
 from ..models.decoder import Decoder, Model
 from ..parallel.collectives import Group
@@ -97,9 +100,9 @@ def load_model(
     )
     kv_dtype = DTYPES[config.kv_cache_dtype]
     if decoder is not None:
-        # Kernels for quantized weights need 16-bit activations.
-        is_kept = why is None and dtype.itemsize == 2 and spec.scheme is not None and spec.scheme.has_kernels
-        fill = partial(_fill, config, spec, decoder, torch_device, progress, is_kept=is_kept)
+        ops = None if why is None else backend.ops
+        is_kept = keeps_quantized(config, spec, ops, dtype)
+        fill = partial(_fill, config, spec, decoder, torch_device, progress, is_kept=is_kept, ops=ops)
         decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
         if why is None:
             assert queue is not None
@@ -113,12 +116,13 @@ def load_model(
         # `NativeDecoder` runs all layers in one call, and ranks exchange between the layers.
         model = backend.model(decoder) if group.size == 1 else decoder
     else:
+        is_kept = False
         model, weights = _load_fallback(config, spec, torch_device, dtype, group)
         model.kv_shape = replace(model.kv_shape, dtype=kv_dtype)
     if queue is not None:
         backend = replace(backend, note=f"{backend.note}, because {why}")
     if spec.scheme is not None:
-        backend = replace(backend, note=f"{backend.note}; {spec.scheme.note}, widened")
+        backend = replace(backend, note=f"{backend.note}; {spec.scheme.note}{'' if is_kept else ', widened'}")
     return HostModel(
         model=model,
         backend=backend,
@@ -126,6 +130,16 @@ def load_model(
         weights=weights,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
+
+
+def keeps_quantized(config: EngineConfig, spec: ModelSpec, ops: Ops | None, dtype: torch.dtype) -> bool:
+    """Whether quantized projections stay as the checkpoint stores them. ops: None for the Triton kernels, which need
+    activations of 16 bits. `--quantization` rounds widened weights."""
+    if spec.scheme is None or config.load_format == "dummy":
+        return False
+    if ops is None:
+        return dtype.itemsize == 2 and spec.scheme.has_kernels
+    return ops.quantized is not None and config.quantization is None
 
 
 def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "EncoderModel":
@@ -258,21 +272,23 @@ def _fill(
     consumer: Consumer | None = None,
     *,
     is_kept: bool,
+    ops: Ops | None,
 ) -> None:
     """decoder: an outline without memory. consumer: takes its matrices as soon as they are filled. is_kept: quantized
-    projections stay as the checkpoint stores them."""
+    projections stay as the checkpoint stores them. ops: those that take them; None: the Triton kernels."""
     if config.load_format == "dummy":
         registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
         return
     with open_checkpoint(Path(config.model.path)) as reader:
         targets = find_targets(reader, decoder, spec)
-        keep: dict[str, Callable[[QuantizedWeight], None]] = {}
+        keep: dict[str, Callable[[Sequence[StoredWeight]], None]] = {}
         if is_kept:
-            assert spec.scheme is not None
-            kept = quantized_parameters(reader, targets, spec.scheme)
-            linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
-            keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
+            for name, module in kept_modules(reader, targets, spec, decoder, is_on_device=ops is None).items():
+                if ops is not None:
+                    keep[name] = partial(_keep_packed, module, ops)
+                else:
+                    keep[name] = partial(_keep, name, module, device)
         taken = () if consumer is None else consumer.names
         registry.allocate(decoder, device, without={*keep, *taken})
         load_weights(
@@ -298,8 +314,34 @@ def find_targets(reader: Reader, decoder: Decoder, spec: ModelSpec) -> dict[str,
     return targets
 
 
-def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None:
-    module.replace(weight.to(device))
+def kept_modules(
+    reader: Reader, targets: Mapping[str, Target], spec: ModelSpec, decoder: Decoder, *, is_on_device: bool
+) -> dict[str, Weight]:
+    """Parameter → the module whose weight stays as the checkpoint stores it. is_on_device: for the Triton kernels."""
+    assert spec.scheme is not None
+    kept = quantized_parameters(reader, targets, spec.scheme, wholly=not is_on_device)
+    kind = Linear if is_on_device else Weight
+    modules = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, kind)}
+    return {name: m for name, m in modules.items() if name in kept and (is_on_device or not isinstance(m, Router))}
+
+
+def _keep(name: str, module: Weight, device: torch.device, parts: Sequence[StoredWeight]) -> None:
+    """Keeps a weight for the Triton kernels."""
+    try:
+        weight = concatenate(parts)
+        module.replace((int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(device))
+    except ValueError as e:
+        raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
+
+
+def _keep_packed(module: Weight, ops: Ops, parts: Sequence[StoredWeight]) -> None:
+    """Keeps a weight for the C kernels; dequantized if its parts are quantized differently."""
+    try:
+        module.pack_quantized(ops, concatenate(parts))
+    except ValueError:
+        assert module.weight is not None
+        values = torch.cat([part.dequantize(module.weight.dtype) for part in parts])
+        module.weight = torch.nn.Parameter(values, requires_grad=False)
 
 
 def _load_fallback(

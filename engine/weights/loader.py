@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...kernels.grouped_weight import GroupedWeight
-from ...kernels.quantized_weight import QuantizedWeight, concatenate
+from ...kernels.quantized_weight import StoredWeight
 from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
 from .copy_workers import CopyWorker, copy_jobs
@@ -34,8 +33,9 @@ _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 _NUM_WIDENED = 1 << 24  # values that are dequantized at a time, in float32
 
-Keep = Mapping[str, Callable[[QuantizedWeight], None]]
-"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
+Keep = Mapping[str, Callable[[Sequence[StoredWeight]], None]]
+"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint: its parts, from the
+first rows to the last."""
 
 
 class Consumer(Protocol):
@@ -80,7 +80,7 @@ def load_weights(
     done = 0
     first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
 
-    def take(name: str, weight: QuantizedWeight | None) -> None:
+    def take(name: str, weight: StoredWeight | None) -> None:
         nonlocal done
         if weight is not None:
             collected.add(targets[name], weight)
@@ -146,7 +146,7 @@ def _load(
     quantized: "_Quantized | None",
     keeps: bool,
     worker: CopyWorker,
-) -> QuantizedWeight | None:
+) -> StoredWeight | None:
     """Fills the view, or returns the quantized weight if it is kept. Runs in any thread."""
     if scheme is None or quantized is None:
         _fill(view, reader, name, cut, worker)
@@ -155,7 +155,6 @@ def _load(
         _widen(view, reader, name, cut, worker)
         return None
     weight = read_weight(scheme, reader, quantized.module, *quantized.shape, cut)
-    assert not isinstance(weight, GroupedWeight), "no kernel takes it"
     if keeps:
         return weight
     worker.fill(view, weight.dequantize(view.dtype))
@@ -176,10 +175,13 @@ def _widen(view: Tensor, reader: GgufReader, name: str, cut: Cut | None, worker:
         worker.fill(part, weight.dequantize(view.dtype))
 
 
-def quantized_parameters(reader: Reader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
-    """The parameters whose weights are quantized in the checkpoint."""
-    names = (f"{module}.weight" for module in quantized_modules(scheme, reader))
-    return {targets[name].parameter for name in names if name in targets}
+def quantized_parameters(
+    reader: Reader, targets: Mapping[str, Target], scheme: Scheme, *, wholly: bool = False
+) -> set[str]:
+    """The parameters whose weights are quantized in the checkpoint; some of their parts, or wholly."""
+    names = {f"{module}.weight" for module in quantized_modules(scheme, reader)}
+    some = {targets[name].parameter for name in names if name in targets}
+    return some - {target.parameter for name, target in targets.items() if name not in names} if wholly else some
 
 
 @dataclass(frozen=True)
@@ -241,21 +243,17 @@ class _Collected:
 
     def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
         self._num_parts = Counter(target.parameter for target in targets.values())
-        self._parts: dict[str, list[tuple[int, QuantizedWeight]]] = {}
+        self._parts: dict[str, list[tuple[int, StoredWeight]]] = {}
         self._keep = keep
 
-    def add(self, target: Target, weight: QuantizedWeight) -> None:
+    def add(self, target: Target, weight: StoredWeight) -> None:
         name = target.parameter
         parts = self._parts.setdefault(name, [])
         parts.append((0 if target.rows is None else target.rows[0], weight))
         if len(parts) < self._num_parts[name]:
             return
         del self._parts[name]
-        try:
-            whole = concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
-        except ValueError as e:
-            raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
-        self._keep[name](whole)
+        self._keep[name]([part for _, part in sorted(parts, key=lambda part: part[0])])
 
     def refuse_halves(self) -> None:
         if self._parts:

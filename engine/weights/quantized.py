@@ -12,9 +12,20 @@
                               scales            [k / group, n]
                               g_idx             int32 [k], the group of each column (desc_act); may be missing
 
+    pack-quantized            weight_packed     int32 [n, ⌈k / 8⌉], or [n, ⌈k / 4⌉] with 8 bits
+    (compressed-tensors)      weight_scale      [n, k / group]
+                              weight_zero_point int32 [⌈n / 8⌉, k / group], packed by rows; symmetric: missing
+                              weight_g_idx      int32 [k], the group of each column (actorder); may be missing
+    int-quantized             weight            int8 [n, k]
+                              weight_scale      [n, k / group], or one number
+                              weight_zero_point int8, as the scale; symmetric: missing
+    mxfp4-pack-quantized      weight_packed     uint8 [n, k / 2], the even column in the low half
+                              weight_scale      uint8 [n, k / 32], exponents of two plus 127
+
 Eight 4-bit numbers share an int32, the first in the lowest bits; AWQ's are those of columns 0, 2, 4, 6, 1, 3, 5, 7
 (`order_map` of AutoAWQ's WQLinear_GEMM). The weight is (number - zero) · scale. GPTQ's are packed as in `pack` of
-AutoGPTQ's QuantLinear; a zero point of 15 less one, as v1 stores it, is 16 and not 0 (as in vLLM's q_gemm.cu).
+AutoGPTQ's QuantLinear; a zero point of 15 less one, as v1 stores it, is 16 and not 0 (as in vLLM's q_gemm.cu). The
+numbers and zero points of compressed-tensors are signed, and half of their range is added where they are packed.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,8 +35,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
 from ...kernels.grouped_weight import GroupedWeight
-from ...kernels.quantized_weight import Fp8Weight, Int4Weight, QuantizedWeight, int4_weight
-from ..checkpoint.quantization import Fp8Scheme, GgufScheme, Int4Scheme, Scheme
+from ...kernels.quantized_weight import Fp8Weight, StoredWeight
+from ..checkpoint.quantization import CompressedScheme, Fp8Scheme, GgufScheme, Int4Scheme, Scheme
 from ..parallel.shard import Cut
 from .gguf import GgufReader
 from .reader import Reader
@@ -34,6 +45,9 @@ Shape = tuple[int, ...]
 
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
 _FP8_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")  # of activations and the KV cache
+_UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "q_scale", "k_scale", "v_scale")
+# Of MXFP4: twice the numbers, which are 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, and 12.
+_MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -44,7 +58,7 @@ def quantized_modules(scheme: Scheme, reader: Reader) -> set[str]:
         return {
             name.removesuffix(".weight") for name in names if name.endswith(".weight") and reader.is_quantized(name)
         }
-    leaves = _FP8_SCALES if isinstance(scheme, Fp8Scheme) else ("qweight",)
+    leaves = ("qweight",) if isinstance(scheme, Int4Scheme) else _FP8_SCALES
     split = (name.rpartition(".") for name in names)
     return {module for module, _, leaf in split if leaf in leaves}
 
@@ -58,6 +72,8 @@ def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[st
         scale = next(name for name in _FP8_SCALES if f"{module}.{name}" in names)
         blocks = () if scheme.block is None else ((-(-n // scheme.block[0]), -(-k // scheme.block[1])),)
         return {f"{module}.weight": ((n, k),), f"{module}.{scale}": (*blocks, (), (1,), (1, 1), (n, 1), (n,))}
+    if isinstance(scheme, CompressedScheme):
+        return _compressed_tensors(scheme, module, n, k, names)
     groups = k // (scheme.group_size or k)
     packed = (k, n // 8) if scheme.layout == "awq" else (k // 8, n)
     found: dict[str, tuple[Shape, ...]] = {
@@ -70,14 +86,50 @@ def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[st
     return found
 
 
+def _compressed_tensors(
+    scheme: CompressedScheme, module: str, n: int, k: int, names: Collection[str]
+) -> Mapping[str, tuple[Shape, ...]]:
+    groups, share = k // (scheme.group_size or k), 32 // scheme.bits
+    scale: tuple[Shape, ...] = ((n, groups),)
+    if scheme.group_size is None:
+        scale = (*scale, (), (1,), (1, 1), (n,))
+    zero = scale
+    if scheme.format == "int-quantized":
+        found: dict[str, tuple[Shape, ...]] = {f"{module}.weight": ((n, k),)}
+    elif scheme.format == "pack-quantized":
+        found = {f"{module}.weight_packed": ((n, -(-k // share)),)}
+        zero = ((-(-n // share), groups),)
+    else:
+        found = {f"{module}.weight_packed": ((n, k // 2),)}
+    found[f"{module}.weight_scale"] = scale
+    if not scheme.is_symmetric:
+        found[f"{module}.weight_zero_point"] = zero
+    if f"{module}.weight_g_idx" in names:
+        found[f"{module}.weight_g_idx"] = ((k,),)
+    return found
+
+
+def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
+    """About the bytes of a weight [n, k] that the C kernels keep as it is."""
+    if isinstance(scheme, Fp8Scheme):
+        return n * (k + 4 * (1 if scheme.block is None else -(-k // scheme.block[1])))
+    if isinstance(scheme, GgufScheme):  # each weight has a type of its own; most are of the first
+        return n * (k // (2 if scheme.types[0].startswith("Q4") else 1) + 8 * (k // 32))
+    groups = k // (scheme.group_size or k)
+    if isinstance(scheme, Int4Scheme):
+        return n * (k // 2 + 3 * groups)
+    return n * (k * scheme.bits // 8 + (2 if scheme.is_symmetric else 3) * groups)
+
+
 def is_unused(scheme: Scheme, name: str) -> bool:
     """Whether a tensor of a quantized checkpoint is not needed for its weights."""
-    return isinstance(scheme, Fp8Scheme) and name.rpartition(".")[2] in _FP8_UNUSED
+    leaf = name.rpartition(".")[2]
+    if isinstance(scheme, CompressedScheme):
+        return leaf in _UNUSED or (leaf == "weight_zero_point" and scheme.is_symmetric)
+    return isinstance(scheme, Fp8Scheme) and leaf in _FP8_UNUSED
 
 
-def read_weight(
-    scheme: Scheme, reader: Reader, module: str, n: int, k: int, cut: Cut | None
-) -> QuantizedWeight | GroupedWeight:
+def read_weight(scheme: Scheme, reader: Reader, module: str, n: int, k: int, cut: Cut | None) -> StoredWeight:
     """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the part
     would split weights that share a scale."""
     rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
@@ -88,6 +140,8 @@ def read_weight(
     read = _Part(reader, module, rows, columns)
     if isinstance(scheme, Fp8Scheme):
         return _fp8(scheme, read, n, k)
+    if isinstance(scheme, CompressedScheme):
+        return _compressed(scheme, read, n, k)
     return _int4(scheme, read, k)
 
 
@@ -146,13 +200,13 @@ def _fp8(scheme: Fp8Scheme, part: _Part, n: int, k: int) -> Fp8Weight:
     return Fp8Weight(values, each.contiguous())
 
 
-def _int4(scheme: Int4Scheme, part: _Part, k: int) -> Int4Weight:
+def _int4(scheme: Int4Scheme, part: _Part, k: int) -> GroupedWeight:
     n_first, n_last = part.rows
     eighths = part.row_slice(8)
     group = scheme.group_size or k
     groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
     zeros = _unpack(part.tensor("qzeros", groups, eighths), scheme.layout) + scheme.zero_offset
-    scales = part.tensor("scales", groups, slice(n_first, n_last))
+    scales = part.tensor("scales", groups, slice(n_first, n_last)).float()
     if scheme.layout == "awq":
         numbers = _unpack(part.tensor("qweight", slice(*part.columns), eighths), "awq").t()
     else:
@@ -161,16 +215,58 @@ def _int4(scheme: Int4Scheme, part: _Part, k: int) -> Int4Weight:
     order = _order(part.whole("g_idx"), group, part, k) if part.has("g_idx") else None
     if order is not None:
         numbers = numbers[:, order.long()]
-    try:
-        return int4_weight(numbers.contiguous(), scales, zeros, order)
-    except ValueError as e:
-        raise CheckpointError(f"{part.module} cannot be read: {e}.") from None
+    return GroupedWeight(numbers.contiguous(), scales, scales * zeros, 4, order=order)
 
 
-def _unpack(words: Tensor, layout: str) -> Tensor:
-    """int32 [rows, columns / 8] → uint8 [rows, columns]."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    numbers = (words[:, :, None] >> shifts & 15).to(torch.uint8)
+def _compressed(scheme: CompressedScheme, part: _Part, n: int, k: int) -> GroupedWeight:
+    rows, half = slice(*part.rows), 1 << scheme.bits - 1
+    group = scheme.group_size or k
+    groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
+    if scheme.format == "mxfp4-pack-quantized":
+        pairs = _typed(part, "weight_packed", part.tensor("weight_packed", rows, part.column_slice(2)), torch.uint8)
+        numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+        exponents = _typed(part, "weight_scale", part.tensor("weight_scale", rows, groups), torch.uint8)
+        # The numbers of the table are twice those of the format.
+        scales = exponents.t().contiguous().view(torch.float8_e8m0fnu).float() / 2
+        return GroupedWeight(numbers, scales, 12 * scales, 4, table=_MXFP4)
+    scales = _per_row(part.whole("weight_scale"), n, rows, groups).float()
+    zeros = torch.full((), half)
+    if scheme.format == "int-quantized":
+        stored = _typed(part, "weight", part.tensor("weight", rows, slice(*part.columns)), torch.int8)
+        numbers = (stored.int() + half).to(torch.uint8)
+        if not scheme.is_symmetric:
+            zeros = _per_row(part.whole("weight_zero_point"), n, rows, groups).int() + half
+    else:
+        share = 32 // scheme.bits
+        words = part.tensor("weight_packed", rows, part.column_slice(share, k))
+        numbers = _unpack(words, bits=scheme.bits)[:, : part.columns[1] - part.columns[0]]
+        if not scheme.is_symmetric:
+            words = part.tensor("weight_zero_point", part.row_slice(share, n), groups)
+            zeros = _unpack(words.t(), bits=scheme.bits)[:, : part.rows[1] - part.rows[0]]
+    order = _order(part.whole("weight_g_idx"), group, part, k) if part.has("weight_g_idx") else None
+    if order is not None:
+        numbers = numbers[:, order.long()]
+    return GroupedWeight(numbers.contiguous(), scales, scales * zeros, scheme.bits, order=order)
+
+
+def _per_row(numbers: Tensor, n: int, rows: slice, groups: slice) -> Tensor:
+    """[n, groups], or one number for all or for each row → [groups, rows] of this rank."""
+    if numbers.dim() != 2 or numbers.shape[0] != n:
+        numbers = numbers.reshape(-1).expand(n)[:, None]
+    return numbers[rows, groups].t().contiguous()
+
+
+def _typed(part: _Part, leaf: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype != dtype:
+        found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
+        raise CheckpointError(f"{part.module}.{leaf} has the type {found} and not {wanted}.")
+    return tensor
+
+
+def _unpack(words: Tensor, layout: str = "gptq", *, bits: int = 4) -> Tensor:
+    """int32 [rows, columns / 8] → uint8 [rows, columns]; with 8 bits [rows, columns / 4]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8)
     if layout == "awq":
         numbers = numbers[:, :, torch.tensor(_AWQ_ORDER).argsort()]
     return numbers.reshape(words.shape[0], -1)

@@ -659,11 +659,3 @@ void pagewire_attend(const Pages *p, const float *query, long query_stride, cons
     else
         pagewire_run(a.num_parts, run_part, &a);
 }
-
-/* Sets the number of threads that share the caller's work; returns their maximum. torch may bring its own OpenMP, whose
- * setting differs from ours. */
-int pagewire_threads(int wanted)
-{
-    omp_set_num_threads(wanted);
-    return omp_get_max_threads();
-}

@@ -25,10 +25,9 @@ from .levels import Level
 _FOLDER = Path(__file__).parent
 SHIPPED = _FOLDER / "compiled"
 """Where a wheel has its libraries. A checkout has no such folder."""
-_OPENMP = ("-fopenmp",)  # while a C file needs it
 _FIRST = str(_FOLDER / "glibc.h")
-_FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-w", *_OPENMP)
-_LIBRARIES = ("-Wl,--as-needed", "-lm", "-lpthread", *_OPENMP)
+_FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-w")
+_LIBRARIES = ("-Wl,--as-needed", "-lm", "-lpthread")
 _TIMEOUT_S = 120.0
 
 

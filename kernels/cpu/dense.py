@@ -1,7 +1,7 @@
 """Matrices of bfloat16 and float32, packed for the C kernels."""
 
 import ctypes
-from typing import Self, cast
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,53 +15,53 @@ KIND_F32, KIND_BF16, KIND_DOT = range(3)  # of matrix.h
 STORE, ADD, SILU_MUL = range(3)  # of matrix.h
 
 
-class NativeMatrix:
-    """A packed weight [n, k], bfloat16 or float32."""
+class PackedMatrix:
+    """A weight [n, k] in the layout of its kind, and the functions that all kinds share."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
-        """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
-        are gates, the second ups."""
-        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
-        self._kernels = kernels
-        self._n, self._k = weight.shape
-        is_bf16 = weight.dtype == torch.bfloat16
-        groups = 2 * -(-self._n // 2 // LANES) if is_gated else -(-self._n // LANES)
-        columns = -(-self._k // PADDED) * PADDED if is_bf16 else self._k
-        self._packed = kernels.empty(groups * LANES * columns, weight.dtype)
-        self._kind = KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16
-        self._is_gated = is_gated
-        kernels.pack(
-            weight.contiguous().data_ptr(), self._packed.data_ptr(), self._n, self._k, is_gated, int(is_bf16)
-        )  # fmt: skip
+    lasting: ClassVar[tuple[str, ...]] = ("_packed",)  # the attributes with tensors, or None
+    about: ClassVar[tuple[str, ...]] = ("_n", "_k", "_kind", "_is_gated")  # the other ones
+
+    def __init__(self, kernels: Kernels, n: int, k: int, kind: int, *, is_gated: bool) -> None:
+        """Call it when `fill` can be called. is_gated: the first half of the rows are gates, the second ups."""
+        self._kernels, self._n, self._k, self._kind, self._is_gated = kernels, n, k, kind, is_gated
         self._plain = self.fields(None)
 
+    def fill(self, fields: MatrixFields) -> None:
+        """Sets the fields that are the kind's own: the packed weight, and what belongs to it."""
+        raise NotImplementedError
+
     def stored(self) -> Stored:
-        return Stored(type(self).__name__, (self._packed,), (self._n, self._k, self._kind, self._is_gated))
+        return Stored(
+            type(self).__name__,
+            tuple(getattr(self, name) for name in self.lasting),
+            tuple(getattr(self, name) for name in self.about),
+        )
 
     @classmethod
     def restored(cls, kernels: Kernels, parts: Stored) -> Self:
         matrix = cls.__new__(cls)
-        matrix._kernels, (packed,) = kernels, parts.tensors
-        assert packed is not None
-        matrix._packed = packed
-        matrix._n, matrix._k, matrix._kind, matrix._is_gated = cast(tuple[int, int, int, bool], parts.fields)
+        matrix._kernels = kernels
+        for name, part in zip((*cls.lasting, *cls.about), (*parts.tensors, *parts.fields), strict=True):
+            setattr(matrix, name, part)
         matrix._plain = matrix.fields(None)
         return matrix
 
     @property
     def nbytes(self) -> int:
-        return self._packed.nbytes
+        tensors: list[Tensor | None] = [getattr(self, name) for name in self.lasting]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def fields(self, bias: Tensor | None) -> MatrixFields:
         """The matrix for the C functions; valid as long as this object."""
-        return MatrixFields(
-            w=self._packed.data_ptr(),
+        fields = MatrixFields(
             bias=0 if bias is None else bias.data_ptr(),
             n=self._n,
             k=self._k,
             kind=self._kind,
             is_gated=self._is_gated,
         )
+        self.fill(fields)
+        return fields
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._run(x, bias, self._n, STORE)
@@ -90,3 +90,24 @@ class NativeMatrix:
         out = torch.empty((ids.shape[0], self._k))
         self._kernels.lookup(ctypes.addressof(self._plain), ids.data_ptr(), out.data_ptr(), ids.shape[0])
         return out
+
+
+class NativeMatrix(PackedMatrix):
+    """A packed weight [n, k], bfloat16 or float32."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
+        """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
+        are gates, the second ups."""
+        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+        n, k = weight.shape
+        is_bf16 = weight.dtype == torch.bfloat16
+        groups = 2 * -(-n // 2 // LANES) if is_gated else -(-n // LANES)
+        columns = -(-k // PADDED) * PADDED if is_bf16 else k
+        self._packed = kernels.empty(groups * LANES * columns, weight.dtype)
+        kernels.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k, is_gated, int(is_bf16))
+        super().__init__(
+            kernels, n, k, KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16, is_gated=is_gated
+        )
+
+    def fill(self, fields: MatrixFields) -> None:
+        fields.w = self._packed.data_ptr()

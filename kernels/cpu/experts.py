@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dense import NativeMatrix
+from .dense import PackedMatrix
 from .library import Kernels
 from .structs import ExpertsFields, MatrixFields
 
@@ -15,7 +15,7 @@ class NativeExperts:
     """The packed matrices of all experts: gates and ups [2 · inner, hidden], and downs [hidden, inner]."""
 
     def __init__(
-        self, kernels: Kernels, experts: Sequence[tuple[NativeMatrix, NativeMatrix]], *, top_k: int, renormalize: bool
+        self, kernels: Kernels, experts: Sequence[tuple[PackedMatrix, PackedMatrix]], *, top_k: int, renormalize: bool
     ) -> None:
         self._kernels = kernels
         self._matrices = experts

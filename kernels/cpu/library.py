@@ -24,10 +24,9 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "product_greedy": (_P, _P, _L, _P, _P, _L),
     "pack": (_P, _P, _L, _L, _L, _I),
     "lookup": (_P, _P, _P, _L),
-    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
-    "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
-    "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
-    "lookup_int8": (_P, _P, _P, _P, _L, _L),
+    "grouped_pack": (_P, _P, _L, _L, _L, _L, _L),
+    "grouped_quantize": (_P, _I, _L, _L, _L, _L, _P, _P, _P),
+    "fp8_pack": (_P, _P, _L, _L, _L),
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
     "silu_mul": (_P, _P, _L, _L),
@@ -56,16 +55,13 @@ class Kernels:
 
         self._pool = library.pagewire_set_threads
         self._pool.argtypes, self._pool.restype = (_L,), _L
-        self._threads = library.pagewire_threads
-        self._threads.argtypes, self._threads.restype = (_I,), _I
         self.product = function("product")
         self.product_greedy = function("product_greedy")
         self.pack = function("pack")
         self.lookup = function("lookup")
-        self.linear_int8 = function("linear_int8")
-        self.linear_greedy_int8 = function("linear_greedy_int8")
-        self.pack_int8 = function("pack_int8")
-        self.lookup_int8 = function("lookup_int8")
+        self.grouped_pack = function("grouped_pack")
+        self.grouped_quantize = function("grouped_quantize")
+        self.fp8_pack = function("fp8_pack")
         self.attend = function("attend")
         self.rms_norm = function("rms_norm")
         self.silu_mul = function("silu_mul")
@@ -89,6 +85,5 @@ class Kernels:
     def threads(self) -> int:
         """Makes the functions use torch's number of threads when the calling thread calls them, or one that has not
         called them yet. Returns the number."""
-        self._threads(torch.get_num_threads())
         threads: int = self._pool(torch.get_num_threads())
         return threads

@@ -8,17 +8,28 @@ enum Kind {
     KIND_DOT,  /* bfloat16 weights; activations are rounded to bfloat16 */
     KIND_GROUPED, /* weights of 8 or 4 bits with scales in groups; activations are rounded to 8 bits */
     KIND_FP8, /* float8 weights, unpacked to bfloat16; activations are rounded to bfloat16 */
+    KIND_FP8_F32, /* float8 weights, unpacked to float32; float32 activations */
+};
+
+/* How the scales and offsets of a group are stored. */
+enum Stored {
+    STORED_F32,
+    STORED_BF16,
+    STORED_F16,
+    STORED_ZERO_POINTS, /* offsets: uint8 z, offset = scale · z */
+    STORED_ONE,         /* offsets: scale · `zero` for all, and no array */
 };
 
 /* A weight [n][k] in its kernel's layout. */
 typedef struct {
     const char *w;
-    const float *scales, *offsets; /* of KIND_GROUPED and KIND_FP8 */
+    const void *scales, *offsets;  /* of KIND_GROUPED, see grouped.c; scales of KIND_FP8, see fp8.c */
     const uint8_t *table;          /* [16], or 0 */
     const int32_t *order;          /* [k]: the activation for each column; or 0 */
     const float *bias;             /* [n], or 0 */
     long n, k, kind, bits, group;
     long is_gated; /* rows are gates and ups, which alternate in groups of 16 in the packed weight */
+    long scale_type, offset_type, zero; /* of KIND_GROUPED */
 } Matrix;
 
 enum Epilogue {

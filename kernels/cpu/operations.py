@@ -1,38 +1,42 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..grouped_weight import GroupedWeight, form
 from ..ops import Experts, Matrix, Ops, Storage
+from ..quantized_weight import StoredWeight
 from ..stored import Stored
-from .dense import NativeMatrix
+from .dense import NativeMatrix, PackedMatrix
 from .experts import NativeExperts
 from .library import Kernels
-from .quantized import NativeInt8Matrix
+from .quantized import NativeFp8Matrix, NativeGroupedMatrix, quantize
 
 
-def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) -> Ops:
-    """The table for float32 activations on a CPU. rounds: products with bfloat16 weights round their inputs."""
-    matrix: Callable[[Tensor], Matrix] = (
-        partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels, rounds=rounds)
-    )
-    gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, rounds=rounds, is_gated=True)
+def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: bool = False) -> Ops:
+    """The table for float32 activations on a CPU. quantization: matrices of 8 or 4 bits. rounds: products with bfloat16
+    weights round their inputs."""
+
+    def matrix(weight: Tensor, *, is_gated: bool = False, quantization: str | None = quantization) -> Matrix:
+        if quantization is None:
+            return NativeMatrix(kernels, weight, rounds=rounds, is_gated=is_gated)
+        grouped = quantize(kernels, weight, *form(quantization, weight.shape[1]))
+        return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated)
+
+    def quantized(weight: StoredWeight, is_gated: bool) -> Matrix:
+        if isinstance(weight, GroupedWeight):
+            return NativeGroupedMatrix(kernels, weight, is_gated=is_gated)
+        return NativeFp8Matrix(kernels, weight, rounds=rounds, is_gated=is_gated)
 
     def experts(
         matrices: Sequence[tuple[Matrix, Matrix]], top_k: int, renormalize: bool, rounds_weights: bool
     ) -> Experts:
-        native = [
-            (gate_up, down)
-            for gate_up, down in matrices
-            if isinstance(gate_up, NativeMatrix) and isinstance(down, NativeMatrix)
-        ]
-        if len(native) < len(matrices):
-            return reference.TorchExperts(matrices, top_k, renormalize, rounds_weights)
-        return NativeExperts(kernels, native, top_k=top_k, renormalize=renormalize)
+        packed = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in matrices]
+        return NativeExperts(kernels, packed, top_k=top_k, renormalize=renormalize)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -74,17 +78,18 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         kernels.greedy(logits.data_ptr(), ids.data_ptr(), most.data_ptr(), m, n)
         return most, ids
 
-    classes = {kind.__name__: kind for kind in (NativeMatrix, NativeInt8Matrix)}
+    classes = {kind.__name__: kind for kind in (NativeMatrix, NativeGroupedMatrix, NativeFp8Matrix)}
 
     def restored(parts: Stored) -> Matrix:
         return classes[parts.kind].restored(kernels, parts)
 
     return Ops(
         matrix=matrix,
-        gated=gated,
+        gated=partial(matrix, is_gated=True),
         experts=experts,
-        table=matrix,
+        table=partial(matrix, quantization=None if quantization is None else "int8"),
         router=partial(NativeMatrix, kernels),
+        quantized=quantized,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         norm_rotary=norm_rotary,

@@ -21,6 +21,12 @@ static const KindOps *ops_of(const Matrix *w)
         return &pagewire_bf16;
     case KIND_DOT:
         return &pagewire_dot;
+    case KIND_GROUPED:
+        return &pagewire_grouped;
+    case KIND_FP8:
+        return &pagewire_fp8;
+    case KIND_FP8_F32:
+        return &pagewire_fp8_f32;
     default:
         abort();
     }
@@ -166,7 +172,7 @@ static void run(const Product *products, long count, Best *best)
         job->num_panels = (p->m + rows - 1) / rows;
         job->panel_bytes = (job->ops->panel_bytes(p->w, (p->m + job->num_panels - 1) / job->num_panels) + 63) / 64 * 64;
         job->block = X_BYTES / job->panel_bytes < 1 ? 1 : X_BYTES / job->panel_bytes;
-        job->num_groups = p->w->is_gated ? (p->w->n / 2 + LANES - 1) / LANES * 2 : (p->w->n + LANES - 1) / LANES;
+        job->num_groups = num_groups(p->w->n, p->w->is_gated);
         /* All products share the threads in proportion to their weights. */
         long least = TASK_BYTES / (p->w->k * 32 + 1) + 1;
         job->size = task_size(work / (p->w->k * LANES) + 1, 2 * WIDE, least < job->num_groups ? least : job->num_groups);
@@ -218,13 +224,6 @@ void pagewire_product_greedy(const Matrix *w, const float *x, long x_stride, int
     free(best);
 }
 
-/* The row of the weight that stands in a lane of a packed group; -1 if there is none. */
-static inline long row_in(long n, long is_gated, long group, long lane)
-{
-    long row = (is_gated ? group / 2 : group) * LANES + lane, end = is_gated ? n / 2 : n;
-    return row >= end ? -1 : is_gated && group % 2 ? end + row : row;
-}
-
 typedef struct {
     const char *w;
     char *packed;
@@ -254,8 +253,7 @@ static void pack_group(const void *about, long group)
 /* w: [n][k] of float32 or bfloat16 → packed: [groups][words][16], see dense.c. */
 void pagewire_pack(const char *w, char *packed, long n, long k, long is_gated, int bf16)
 {
-    long groups = is_gated ? (n / 2 + LANES - 1) / LANES * 2 : (n + LANES - 1) / LANES;
-    pagewire_run(groups, pack_group, &(Pack){w, packed, n, k, is_gated, bf16});
+    pagewire_run(num_groups(n, is_gated), pack_group, &(Pack){w, packed, n, k, is_gated, bf16});
 }
 
 typedef struct {
@@ -267,6 +265,14 @@ typedef struct {
 static void lookup_row(const void *about, long i)
 {
     const Lookup *a = about;
+    if (a->w->kind == KIND_GROUPED) {
+        pagewire_grouped_lookup(a->w, a->ids[i], a->y + i * a->w->k);
+        return;
+    }
+    if (a->w->kind == KIND_FP8 || a->w->kind == KIND_FP8_F32) {
+        pagewire_fp8_lookup(a->w, a->ids[i], a->y + i * a->w->k);
+        return;
+    }
     long k = a->w->k, words = a->w->kind == KIND_F32 ? k : padded(k, PADDED) / 2;
     const uint32_t *in = (const uint32_t *)a->w->w + a->ids[i] / LANES * words * LANES + a->ids[i] % LANES;
     uint32_t *out = (uint32_t *)(a->y + i * k);

@@ -36,6 +36,19 @@ static inline long padded(long k, long to)
     return (k + to - 1) / to * to;
 }
 
+/* The number of groups of 16 columns of a packed weight of n rows. */
+static inline long num_groups(long n, long is_gated)
+{
+    return is_gated ? (n / 2 + LANES - 1) / LANES * 2 : (n + LANES - 1) / LANES;
+}
+
+/* The row of the weight that stands in a lane of a packed group; -1 if there is none. */
+static inline long row_in(long n, long is_gated, long group, long lane)
+{
+    long row = (is_gated ? group / 2 : group) * LANES + lane, end = is_gated ? n / 2 : n;
+    return row >= end ? -1 : is_gated && group % 2 ? end + row : row;
+}
+
 /* Rows of float32 activations: row i is row index[i] of x, or i without an index. */
 typedef struct {
     const float *x;
@@ -62,7 +75,11 @@ typedef struct {
     long groups; /* how many groups `sums` is called for at once, if there are several panels */
 } KindOps;
 
-extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot;
+extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot, pagewire_grouped, pagewire_fp8, pagewire_fp8_f32;
+
+/* One row of the weight as float32: y [k]. */
+void pagewire_grouped_lookup(const Matrix *w, long row, float *y);
+void pagewire_fp8_lookup(const Matrix *w, long row, float *y);
 
 enum { MAX_PANEL = 32, MAX_GROUPS = 8 };
 

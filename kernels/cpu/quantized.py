@@ -1,79 +1,123 @@
-"""Matrices of 8 bits, packed for the C kernels."""
-
-from typing import Self, cast
+"""Matrices of 8 and 4 bits, packed for the C kernels."""
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..stored import Stored
+from ..grouped_weight import GroupedWeight, narrowed, zero_points
+from ..quantized_weight import Fp8Weight
+from .dense import PADDED, PackedMatrix
 from .library import LANES, Kernels
+from .structs import MatrixFields
+
+KIND_GROUPED, KIND_FP8, KIND_FP8_F32 = range(3, 6)  # of matrix.h
+_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # of matrix.h
+_STORED_ONE = 4
+_MAX_GROUP = (2**31 - 1) // (255 * 127)  # columns whose products fit into 32 bits
 
 
-class NativeInt8Matrix:
-    """A weight [n, k] of 8 bits with a scale per column."""
+class NativeGroupedMatrix(PackedMatrix):
+    """A `GroupedWeight` [n, k]. Activations are rounded to 8 bits as `reference.round_activations` does."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor) -> None:
-        if weight.dtype != torch.bfloat16:
-            weight = weight.float()
-        self._kernels = kernels
-        self._n, self._k = weight.shape
-        columns = -(-self._n // LANES) * LANES
-        self._words = -(-self._k // 4)
-        self._packed = kernels.empty(columns * self._words, torch.int32)
-        self._scales, self._sums = kernels.empty(columns, torch.float32), kernels.empty(columns, torch.int32)
-        self._at = self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr()
-        kernels.pack_int8(
-            weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16)
-        )  # fmt: skip
+    lasting = ("_packed", "_scales", "_offsets", "_table", "_order")
+    about = (*PackedMatrix.about, "_zero", "_bits", "_group")
 
-    def stored(self) -> Stored:
-        return Stored(type(self).__name__, (self._packed, self._scales, self._sums), (self._n, self._k))
+    def __init__(self, kernels: Kernels, weight: GroupedWeight, *, is_gated: bool = False) -> None:
+        """is_gated: the first half of the rows are gates, the second ups. Raises ValueError for groups that are too
+        large."""
+        n, k = weight.shape
+        group, groups = weight.group_size, weight.scales.shape[0]
+        if group > _MAX_GROUP:
+            raise ValueError(f"a group of {group} columns is larger than the {_MAX_GROUP} that 32-bit sums allow")
+        rows = _rows(n, is_gated=is_gated)
+        self._packed = kernels.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, torch.uint8)
+        numbers = weight.numbers.contiguous()
+        kernels.grouped_pack(numbers.data_ptr(), self._packed.data_ptr(), n, k, group, weight.bits, int(is_gated))
+        self._scales = _by_lane(narrowed(weight.scales), rows, groups)
+        zeros = zero_points(weight)
+        self._zero = 0 if zeros is None else int(zeros.flatten()[0])
+        self._offsets: Tensor | None = None
+        if zeros is None:
+            self._offsets = _by_lane(narrowed(weight.offsets), rows, groups)
+        elif (zeros != self._zero).any():
+            self._offsets = _by_lane(zeros, rows, groups)
+        self._table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.uint8)
+        self._order = None if weight.order is None else weight.order.int().contiguous()
+        self._bits, self._group = weight.bits, group
+        super().__init__(kernels, n, k, KIND_GROUPED, is_gated=is_gated)
 
-    @classmethod
-    def restored(cls, kernels: Kernels, parts: Stored) -> Self:
-        matrix = cls.__new__(cls)
-        packed, scales, sums = parts.tensors
-        assert packed is not None and scales is not None and sums is not None
-        matrix._kernels, (matrix._n, matrix._k) = kernels, cast(tuple[int, int], parts.fields)
-        matrix._words = -(-matrix._k // 4)
-        matrix._packed, matrix._scales, matrix._sums = packed, scales, sums
-        matrix._at = packed.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        return matrix
-
-    @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        m = x.shape[0]
-        out = torch.empty((m, self._n))
-        work = torch.empty(m * (self._words + 1))
-        self._kernels.linear_int8(
-            x.data_ptr(), *self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), work.data_ptr(),
-            m, self._n, self._k, x.stride(0),
-        )  # fmt: skip
-        return out
-
-    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return reference.silu_mul(self.product(x, bias))
-
-    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        m = x.shape[0]
-        work, best, most, ids = torch.empty(m * (self._words + 1)), *best_buffers(self._kernels, m)
-        self._kernels.linear_greedy_int8(
-            x.data_ptr(), *self._at, work.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr(),
-            m, self._n, self._k, x.stride(0),
-        )  # fmt: skip
-        return most, ids
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        out = torch.empty((ids.shape[0], self._k))
-        packed, scales, _ = self._at
-        self._kernels.lookup_int8(packed, scales, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k)
-        return out
+    def fill(self, fields: MatrixFields) -> None:
+        fields.w, fields.scales = self._packed.data_ptr(), self._scales.data_ptr()
+        fields.scale_type, fields.zero = _STORED[self._scales.dtype], self._zero
+        fields.offset_type = _STORED_ONE
+        if self._offsets is not None:
+            fields.offsets, fields.offset_type = self._offsets.data_ptr(), _STORED[self._offsets.dtype]
+        if self._table is not None:
+            fields.table = self._table.data_ptr()
+        if self._order is not None:
+            fields.order = self._order.data_ptr()
+        fields.bits, fields.group = self._bits, self._group
 
 
-def best_buffers(kernels: Kernels, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the `Best` of product.h of every thread, and for the results: greatest values and ids."""
-    return torch.empty(kernels.threads() * m * 3 * LANES), torch.empty(m), torch.empty(m, dtype=torch.int64)
+class NativeFp8Matrix(PackedMatrix):
+    """An `Fp8Weight` [n, k], which is unpacked a few rows at a time."""
+
+    lasting = ("_packed", "_scales")
+    about = (*PackedMatrix.about, "_group")
+
+    def __init__(self, kernels: Kernels, weight: Fp8Weight, *, rounds: bool = False, is_gated: bool = False) -> None:
+        """rounds: weights are unpacked to bfloat16 and activations rounded to it; both are float32 otherwise.
+        is_gated: the first half of the rows are gates, the second ups."""
+        assert not weight.is_interleaved
+        n, k = weight.shape
+        rows = _rows(n, is_gated=is_gated)
+        self._packed = kernels.empty(len(rows) * (-(-k // PADDED) * PADDED), torch.uint8)
+        values = weight.values.contiguous()
+        kernels.fp8_pack(values.data_ptr(), self._packed.data_ptr(), n, k, int(is_gated))
+        scales = weight.scale[None, :]
+        self._group = k
+        if weight.block is not None:
+            scales = weight.scale.repeat_interleave(weight.block[0], dim=0)[:n].t()
+            self._group = weight.block[1]
+        self._scales = _by_lane(scales.float(), rows, scales.shape[0])
+        super().__init__(kernels, n, k, KIND_FP8 if rounds else KIND_FP8_F32, is_gated=is_gated)
+
+    def fill(self, fields: MatrixFields) -> None:
+        fields.w, fields.scales, fields.group = self._packed.data_ptr(), self._scales.data_ptr(), self._group
+
+
+def quantize(kernels: Kernels, weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """`grouped_weight.quantize` by the C kernels: the same numbers. weight: float32 or bfloat16 [n, k]."""
+    weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+    weight = weight.contiguous()
+    n, k = weight.shape
+    numbers = torch.empty((n, k), dtype=torch.uint8)
+    scales, zeros = (torch.empty((k // group_size, n)) for _ in range(2))
+    kernels.grouped_quantize(
+        weight.data_ptr(), int(weight.dtype == torch.bfloat16), n, k, group_size, bits,
+        numbers.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
+    )  # fmt: skip
+    return GroupedWeight(numbers, scales, zeros.mul_(scales), bits)
+
+
+def packed_columns(k: int, group: int) -> int:
+    """The columns of a packed `GroupedWeight`, as in grouped.c: those of a group are padded."""
+    to = 64 if group >= 64 else 8
+    return k // group * (-(-group // to) * to)
+
+
+def _rows(n: int, *, is_gated: bool) -> Tensor:
+    """The row of the weight in each lane of the packed groups; n, which is no row, where there is none."""
+    if not is_gated:
+        lane = torch.arange(-(-n // LANES) * LANES)
+        return lane.clamp(max=n)
+    half = n // 2
+    lane = torch.arange(-(-half // LANES) * LANES)
+    gates = lane.masked_fill(lane >= half, n)
+    ups = (lane + half).masked_fill(lane >= half, n)
+    return torch.stack((gates.view(-1, LANES), ups.view(-1, LANES)), dim=1).flatten()
+
+
+def _by_lane(each: Tensor, rows: Tensor, groups: int) -> Tensor:
+    """[groups, n] → [lane groups, groups, 16], zero in lanes without a row."""
+    padded = torch.cat((each, each.new_zeros(groups, 1)), dim=1)
+    return padded[:, rows].view(groups, -1, LANES).transpose(0, 1).contiguous()

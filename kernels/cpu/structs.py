@@ -23,6 +23,7 @@ class MatrixFields(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("w", "scales", "offsets", "table", "order", "bias")),
         *((name, _L) for name in ("n", "k", "kind", "bits", "group", "is_gated")),
+        *((name, _L) for name in ("scale_type", "offset_type", "zero")),
     )
 
 

@@ -1,6 +1,5 @@
 /* Shared by all kernels: vectors of 16 floats, which the compiler splits for narrower registers, and threads. */
 #pragma once
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 

@@ -1,10 +1,13 @@
 """Dequantized weights against explicit formulas and transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from pagewire.kernels.quantized_weight import Fp8Weight, Int4Weight, concatenate, int4_weight
+from pagewire.kernels.grouped_weight import GroupedWeight
+from pagewire.kernels.quantized_weight import Fp8Weight, Int4Weight, concatenate, int4_of, int4_weight
 
 
 def _fp8(n, k, block=None):
@@ -19,6 +22,12 @@ def _int4(n, k, group, order=None):
     numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     zeros = torch.randint(0, 17, (groups, n), dtype=torch.uint8)
     return int4_weight(numbers, torch.rand(groups, n).half(), zeros, order), numbers, zeros
+
+
+def _grouped(n, k, group, order=None):
+    scales = torch.rand(k // group, n).half().float()
+    zeros = torch.randint(0, 17, scales.shape)
+    return GroupedWeight(torch.randint(0, 16, (n, k), dtype=torch.uint8), scales, scales * zeros, 4, order=order)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,12 +84,12 @@ def test_interleaving_alternates_gates_and_ups(weight):
     [
         [_fp8(n, 40) for n in (8, 3, 5)],
         [_fp8(n, 40, (16, 32)) for n in (32, 16, 7)],
-        [_int4(n, 64, 32)[0] for n in (8, 16)],
-        [_int4(8, 64, 32)[0]],
+        [_grouped(n, 64, 32) for n in (8, 16)],
+        [_grouped(8, 64, 32)],
     ],
 )
 def test_concatenation_keeps_all_weights(parts):
-    whole = concatenate(parts).to(torch.device("cpu")).dequantize(torch.float32)
+    whole = concatenate(parts).dequantize(torch.float32)
     assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))
 
 
@@ -89,11 +98,26 @@ def test_concatenation_keeps_all_weights(parts):
     [
         ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of 16"),
         ([_fp8(16, 40, (16, 32)), _fp8(16, 40)], "blocks differ"),
-        ([_fp8(16, 64), _int4(8, 64, 32)[0]], "some have 8 bits and some 4"),
-        ([_int4(8, 64, 64)[0], _int4(8, 64, 32)[0]], "groups differ"),
-        ([_int4(8, 64, 32)[0], _int4(8, 64, 32, torch.arange(64).flip(0).int())[0]], "ordered differently"),
+        ([_fp8(16, 64), _grouped(8, 64, 32)], "some are floats of 8 bits and some integers"),
+        ([_grouped(8, 64, 64), _grouped(8, 64, 32)], "groups, tables or numbers of bits differ"),
+        ([_grouped(8, 64, 32), _grouped(8, 64, 32, torch.arange(64).flip(0).int())], "ordered differently"),
     ],
 )
 def test_weights_of_different_formats_cannot_be_concatenated(parts, why):
     with pytest.raises(ValueError, match=why):
         concatenate(parts)
+
+
+@pytest.mark.parametrize("order", [None, torch.arange(64).flip(0).int()])
+def test_the_layout_of_triton_holds_the_same_weight(order):
+    weight = _grouped(24, 64, 32, order)
+    int4 = int4_of(weight)
+    assert int4.scales.dtype == torch.float16 and int4.nbytes < weight.nbytes
+    assert torch.equal(int4.dequantize(torch.float32), weight.dequantize(torch.float32))
+
+
+def test_weights_that_the_layout_of_triton_cannot_hold():
+    weight = _grouped(24, 64, 32)
+    for other in (replace(weight, bits=8), replace(weight, offsets=weight.offsets + 0.3 * weight.scales)):
+        with pytest.raises(ValueError, match="no integers of 4 bits"):
+            int4_of(other)

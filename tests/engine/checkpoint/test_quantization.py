@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import quantized_checkpoints
 
-from pagewire.engine.checkpoint.quantization import Fp8Scheme, Int4Scheme, read_scheme
+from pagewire.engine.checkpoint.quantization import CompressedScheme, Fp8Scheme, Int4Scheme, read_scheme
 from pagewire.errors import ConfigError
 
 FILE = Path("config.json")
@@ -16,6 +16,16 @@ COMPRESSED = quantized_checkpoints.CONFIGS["fp8-channel"]
 
 def _compressed(**weights):
     return {**COMPRESSED, "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8, **weights}}}}
+
+
+def _packed(other=None, **weights):
+    """A config of integers of 4 bits; with another group of weights that of `other`."""
+    config = quantized_checkpoints.CONFIGS["packed"]
+    group = config["config_groups"]["group_0"]
+    groups = {"group_0": {**group, "weights": {**group["weights"], **weights}}}
+    if other is not None:
+        groups["group_1"] = other["config_groups"]["group_0"]
+    return {**config, "config_groups": groups}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,11 @@ def _compressed(**weights):
         (quantized_checkpoints.CONFIGS["gptq"], Int4Scheme("gptq", 32, 1)),
         (quantized_checkpoints.CONFIGS["gptq-v2-ordered"], Int4Scheme("gptq", 32)),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, Int4Scheme("gptq", None, 1)),
+        (quantized_checkpoints.CONFIGS["packed"], CompressedScheme("pack-quantized", 4, 32)),
+        (quantized_checkpoints.CONFIGS["packed-zeros"], CompressedScheme("pack-quantized", 4, 32, False)),
+        (quantized_checkpoints.CONFIGS["packed-channel"], CompressedScheme("pack-quantized", 4, None)),
+        (quantized_checkpoints.CONFIGS["int8"], CompressedScheme("int-quantized", 8, None)),
+        (quantized_checkpoints.CONFIGS["mxfp4"], CompressedScheme("mxfp4-pack-quantized", 4, 32)),
     ],
 )
 def test_valid_configs_give_their_scheme(config, expected):
@@ -64,7 +79,13 @@ def test_has_kernels_depends_on_the_block_size():
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "Invalid enum value 'gemv'"),
         ({"quant_method": "gptq", "bits": 4}, "missing required field `group_size`"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 24}, "group_size of 24, which should be -1 or a multiple"),
-        ({**COMPRESSED, "format": "pack-quantized"}, "Invalid enum value 'pack-quantized'"),
+        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, "Invalid enum value 'nvfp4-pack-quantized'"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "type float with 8 bits in groups of None, which pack-quantized"),
+        (_packed(num_bits=3), "Invalid enum value 3"),
+        (_packed(group_size=12), "group_size of 12, which should be a multiple of 8"),
+        ({**_packed(), "config_groups": {}}, "has 0 config_groups with 0 forms of weights"),
+        (_packed(_packed(num_bits=8)), "has 2 config_groups with 2 forms of weights"),
+        ({**_packed(), "format": "mxfp4-pack-quantized"}, "type int with 4 bits in groups of 32, which mxfp4"),
         (_compressed(num_bits=4), "Invalid enum value 4"),
         ({**COMPRESSED, "config_groups": {}}, "has 0 config_groups"),
         (_compressed(strategy="block", block_structure="128x128"), r"block structures \['128x128'\]"),

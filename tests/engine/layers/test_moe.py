@@ -116,8 +116,8 @@ def test_packed_weights_are_counted_and_replace_the_parameters(ops):
 
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
 @pytest.mark.parametrize("native", [False, True])
-def test_int8_leaves_the_router_exact(native):
-    ops = native_ops(Kernels(), int8=True) if native else reference_ops(int8=True)
+def test_8_bits_leave_the_router_exact(native):
+    ops = native_ops(Kernels(), quantization="int8") if native else reference_ops(quantization="int8")
     case = Case(ops)
     assert sum(matrix.nbytes for matrix in case.layer.matrices) < 0.4 * (case.gate_up.nbytes + case.down.nbytes)
     x = torch.randn(60, HIDDEN)

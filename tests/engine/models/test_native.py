@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("c_kernels")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-sparse", "mixtral"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype)

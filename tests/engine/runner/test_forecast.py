@@ -31,17 +31,30 @@ def test_the_forecast_equals_the_measured_memory(
     check(resolved(checkpoint(kind), dtype=dtype, kv_cache_memory=1 << 20))
 
 
-def test_the_forecast_of_int8_weights(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
-    check(resolved(checkpoint("llama"), dtype="float32", quantization="int8", kv_cache_memory=1 << 20))
+Checkpoint = Callable[..., Path]
+Resolved = Callable[..., EngineConfig]
 
 
-@pytest.mark.parametrize("kind", ["fp8-block", "awq"])
-def test_the_forecast_of_a_quantized_checkpoint_counts_widened_weights(
-    kind: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig], tmp_path: Path
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_integers_instead_of_floats(
+    kind: str, quantization: str, cpu_kernels: str, checkpoint: Checkpoint, resolved: Resolved
 ) -> None:
+    folder = checkpoint(kind, hidden_size=128, intermediate_size=128)
+    options = {"dtype": "float32", "quantization": quantization, "cpu_kernels": cpu_kernels}
+    check(resolved(folder, **options, kv_cache_memory=1 << 20))
+
+
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["fp8-block", "awq", "packed", "int8", "mxfp4"])
+def test_quantized_checkpoints(
+    kind: str, cpu_kernels: str, checkpoint: Checkpoint, resolved: Resolved, tmp_path: Path
+) -> None:
+    """The C kernels keep them as they are, torch's widen them."""
     sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
     folder, _ = quantize_checkpoint(checkpoint("llama", **sizes_of), tmp_path, kind)
-    check(resolved(folder, dtype="float32", kv_cache_memory=1 << 20))
+    check(resolved(folder, dtype="float32", cpu_kernels=cpu_kernels, kv_cache_memory=1 << 20))
 
 
 def test_the_forecast_of_an_encoder_has_no_kv_cache(tmp_path: Path, resolved: Callable[..., EngineConfig]) -> None:

@@ -19,6 +19,7 @@ from pagewire.engine.weights.quantized import read_weight
 from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import CheckpointError, ConfigError
 from pagewire.kernels.ops import reference_ops
+from pagewire.kernels.quantized_weight import concatenate
 
 KINDS = list(quantized_checkpoints.CONFIGS)
 _ALONE = Alone()
@@ -43,11 +44,15 @@ def _load(folder, dtype=torch.float32, group=_ALONE, kept=None, **options):
     parameters = dict(model.named_parameters())
     if kept is not None:  # parameters that stay quantized take no memory
         parameters |= {name: p.to("meta") for name, p in parameters.items() if "proj" in name}
-        options["keep"] = {name: partial(kept.__setitem__, name) for name in parameters if "proj" in name}
+        options["keep"] = {name: partial(_keep, kept, name) for name in parameters if "proj" in name}
     with CheckpointReader(folder) as reader:
         targets = checkpoint_targets(parameters, model.fused, model.cuts)
         load_weights(reader, parameters, targets, scheme=spec.scheme, redundant=model.redundant, **options)
     return parameters
+
+
+def _keep(kept, name, parts):
+    kept[name] = concatenate(parts)
 
 
 def _edit(folder, change):

@@ -1,6 +1,7 @@
 """Quantized checkpoints in the engine give the tokens of transformers with the dequantized weights."""
 
 import random
+from functools import partial
 
 import checkpoints
 import pytest
@@ -8,7 +9,11 @@ import quantized_checkpoints
 import vocabulary
 
 from pagewire import LLM, SamplingParams
+from pagewire.engine.checkpoint.spec import read_spec
+from pagewire.engine.weights.quantized import read_weight
+from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import ConfigError
+from pagewire.kernels import reference
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -43,19 +48,64 @@ def make(tmp_path):
         ("gptq", "qwen3"),
         ("gptq-v2-ordered", "llama"),
         ("fp8-tensor", "qwen3_moe"),
+        ("packed-zeros", "qwen3"),
+        ("int8", "llama"),
+        ("mxfp4", "llama"),
     ],
 )
-def test_greedy_tokens_are_those_of_the_dequantized_weights(kind, architecture, make):
+def test_greedy_tokens_are_those_of_the_same_weights_as_floats(kind, architecture, make):
+    """With float8 in C too, where weights are unpacked exactly; integers are multiplied as integers there."""
     quantized, widened = make(architecture, kind)
     expected = checkpoints.reference_greedy(widened, _prompts(), 10)
     assert len({tuple(output) for output in expected}) == len(expected), "the outputs should differ by prompt"
+    assert _tokens(quantized, dtype="float32", cpu_kernels="torch") == expected
+    if kind.startswith("fp8"):
+        assert _tokens(quantized, dtype="float32") == expected
+
+
+INTEGERS = [kind for kind in quantized_checkpoints.CONFIGS if not kind.startswith("fp8")]
+
+
+@pytest.mark.usefixtures("c_kernels")
+@pytest.mark.parametrize(("architecture", "kind"), [*(("llama", kind) for kind in INTEGERS), ("qwen3", "gptq")])
+def test_integers_that_are_kept_give_the_tokens_of_their_specification(kind, architecture, make):
+    """Those of transformers whose projections are `reference.TorchGroupedMatrix`, and nearly the probabilities of the
+    weights as floats."""
+    quantized, widened = make(architecture, kind)
+    scheme = read_spec(quantized).scheme
+
+    def quantize(model):
+        with CheckpointReader(quantized) as reader:
+            for name, module in model.named_modules():
+                if name.endswith("_proj"):
+                    weight = read_weight(scheme, reader, name, *module.weight.shape, None)
+                    module.forward = partial(_product, reference.TorchGroupedMatrix(weight), module.bias)
+
+    expected = checkpoints.reference_greedy(widened, _prompts(), 10, quantize)
+    assert len({tuple(output) for output in expected}) == len(expected), "the outputs should differ by prompt"
     assert _tokens(quantized, dtype="float32") == expected
+    kept, floats = _logprobs(quantized, dtype="float32"), _logprobs(widened, dtype="float32")
+    distances = [abs(a - b) for a, b in zip(kept, floats, strict=True)]
+    assert 0 < sum(distances) / len(distances) < 0.15
 
 
-def test_int8_requantizes_a_quantized_checkpoint(make):
-    """`--quantization int8` quantizes the dequantized weights."""
+def _product(matrix, bias, x):
+    return matrix.product(x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
+
+
+def _logprobs(folder, **options):
+    llm = LLM(str(folder), threads=1, kv_cache_memory="16M", **options)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompt = _prompts()[2]
+    entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs[1:]
+    return [entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True)]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_two_ways_of_being_narrow_go_together(quantization, make):
+    """`--quantization` sees the widened weights."""
     quantized, widened = make("llama", "awq")
-    assert _tokens(quantized, quantization="int8") == _tokens(widened, quantization="int8")
+    assert _tokens(quantized, quantization=quantization) == _tokens(widened, quantization=quantization)
 
 
 def test_the_fallback_refuses_quantized_checkpoints(make):
