@@ -8,15 +8,16 @@ from .topology import kind
 def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:
     """This process's variables without secrets, and settings that glibc and OpenMP read only when a process starts.
 
-    The worker's threads wait for each other between the products of a step. They spin for about 0.1 ms and then sleep:
-    longer, and they take cores from other processes; shorter, and they are woken a hundred times a step. The malloc
-    settings keep large buffers mapped, since page faults would cost more than the copies into them.
+    The threads of our kernels are a pool of their own (kernels/cpu/threads.c). The settings of OpenMP are for torch's
+    operations, such as those of the sampler: without the policy their threads spin for milliseconds, and a sampled
+    token beside other programs takes ten times as long. The malloc settings keep large buffers mapped, since page
+    faults would cost more than the copies into them.
     """
     environment = interpreter.environment(interpreter.COLLECTOR_HEADERS if kind(name) == "api" else ())
     if kind(name) == "worker":
         defaults = {
             "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "3000",
+            "GOMP_SPINCOUNT": "3000",  # while a C file of ours uses OpenMP: it spins for 0.1 ms
             "OMP_NUM_THREADS": str(config.num_threads),
             "OPENBLAS_NUM_THREADS": "1",  # NumPy's; its threads would start with the import, before a worker is forked
             "MALLOC_MMAP_THRESHOLD_": str(2**30),
