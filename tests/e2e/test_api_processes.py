@@ -1,23 +1,34 @@
 """Several api processes on one port: one that dies loses its own connections, and the core drops their requests."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
+import psutil
 from waiting import until
 
 from pagewire.tools.servers import Server
 
-NUM = 12
+NUM = 6  # streams of each api process
+
+
+@contextlib.contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """The process accepts no connection meanwhile, so another one does."""
+    process.suspend()
+    until(lambda: process.status() == psutil.STATUS_STOPPED, "the process is stopped")
+    yield
+    process.resume()
 
 
 def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[..., Server]) -> None:
-    server = start("--api-processes", "2", "--kv-cache-memory", "64M").wait_ready()
+    flags = ("--api-processes", "2", "--kv-cache-memory", "64M", "--hang-timeout-s", "60")  # stopped is not hung
+    server = start(*flags).wait_ready()
     texts: dict[int, str] = {}
-    begun = threading.Barrier(NUM + 1, timeout=60)
 
-    def stream(i: int) -> None:
-        body = {"prompt": "Count", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+    def stream(i: int, max_tokens: int, begun: threading.Barrier) -> None:
+        body = {"prompt": "Count", "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         try:
             with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
                 lines = response.iter_lines()
@@ -27,22 +38,30 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
         except httpx.HTTPError:
             texts[i] = "broken"
 
-    threads = [threading.Thread(target=stream, args=(i,)) for i in range(NUM)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    server.children()["api-1"].kill()
+    first, second = (server.children()[name] for name in ("api", "api-1"))
+    threads = []
+    # Those of the second process would take long to end by themselves.
+    for other, numbers, max_tokens in ((second, range(NUM), 400), (first, range(NUM, 2 * NUM), 4000)):
+        with stopped(other):
+            begun = threading.Barrier(NUM + 1, timeout=60)
+            threads += [threading.Thread(target=stream, args=(i, max_tokens, begun)) for i in numbers]
+            for thread in threads[-NUM:]:
+                thread.start()
+            begun.wait()
+    second.kill()
     for thread in threads:
         thread.join(60)
-    whole = [text for text in texts.values() if text != "broken"]
-    assert len(texts) == NUM and all(len(text.splitlines()) > 100 for text in whole)
+    assert len(texts) == 2 * NUM
+    assert [i for i, text in sorted(texts.items()) if text == "broken"] == list(range(NUM, 2 * NUM))
+    assert all(len(texts[i].splitlines()) > 100 for i in range(NUM))
     until(
         lambda: "api-1" in server.children() and not server.metric("pagewire:num_requests_running"),
         "api-1 is replaced and no request runs",
         30,
     )
-    for _ in range(8):  # new connections reach both processes
-        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
-        assert answer.status_code == 200
+    for process in server.of_kind("api"):  # both serve new connections
+        with stopped(process):
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
+            assert answer.status_code == 200
     assert "api-1 was killed by SIGKILL" in server.log.read_text()
     assert server.stop() == 0

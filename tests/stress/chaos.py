@@ -71,8 +71,8 @@ async def watch_ready(server: Server, outage: Outage) -> None:
 
 
 async def send_newcomers(server: Server, outage: Outage, expected: bytes | None, forgiven_until: float) -> None:
-    """Sends short requests until cancelled, then waits for their answers. Before `forgiven_until`, broken connections
-    are not errors. `expected`: the right answer, if it is known."""
+    """Sends short requests until cancelled, then waits for their answers. Before `forgiven_until` and the
+    first answer, broken connections are not errors. `expected`: the right answer, if it is known."""
 
     async def one() -> None:
         sent = time.monotonic()
@@ -83,7 +83,7 @@ async def send_newcomers(server: Server, outage: Outage, expected: bytes | None,
             outage.first_answer_at = min(now, outage.first_answer_at or now)
         elif status == 503 and b"\nretry-after:" in head:
             outage.num_refused += 1
-        elif status != 0 or sent > forgiven_until:
+        elif status != 0 or sent > min(forgiven_until, outage.first_answer_at or forgiven_until):
             outage.wrong.append(f"{status} after {now - sent:.1f} s: {body[:300].decode(errors='replace')}")
 
     tasks = []
@@ -111,6 +111,7 @@ class Experiment:
     expected: list[Answer] = field(default_factory=list)  # of the undisturbed run
     newcomer: bytes | None = None  # a new request's text; None: tokens may depend on what else is served
     complaints: list[str] = field(default_factory=list)
+    api_limit_s: float = _API_LIMIT_S
 
     def open_streams(self, server: Server) -> tuple[list[Answer], list[asyncio.Task[None]]]:
         """Opens all streams at once."""
@@ -150,7 +151,7 @@ class Experiment:
         if kind != NOTHING:
             victim = server.of_kind(kind)[0]
             victim.send_signal(signum)
-        forgiven_until = outage.began + _API_LIMIT_S if kind == "api" else 0.0
+        forgiven_until = outage.began + self.api_limit_s if kind == "api" else 0.0
         watches = [
             asyncio.ensure_future(watch_ready(server, outage)),
             asyncio.ensure_future(send_newcomers(server, outage, self.newcomer, forgiven_until)),
@@ -214,8 +215,8 @@ class Experiment:
         wrong = list(outage.wrong)
         if kind not in (NOTHING, "api") and not outage.unready:
             wrong.append("/ready was always 200")
-        if kind == "api" and (outage.first_answer_at or 1e9) > outage.began + _API_LIMIT_S:
-            wrong.append(f"no new connection was served within {_API_LIMIT_S:g} s")
+        if kind == "api" and (outage.first_answer_at or 1e9) > outage.began + self.api_limit_s:
+            wrong.append(f"no new connection was served within {self.api_limit_s:g} s")
         if (left := await num_running(server)) != 0:
             wrong.append("the server does not answer" if left is None else f"{left:g} sequences still run")
         for what, problems in (("failed", failures), ("differ", differences), ("wrong", wrong)):

@@ -65,7 +65,10 @@ def test_misbehaving_clients_break_no_promise(server: Server, part: str, limits:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_short_run_finds_no_large_leak(server: Server) -> None:
-    slopes = asyncio.run(leak.watch(server, 45, 3)).slopes()
-    assert {"api", "core", "worker"} <= slopes.keys()
-    assert all(slope.num_fds < 1000 for slope in slopes.values()), "a descriptor for each request"
-    assert all(slope.num_bytes < 1000 * MB for slope in slopes.values()), "a megabyte for each"
+    """The slopes are per thousand requests, which are 60 of each kind. So few requests cannot show small leaks of
+    memory: caches still fill, and the KV memory is touched for the first time."""
+    slopes = asyncio.run(leak.watch(server, 90, 3)).slopes()
+    assert {"api", "core", "worker", "tokenizer", "detokenizer", "grammar", "supervisor"} <= slopes.keys()
+    for name, slope in slopes.items():
+        assert slope.num_fds < 30 and slope.num_threads < 30, f"{name}: one for each request of one kind: {slope}"
+        assert slope.num_bytes < 100 * MB, f"{name}: a tenth of a megabyte for each request: {slope}"

@@ -76,6 +76,17 @@ def ended() -> tuple[Clocked, RequestEnd]:
     return box, request_end(SCOPE, stream.request)
 
 
+@pytest.mark.parametrize(("last_at", "decode_s"), [(7.5, 3.5), (4.0, 0.0)])
+def test_a_token_counts_from_when_it_is_received(last_at: float, decode_s: float) -> None:
+    """Tokens that are received together have no decode time between them."""
+    box = Clocked()
+    stream = box.gateway.submit([make_submit()])
+    box.at(4.0, Chunk(0, "x", b"\1\0\0\0", times=Times(1.5, 1.75, 3.0)))
+    box.at(last_at, Chunk(0, "y", b"\2\0\0\0", finish="length", usage=Usage(10, 2, 8)))
+    parts = request_end(SCOPE, stream.request).timeline.parts()
+    assert (parts["prefill"], parts["decode"]) == (1.0, decode_s)
+
+
 def test_unanswered_sequences_are_counted() -> None:
     box = Clocked()
     box.gateway.submit([make_submit(3)])
