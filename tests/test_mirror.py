@@ -45,7 +45,6 @@ ELSEWHERE = {
     "commands.client": "commands/test_talk.py: with a server that answers",
     "commands.tokenize": "e2e/test_terminal.py: needs a server",
     "commands.top": "commands/test_metrics.py: the numbers; e2e/test_terminal.py the screen",
-    "engine.attention.native": "engine/attention/test_torch_paged.py: both backends, one definition",
     "engine.checkpoint.purpose": "test_families.py: every family that transformers knows",
     "engine.checkpoint.support": "test_families.py: every family that transformers knows",
     "engine.core.constraints": "test_constraints.py: with real grammars",
