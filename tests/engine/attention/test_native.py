@@ -254,11 +254,10 @@ def test_denominators_sum_the_rounded_weights(library):
 
 
 def test_the_sign_of_zero_does_not_depend_on_what_a_query_does_not_see(library):
-    """A product that underflows leaves -0, to which a later key with the weight zero adds +0."""
-    case = _case(positions=3, heads=(1, 1), dim=16)
+    """A sum that underflows is -0, to which a chunk that other queries see adds +0."""
+    case = _case(positions=140, heads=(1, 1), dim=16, block_size=140, scale=1.0)
     case.query.fill_(0)[..., 0] = 1
-    keys, values = (pages[case.table[0, 0].item()] for pages in (case.keys, case.values))
-    keys[:3], values[:3] = 0, 0
-    keys[0, :, 0], values[1], values[2] = 86 / case.scale, -1e-10, 1
-    (alone,), (together,) = case.attend(library, [(0, 1, 2)]), case.attend(library, [(0, 0, 3)])
-    assert torch.equal(alone[0].view(torch.int32), together[1].view(torch.int32))
+    case.keys.fill_(0)[0, 64, 0, 0] = 86
+    case.values.fill_(0)[0, :64], case.values[0, 128:] = -1e-10, 1
+    (alone,), (together,) = case.attend(library, [(0, 127, 128)]), case.attend(library, [(0, 120, 140)])
+    assert torch.equal(alone[0].view(torch.int32), together[7].view(torch.int32))
