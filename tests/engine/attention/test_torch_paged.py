@@ -123,37 +123,6 @@ def test_bfloat16_pages_agree_with_the_definition(kind):
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
-def test_short_chunks_get_the_same_bits_as_decode_rows():
-    """Then a draft token is verified with the logits that it would have in a decode step."""
-    shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=torch.float32)
-    cache = KvCache(shape=shape, num_blocks=40, block_size=16, device=torch.device("cpu"))
-    for pages in cache.pages[0]:
-        pages.normal_()
-    table = np.arange(6, dtype=np.int32)[None]
-    query, key, value = torch.randn(5, 4, 32), torch.randn(5, 2, 32), torch.randn(5, 2, 32)
-    backend = _backend("native", cache)
-
-    def attend(first, last):
-        """Attention of tokens [first, last) of five, which are the last of 90 positions."""
-        count = last - first
-        step = AttentionStep(
-            num_decode=int(count == 1),
-            context_lens=np.array([85 + last]),
-            query_lens=np.array([count]),
-            block_table=table,
-            slots=torch.arange(85 + first, 85 + last),
-            fresh_blocks=None,
-            order=np.arange(1),
-        )
-        backend.begin(step)
-        return backend.forward(0, query[first:last], key[first:last], value[first:last], scale=0.2)
-
-    together = attend(0, 5)
-    assert torch.equal(torch.cat([attend(i, i + 1) for i in range(5)]), together)
-    assert torch.equal(attend(1, 3), together[1:3])
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_of_like_lengths_cover_all_rows_within_the_padding_limits(seed):
     rng = random.Random(seed)
