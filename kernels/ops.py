@@ -1,14 +1,13 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from . import reference
-from .stored import Empty, Stored
+from .stored import Stored
 
 
 class Matrix(Protocol):
@@ -42,7 +41,6 @@ class Storage:
 
     layout: str  # differs if the parts of equal weights may differ
     restored: Callable[[Stored], Matrix]
-    placed: Callable[[Empty], AbstractContextManager[None]]  # within it, matrices are packed into memory of `Empty`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class NativeMatrix:
         is_bf16 = weight.dtype == torch.bfloat16
         groups = 2 * -(-self._n // 2 // LANES) if is_gated else -(-self._n // LANES)
         columns = -(-self._k // PADDED) * PADDED if is_bf16 else self._k
-        self._packed = kernels.empty(groups * LANES * columns, weight.dtype)
+        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
         self._kind = KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16
         self._is_gated = is_gated
         kernels.pack(

@@ -75,7 +75,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,
-        storage=Storage(layout=kernels.name, restored=restored, placed=kernels.placed),
+        storage=Storage(layout=kernels.name, restored=restored),
     )
 
 

@@ -20,8 +20,8 @@ class NativeInt8Matrix:
         self._n, self._k = weight.shape
         columns = -(-self._n // LANES) * LANES
         self._words = -(-self._k // 4)
-        self._packed = kernels.empty(columns * self._words, torch.int32)
-        self._scales, self._sums = kernels.empty(columns, torch.float32), kernels.empty(columns, torch.int32)
+        self._packed = torch.empty(columns * self._words, dtype=torch.int32)
+        self._scales, self._sums = torch.empty(columns), torch.empty(columns, dtype=torch.int32)
         self._at = self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr()
         kernels.pack_int8(
             weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16)
