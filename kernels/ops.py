@@ -1,7 +1,6 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from . import reference
 from .grouped_weight import form, quantize
 from .quantized_weight import StoredWeight
-from .stored import Empty, Stored
+from .stored import Stored
 
 
 class Matrix(Protocol):
@@ -54,7 +53,6 @@ class Storage:
 
     layout: str  # differs if the parts of equal weights may differ
     restored: Callable[[Stored], Matrix]
-    placed: Callable[[Empty], AbstractContextManager[None]]  # within it, matrices are packed into memory of `Empty`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,6 +175,9 @@ def main(fd: int) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    import setproctitle
+
+    setproctitle.setproctitle("pagewire: template")
     channel = socket.socket(fileno=fd)
     python_s = process_age_s()
     timings = {"python": python_s}
@@ -185,9 +188,6 @@ def main(fd: int) -> None:
         timings[f"torch {torch.__version__}"] = time.perf_counter() - started
         from ..engine.runner import runner  # noqa: F401
         from . import worker  # noqa: F401
-    import setproctitle
-
-    setproctitle.setproctitle("pagewire: template")
     gc.collect()
     gc.freeze()  # so that collections in the workers do not write to what they share
     with selectors.DefaultSelector() as selector:

@@ -57,7 +57,7 @@ class SharedWeights:
         try:
             with locked(self._fd):
                 if is_open(self._fd):
-                    packing = _Packing(SegmentWriter(self._fd), decoder, ops, storage)
+                    packing = _Packing(SegmentWriter(self._fd), decoder, ops)
                     fill(packing)
                     packing.finish(key)
                     _trim()
@@ -81,8 +81,8 @@ def segment_key(config: EngineConfig, rank: int, layout: str) -> bytes:
 class _Packing:
     """Packs a decoder's matrices into a segment, each as soon as it is filled; a `Consumer`. The decoder loses them."""
 
-    def __init__(self, writer: SegmentWriter, decoder: Decoder, ops: Ops, storage: Storage) -> None:
-        self._writer, self._decoder, self._ops, self._storage = writer, decoder, ops, storage
+    def __init__(self, writer: SegmentWriter, decoder: Decoder, ops: Ops) -> None:
+        self._writer, self._decoder, self._ops = writer, decoder, ops
         self._index = Index({}, {})
         self._num_left: dict[str, int] = {}  # module → its matrices that are not filled yet
         self.names: set[str] = set()
@@ -115,8 +115,7 @@ class _Packing:
 
     def _pack(self, name: str) -> None:
         module = cast(Weight | MoeMlp, self._decoder.get_submodule(name))
-        with self._storage.placed(self._writer.empty):
-            module.pack(self._ops)
+        module.pack(self._ops)
         self._index.matrices[name] = tuple(_stored(self._writer, cast(StoredMatrix, m)) for m in module.matrices)
         module.matrices = ()
 

@@ -27,7 +27,6 @@ _ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl(2); `fcntl` names them only on L
 _SEALED = 0x2 | 0x4 | 0x8  # shrink, grow, write
 _MAGIC = b"pagewire"
 _HEAD = struct.Struct("<8s32s32sQQ")  # magic, key, SHA-256 of the index, its offset and length
-_CHUNK = 64 << 20  # bytes by which a segment grows; what is not written takes no memory
 _ALIGNMENT = 64
 
 
@@ -94,62 +93,28 @@ def is_open(fd: int) -> bool:
 
 
 class SegmentWriter:
-    """Writes a segment, from its beginning: what a process that died has left there is dropped."""
+    """Writes a segment, from its beginning: what a process that died has left there is dropped. It is not mapped
+    meanwhile: writing to a mapping would cost a fault for each page, and a mapped file cannot be sealed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._size = self._used = mmap.PAGESIZE  # the head's page
-        self._places: list[tuple[int, int, int]] = []  # of each chunk: address, length, offset in the segment
-        self._chunk: Tensor | None = None
+        self._used = mmap.PAGESIZE  # the head's page
         os.ftruncate(fd, 0)
-        os.ftruncate(fd, self._size)
-
-    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A tensor in the segment without values."""
-        num_bytes = size * dtype.itemsize
-        if self._chunk is None or self._used + num_bytes > self._size:
-            self._grow(num_bytes)
-        _, _, offset = self._places[-1]
-        assert self._chunk is not None
-        first = self._used - offset
-        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return self._chunk[first : first + num_bytes].view(dtype)
 
     def put(self, tensor: Tensor) -> Part:
-        """Where the tensor lies in the segment. It is copied there if it lies elsewhere."""
-        offset = self._offset(tensor) if tensor.is_contiguous() else None
-        if offset is None:
-            copy = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
-            offset = self._offset(copy.copy_(tensor))
-            assert offset is not None
-        return Part(offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        """Copies the tensor, and returns where it lies."""
+        part = Part(self._used, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        _write(self._fd, tensor.contiguous().view(-1).view(torch.uint8).numpy().data, self._used)
+        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return part
 
     def finish(self, key: bytes, index: Index) -> None:
-        """Writes the index and seals the segment. Call it when the tensors of `empty` are gone: while the segment is
-        mapped, it cannot be sealed."""
-        self._chunk = None
+        """Writes the index and seals the segment."""
         encoded = msgspec.msgpack.encode(index)
         _write(self._fd, encoded, self._used)
         _write(self._fd, _HEAD.pack(_MAGIC, key, sha256(encoded).digest(), self._used, len(encoded)), 0)
         os.ftruncate(self._fd, self._used + len(encoded))
         fcntl.fcntl(self._fd, _ADD_SEALS, _SEALED)
-
-    def _grow(self, num_bytes: int) -> None:
-        self._used = self._size
-        length = -(-max(num_bytes, _CHUNK) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._size += length
-        os.ftruncate(self._fd, self._size)
-        chunk = mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED, offset=self._used)
-        _advise(chunk)
-        self._chunk = torch.frombuffer(chunk, dtype=torch.uint8)
-        self._places.append((self._chunk.data_ptr(), length, self._used))
-
-    def _offset(self, tensor: Tensor) -> int | None:
-        address = tensor.data_ptr()
-        for first, length, offset in self._places:
-            if first <= address and address + tensor.nbytes <= first + length:
-                return offset + address - first
-        return None
 
 
 class Segment:
@@ -205,7 +170,7 @@ def _advise(memory: mmap.mmap) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
     while data:
         num = os.pwrite(fd, data, offset)
         data, offset = data[num:], offset + num

@@ -103,7 +103,7 @@ class NativeMatrix(PackedMatrix):
         is_bf16 = weight.dtype == torch.bfloat16
         groups = 2 * -(-n // 2 // LANES) if is_gated else -(-n // LANES)
         columns = -(-k // PADDED) * PADDED if is_bf16 else k
-        self._packed = kernels.empty(groups * LANES * columns, weight.dtype)
+        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
         kernels.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k, is_gated, int(is_bf16))
         super().__init__(
             kernels, n, k, KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16, is_gated=is_gated

@@ -5,13 +5,11 @@ Pointers are passed as integers. A call costs a few microseconds besides its wor
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from ..stored import Empty, own_memory
 from . import build
 
 LANES = 16
@@ -45,7 +43,6 @@ class Kernels:
     def __init__(self) -> None:
         library = build.load()
         self.name = Path(library._name).name  # has a digest of the sources, the flags and the CPU
-        self.empty: Empty = own_memory  # allocates what packed matrices keep
 
         def function(name: str) -> Call:
             found = getattr(library, f"pagewire_{name}")
@@ -72,15 +69,6 @@ class Kernels:
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
         self.threads()
-
-    @contextmanager
-    def placed(self, empty: Empty) -> Iterator[None]:
-        """Matrices are packed into memory of `empty` meanwhile."""
-        before, self.empty = self.empty, empty
-        try:
-            yield
-        finally:
-            self.empty = before
 
     def threads(self) -> int:
         """Makes the functions use torch's number of threads when the calling thread calls them, or one that has not

@@ -95,7 +95,7 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,
-        storage=Storage(layout=kernels.name, restored=restored, placed=kernels.placed),
+        storage=Storage(layout=kernels.name, restored=restored),
     )
 
 

@@ -29,7 +29,7 @@ class NativeGroupedMatrix(PackedMatrix):
         if group > _MAX_GROUP:
             raise ValueError(f"a group of {group} columns is larger than the {_MAX_GROUP} that 32-bit sums allow")
         rows = _rows(n, is_gated=is_gated)
-        self._packed = kernels.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, torch.uint8)
+        self._packed = torch.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, dtype=torch.uint8)
         numbers = weight.numbers.contiguous()
         kernels.grouped_pack(numbers.data_ptr(), self._packed.data_ptr(), n, k, group, weight.bits, int(is_gated))
         self._scales = _by_lane(narrowed(weight.scales), rows, groups)
@@ -70,7 +70,7 @@ class NativeFp8Matrix(PackedMatrix):
         assert not weight.is_interleaved
         n, k = weight.shape
         rows = _rows(n, is_gated=is_gated)
-        self._packed = kernels.empty(len(rows) * (-(-k // PADDED) * PADDED), torch.uint8)
+        self._packed = torch.empty(len(rows) * (-(-k // PADDED) * PADDED), dtype=torch.uint8)
         values = weight.values.contiguous()
         kernels.fp8_pack(values.data_ptr(), self._packed.data_ptr(), n, k, int(is_gated))
         scales = weight.scale[None, :]

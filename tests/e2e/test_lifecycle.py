@@ -242,7 +242,7 @@ def test_two_launches_serve_together_over_tcp(start: Start, tmp_path: Path) -> N
     engine = start("--actors", "worker,core,grammar", *common, command=launch)
     until(lambda: (tmp_path / "key").exists(), "the key is made")
     frontend = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
-    assert set(engine.children()) == {"worker", "core", "grammar"}
+    until(lambda: set(engine.children()) == {"worker", "core", "grammar"}, "the worker is forked")
     assert set(frontend.children()) == {"tokenizer", "detokenizer", "api"}
     body = {"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0}
     request = urllib.request.Request(
