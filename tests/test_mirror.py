@@ -70,6 +70,7 @@ ELSEWHERE = {
     "engine.text.grammar_text": "engine/text/test_grammar.py: what the library makes of it",
     "engine.text.thinking_budget": "engine/text/test_grammar.py: with what the masks allow",
     "kernels.cpu.build": "kernels/cpu/test_operations.py: compiles",
+    "kernels.cpu.dense": "kernels/cpu/test_operations.py: the products of every kind",
     "kernels.triton.compile": "kernels/triton/test_compiled.py: the compiled kernels",
     "procs.announcement": "e2e/test_lifecycle.py: what a start says",
     "procs.core": "procs/test_client_port.py: the real core over a fake worker",
