@@ -540,7 +540,10 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
     char *y = (char *)sums;
     long stride = count * 64;
     for (long group = 0; group < groups; group++) {
-        tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
         for (long k = group * in_group; k < (group + 1) * in_group; k++) {
             tile_load(4, low + k * TILE_BYTES, 64);
             tile_load(6, b0 + k * TILE_BYTES, 64);

@@ -26,38 +26,34 @@ class NativeGroupedMatrix(PackedMatrix):
         if group > _MAX_GROUP:
             raise ValueError(f"a group of {group} columns is larger than the {_MAX_GROUP} that 32-bit sums allow")
         rows = _rows(n, is_gated=is_gated)
-        self._packed = torch.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, dtype=torch.uint8)
+        packed = torch.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, dtype=torch.uint8)
         numbers = weight.numbers.contiguous()
-        kernels.grouped_pack(numbers.data_ptr(), self._packed.data_ptr(), n, k, group, weight.bits, int(is_gated))
-        self._scales = _by_lane(narrowed(weight.scales), rows, groups)
-        zeros = zero_points(weight)
-        self._zero = 0 if zeros is None else int(zeros.flatten()[0])
-        self._offsets: Tensor | None = None
+        kernels.grouped_pack(numbers.data_ptr(), packed.data_ptr(), n, k, group, weight.bits, int(is_gated))
+        zeros, offsets = zero_points(weight), None
+        zero = 0 if zeros is None else int(zeros.flatten()[0])
         if zeros is None:
-            self._offsets = _by_lane(narrowed(weight.offsets), rows, groups)
-        elif (zeros != self._zero).any():
-            self._offsets = _by_lane(zeros, rows, groups)
-        self._table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.uint8)
-        self._order = None if weight.order is None else weight.order.int().contiguous()
-        self._about = {"bits": weight.bits, "group": group}
+            offsets = _by_lane(narrowed(weight.offsets), rows, groups)
+        elif (zeros != zero).any():
+            offsets = _by_lane(zeros, rows, groups)
+        table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.uint8)
+        order = None if weight.order is None else weight.order.int().contiguous()
+        self._tensors = (packed, _by_lane(narrowed(weight.scales), rows, groups), offsets, table, order)
+        self._numbers = (weight.bits, group, zero)
         super().__init__(kernels, n, k, KIND_GROUPED, is_gated=is_gated)
 
     @property
     def nbytes(self) -> int:
-        tensors = (self._packed, self._scales, self._offsets, self._table, self._order)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
     def fill(self, fields: MatrixFields) -> None:
-        fields.w, fields.scales = self._packed.data_ptr(), self._scales.data_ptr()
-        fields.scale_type, fields.zero = _STORED[self._scales.dtype], self._zero
+        packed, scales, offsets, table, order = self._tensors
+        fields.w, fields.scales, fields.scale_type = packed.data_ptr(), scales.data_ptr(), _STORED[scales.dtype]
         fields.offset_type = _STORED_ONE
-        if self._offsets is not None:
-            fields.offsets, fields.offset_type = self._offsets.data_ptr(), _STORED[self._offsets.dtype]
-        if self._table is not None:
-            fields.table = self._table.data_ptr()
-        if self._order is not None:
-            fields.order = self._order.data_ptr()
-        fields.bits, fields.group = self._about["bits"], self._about["group"]
+        if offsets is not None:
+            fields.offsets, fields.offset_type = offsets.data_ptr(), _STORED[offsets.dtype]
+        fields.table = 0 if table is None else table.data_ptr()
+        fields.order = 0 if order is None else order.data_ptr()
+        fields.bits, fields.group, fields.zero = self._numbers
 
 
 class NativeFp8Matrix(PackedMatrix):
