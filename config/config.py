@@ -491,6 +491,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.dtype,
             self.arithmetic,
             self.quantization,
+            self.kernels,  # torch's widen quantized checkpoints
             self.kv_cache_dtype,
             self.block_size,
             self.extension,

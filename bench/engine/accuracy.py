@@ -1,10 +1,12 @@
-"""Accuracy and speed of cheaper arithmetic: `--quantization int8` and a bfloat16 KV cache.
+"""Accuracy and speed of cheaper arithmetic: `--quantization int8` and `int4`, a bfloat16 KV cache, and quantized
+checkpoints beside the same weights as floats.
 
     python -m pagewire.bench.engine.accuracy --model '' build/peers/qwen3-0.6b
 
-The model generates texts at temperature 1 in float32. Each variant then computes the log-probabilities of their tokens.
-The table has the perplexity, the mean distance of the log-probabilities to float32's, and how often the most likely
-token is the same. With random weights probabilities are nearly equal, so only the distance is meaningful.
+The model generates texts at temperature 1 in float32; a quantized checkpoint does so widened, by torch's kernels. Each
+variant then computes the log-probabilities of their tokens. The table has the perplexity, the mean distance of the
+log-probabilities to float32's, and how often the most likely token is the same. With random weights probabilities are
+nearly equal, so only the distance is meaningful.
 """
 
 import argparse
@@ -24,6 +26,11 @@ WAYS: dict[str, dict[str, str]] = {
     "bfloat16 KV": {"kv_cache_dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int8, bfloat16 KV": {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
+    "int4": {"quantization": "int4"},
+}
+STORED: dict[str, dict[str, str]] = {  # of a quantized checkpoint; the first one is the reference here too
+    "widened to float32": {"cpu_kernels": "torch"},
+    "as stored": {},
 }
 
 
@@ -42,10 +49,11 @@ def read(llm: LLM, texts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
 def compare(model: str, given: argparse.Namespace) -> list[Row]:
     """A row for each variant of one model."""
     folder, name = locate(model, None)
-    vocab_size = read_spec(folder).vocab_size
+    spec = read_spec(folder)
+    vocab_size, ways = spec.vocab_size, WAYS if spec.scheme is None else STORED
     options = {"dtype": "float32", "kv_cache_memory": "2G", "max_model_len": given.length + 64}
     starts = [[300 % vocab_size + i] for i in range(given.num_texts)]
-    llm = LLM(str(folder), **options)
+    llm = LLM(str(folder), **options, **next(iter(ways.values())))
     params = [
         SamplingParams(temperature=1, seed=i, max_tokens=given.length, ignore_eos=True) for i in range(len(starts))
     ]
@@ -56,7 +64,7 @@ def compare(model: str, given: argparse.Namespace) -> list[Row]:
     llm.close()
     exact: list[tuple[float, int]] = []
     rows = []
-    for way, flags in WAYS.items():
+    for way, flags in ways.items():
         llm = LLM(str(folder), **options, enable_prefix_caching=False, **flags)
         row = Row(f"{name}, {way}")
         for _ in range(given.repeat):

@@ -26,6 +26,7 @@ WAYS: dict[str, Mapping[str, object]] = {
     "--dtype bfloat16": {"dtype": "bfloat16"},
     "--dtype bfloat16 --deterministic": {"dtype": "bfloat16", "deterministic": True},
     "--quantization int8": {"quantization": "int8"},
+    "--quantization int4": {"quantization": "int4"},
     "--cpu-kernels torch": {"cpu_kernels": "torch"},
     "--cpu-kernels torch --dtype bfloat16": {"cpu_kernels": "torch", "dtype": "bfloat16"},
 }

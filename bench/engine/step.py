@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     flags.add_argument("--steps", type=int, default=20, help="measured steps (default: %(default)s)")
     flags.add_argument("--threads", type=int, default=0)
-    flags.add_argument("--quantization", choices=["int8"])
+    flags.add_argument("--quantization", choices=["int8", "int4"])
     flags.add_argument("--kv-cache-dtype", default="auto")
     flags.add_argument("--dtype", default="auto")
     flags.add_argument("--cpu-kernels", default="auto")
