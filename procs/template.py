@@ -188,7 +188,7 @@ def main(fd: int) -> None:
         timings[f"torch {torch.__version__}"] = time.perf_counter() - started
         from ..engine.runner import runner  # noqa: F401
         from . import worker  # noqa: F401
-    gc.collect()
+    timings["imports"] = process_age_s() - sum(timings.values())
     gc.freeze()  # so that collections in the workers do not write to what they share
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)

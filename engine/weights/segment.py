@@ -13,6 +13,7 @@ import os
 import struct
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
 
@@ -99,22 +100,33 @@ class SegmentWriter:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._used = mmap.PAGESIZE  # the head's page
+        self._thread = ThreadPoolExecutor(1, "segment")
+        self._writing: Future[None] | None = None
         os.ftruncate(fd, 0)
 
     def put(self, tensor: Tensor) -> Part:
-        """Copies the tensor, and returns where it lies."""
+        """Returns where the tensor will lie. It is copied by another thread, while the next one is packed, and must not
+        change."""
         part = Part(self._used, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        _write(self._fd, tensor.contiguous().view(-1).view(torch.uint8).numpy().data, self._used)
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._wait()
+        self._writing = self._thread.submit(_write, self._fd, data, self._used)
         self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return part
 
     def finish(self, key: bytes, index: Index) -> None:
         """Writes the index and seals the segment."""
+        self._wait()
+        self._thread.shutdown()
         encoded = msgspec.msgpack.encode(index)
         _write(self._fd, encoded, self._used)
         _write(self._fd, _HEAD.pack(_MAGIC, key, sha256(encoded).digest(), self._used, len(encoded)), 0)
         os.ftruncate(self._fd, self._used + len(encoded))
         fcntl.fcntl(self._fd, _ADD_SEALS, _SEALED)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
 
 
 class Segment:
