@@ -36,7 +36,8 @@ _MAKERS: dict[str, Callable[[str], Peer]] = {
     "transformers": Transformers,
     "floor": Floor,
 }
-PEERS = ("pagewire", "pagewire-int8", "vllm", *_MAKERS)
+PEERS = ("pagewire", "pagewire-int8", "pagewire-int4", "vllm", *_MAKERS)
+_WITH_FLAGS = ("pagewire", "pagewire-int8", "pagewire-int4", "vllm")
 _KV_BYTES = 2 << 30  # for every peer that has such an option
 
 
@@ -44,8 +45,8 @@ def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]])
     """`at`: peer → its interpreter or program. `flags`: peer → flags to append to its command line."""
     if name == "pagewire":
         return Pagewire(flags.get(name, ()))
-    if name == "pagewire-int8":
-        return Pagewire(["--quantization", "int8", *flags.get(name, ())], name=name)
+    if name in ("pagewire-int8", "pagewire-int4"):
+        return Pagewire(["--quantization", name.removeprefix("pagewire-"), *flags.get(name, ())], name=name)
     if name == "vllm":
         return Vllm(at.get(name, sys.executable), flags.get(name, ()))
     return _MAKERS[name](at.get(name, name if name == "llama-server" else sys.executable))
@@ -162,9 +163,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         flags.error(f"--at: PEER=PATH with one of {', '.join(('vllm', *_MAKERS))}, not {', '.join(unknown)}")
     given.flags = {name: text.split() for name, _, text in (entry.partition("=") for entry in given.flags)}
-    unknown = [name for name in given.flags if name not in ("pagewire", "pagewire-int8", "vllm")]
+    unknown = [name for name in given.flags if name not in _WITH_FLAGS]
     if unknown:
-        flags.error(f"--flags: PEER='FLAGS' with pagewire, pagewire-int8 or vllm, not {', '.join(unknown)}")
+        flags.error(f"--flags: PEER='FLAGS' with {', '.join(_WITH_FLAGS)}, not {', '.join(unknown)}")
     if given.repeat < 1:
         flags.error(f"--repeat: at least 1, not {given.repeat}")
     return given
