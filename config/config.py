@@ -491,7 +491,8 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.dtype,
             self.arithmetic,
             self.quantization,
-            self.kernels,  # torch's widen quantized checkpoints
+            self.kernels,  # those of torch widen quantized checkpoints
+            self.cpu_level,  # levels may differ in the last bits of a sum
             self.kv_cache_dtype,
             self.block_size,
             self.extension,
