@@ -82,7 +82,7 @@ def test_a_client_starts_its_own_engine_and_reports_its_death(expected: list[lis
     async def scenario() -> None:
         async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
             names = {" ".join(p.cmdline()).strip() for p in psutil.Process(client._process.pid).children()}  # type: ignore[union-attr]
-            assert names == {"pagewire: core", "pagewire: grammar", "pagewire: worker"}
+            assert names == {"pagewire: core", "pagewire: grammar", "pagewire: template"}  # which forks the worker
             generations = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
             assert [(await g.ids())[0] for g in generations] == expected
             last = client.generate([1], limits=Limits(ignore_eos=True))
@@ -117,7 +117,7 @@ def test_generations_continue_unchanged_after_the_death_of_core_and_worker(on_de
                 generations = ask(client)
                 first_outputs = [await anext(generation) for generation in generations]
                 assert all(tokens.finish is None for _, tokens in first_outputs)
-                (process,) = [p for p in engine.children() if victim in " ".join(p.cmdline())]
+                (process,) = [p for p in engine.children(recursive=True) if victim in " ".join(p.cmdline())]
                 process.kill()
                 while any(generation._unread for generation in generations):  # output from before the death
                     for generation in generations:
@@ -168,10 +168,12 @@ def test_the_engine_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as starter:
         assert starter.stdout is not None
-        engine = psutil.Process(int(starter.stdout.readline()))
-        processes = [engine, *engine.children(recursive=True)]
-        assert len(processes) == 4, "the engine, its core, its worker and its grammar process"
-        starter.kill()
+        try:
+            engine = psutil.Process(int(starter.stdout.readline()))
+            processes = [engine, *engine.children(recursive=True)]
+            assert len(processes) == 5, "the engine, its core, its grammar process, its template and its worker"
+        finally:
+            starter.kill()
     until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes), "all processes end", 15)
 
 

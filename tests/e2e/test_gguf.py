@@ -74,7 +74,7 @@ def test_a_quantized_file_of_a_cached_repository_on_two_ranks(tmp_path: Path, st
     try:
         server.wait_ready()
         assert ask(server, name).choices[0].message.content == expected.outputs[0].text
-        assert "a GGUF file (Q4_K, Q6_K), widened" in server.announced()
+        assert "a GGUF file (Q4_K, Q6_K)\n" in server.announced()
     finally:
         server.close()
 

@@ -8,7 +8,6 @@ import msgspec
 import openai
 import pytest
 import zmq
-from defaults import NARROW
 from waiting import until
 
 from pagewire.cli import main
@@ -30,7 +29,7 @@ def cached_tokens(server: Server, prompt: str, **more: Any) -> int:
 def test_evicted_blocks_are_loaded_from_the_tiers_and_reported(
     on_default: str, start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    memory = "2M" if on_default == NARROW else "4M"  # too little for both prompts
+    memory = "4M" if on_default == TORCH else "2M"  # too little for both prompts
     flags = ["--kv-cache-memory", memory, "--kv-connector", "host,size=64M", f"disk,path={tmp_path}/kv,size=64M"]
     trace = tmp_path / "steps"
     server = start(*flags, "--record-trace", str(trace), "--kv-events", f"ipc://{tmp_path}/e").wait_ready()

@@ -143,6 +143,7 @@ def test_engines_of_one_launch_share_their_weights(folder: Path, start: Start) -
                 found += [process] if "pagewire: worker" in " ".join(process.cmdline()) else []
         return found
 
+    until(lambda: len(workers()) == 2 and all(map(mapped, workers())), "both have their weights", 60)
     first, second = workers()
     assert mapped(first) == mapped(second) and len(mapped(first)) == 1
     for worker in (first, second):  # nothing is private to a process
