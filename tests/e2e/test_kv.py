@@ -8,6 +8,7 @@ import msgspec
 import openai
 import pytest
 import zmq
+from defaults import TORCH
 from waiting import until
 
 from pagewire.cli import main
