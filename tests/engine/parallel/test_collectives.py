@@ -100,6 +100,7 @@ def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
     x = torch.full((5,), float(rank))
     group.all_reduce(x)
     assert x.tolist() == [1.0] * 5
+    torch.distributed.destroy_process_group()  # its threads would abort a process that ends before them
 
 
 def wait_for_others(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -120,6 +121,7 @@ def arrive_able(rank: int, size: int, fd: int, folder: Path) -> None:
     x = torch.full((5,), float(rank))
     group.all_reduce(x)
     assert x.tolist() == [1.0] * 5
+    torch.distributed.destroy_process_group()  # its threads would abort a process that ends before them
 
 
 @contextmanager
