@@ -53,7 +53,7 @@ class MoeMlp(nn.Module):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """As in `Weight`: gate_up and down of each expert in turn."""
+        """The packed gate_up and down of each expert in turn. Set them to give or take matrices, as of a `Weight`."""
         return self._matrices
 
     @matrices.setter

@@ -54,7 +54,7 @@ def use(name: str) -> None:
 
 def load(name: str | None = None) -> ctypes.CDLL:
     """The library of a level; None: of the level that `use` named, or else of the best that works here. Call it after
-    torch is imported, so that what still uses OpenMP shares torch's threads. Raises BuildError."""
+    torch is imported. Raises BuildError."""
     return ctypes.CDLL(str(find(name).path))
 
 

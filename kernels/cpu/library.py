@@ -27,7 +27,6 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "fp8_pack": (_P, _P, _L, _L, _L),
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
-    "silu_mul": (_P, _P, _L, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
     "route": (_P, _P, _P, _L, _L, _L, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
@@ -61,7 +60,6 @@ class Kernels:
         self.fp8_pack = function("fp8_pack")
         self.attend = function("attend")
         self.rms_norm = function("rms_norm")
-        self.silu_mul = function("silu_mul")
         self.rotary = function("rotary")
         self.route = function("route")
         self.experts = function("experts")

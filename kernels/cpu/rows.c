@@ -77,38 +77,6 @@ void pagewire_rms_norm(const float *x, const float *residual, const float *weigh
 }
 
 typedef struct {
-    const float *gate_up;
-    float *out;
-    long n;
-} SiluMul;
-
-static void silu_mul_rows(const void *about, long first, long last)
-{
-    const SiluMul *a = about;
-    long n = a->n;
-    for (long i = first; i < last; i++) {
-        const float *gate = a->gate_up + 2 * i * n, *up = gate + n;
-        float *to = a->out + i * n;
-        long j = 0;
-        for (; j + LANES <= n; j += LANES)
-            *(vf_any *)(to + j) = silu16(*(const vf_any *)(gate + j)) * *(const vf_any *)(up + j);
-        if (j < n) {
-            vf rest = {0}, ups = {0};
-            memcpy(&rest, gate + j, (n - j) * 4);
-            memcpy(&ups, up + j, (n - j) * 4);
-            rest = silu16(rest) * ups;
-            memcpy(to + j, &rest, (n - j) * 4);
-        }
-    }
-}
-
-/* silu(gate) · up. gate_up: [m][2][n]; out: [m][n]. */
-void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
-{
-    run_rows(silu_mul_rows, &(SiluMul){gate_up, out, n}, m, n);
-}
-
-typedef struct {
     float *states;
     long stride;
     const float *q_norm, *k_norm;

@@ -60,18 +60,6 @@ static inline vf load16(const char *from, long i, int bf16)
     return (vf)(__builtin_convertvector(*(const vh *)(from + 2 * i), vu) << 16);
 }
 
-/* This thread's share [from, to) of `total`, in whole multiples of `step`. */
-static inline void share(long total, long step, long *from, long *to)
-{
-    long threads = omp_get_num_threads(), thread = omp_get_thread_num(), steps = (total + step - 1) / step;
-    *from = steps * thread / threads * step;
-    *to = steps * (thread + 1) / threads * step;
-    if (*from > total)
-        *from = total;
-    if (*to > total)
-        *to = total;
-}
-
 static inline vf select16(vi where, vf then, vf otherwise)
 {
     return (vf)((where & (vi)then) | (~where & (vi)otherwise));

@@ -83,7 +83,7 @@ def sum_once(rank: int, size: int, fd: int, folder: Path) -> None:
 
 
 def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
-    """As `sum_once`, but only after SIGUSR1."""
+    """Sums once, when SIGUSR1 has come."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
     (folder / f"met-{rank}").touch()
@@ -94,7 +94,7 @@ def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
 
 
 def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
-    """As a rank that cannot load the C kernels."""
+    """Meets the others as a rank that cannot load the C kernels, and sums with gloo."""
     SharedMemory(fd, rank=rank, size=size, num_bytes=1 << 20).meet(is_able=False, timeout_s=60.0)
     group = GlooGroup(rank_info(rank, size, fd, folder), size)
     x = torch.full((5,), float(rank))
@@ -170,7 +170,7 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
                 expected.append(total.to(dtype))
         expected.append(torch.stack([part(r, NUM_GATHERED, torch.float64).view(7, -1) for r in range(size)]))
     for rank in range(size):
-        *got, many = torch.load(tmp_path / f"rank-{rank}.pt")
+        *got, many = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
         assert len(got) == len(expected)
         for found, wanted in zip(got, expected, strict=True):
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
