@@ -40,6 +40,15 @@ class GroupedWeight:
         tensors = (self.numbers, self.scales, self.offsets, *(() if self.order is None else (self.order,)))
         return sum(tensor.nbytes for tensor in tensors)
 
+    def rows(self, index: Tensor) -> "GroupedWeight":
+        """Some rows, in another order."""
+        return replace(
+            self,
+            numbers=self.numbers[index],
+            scales=self.scales[:, index].contiguous(),
+            offsets=self.offsets[:, index].contiguous(),
+        )
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[n, k], with the columns in the order of the activations; computed in float32 and rounded once."""
         n, k = self.shape

@@ -46,6 +46,13 @@ class Fp8Weight:
         scale = self.scale[row].repeat_interleave(self.block[1], dim=1)[:, :k]
         return (self.values.float() * scale).to(dtype)
 
+    def rows(self, index: Tensor) -> "Fp8Weight":
+        """Some rows, in another order; blocks of scales become scales of each row and group of columns."""
+        values = self.values.view(torch.uint8)[index].view(self.values.dtype)
+        if self.block is None:
+            return Fp8Weight(values, self.scale[index])
+        return Fp8Weight(values, self.scale[index // self.block[0]], (1, self.block[1]))
+
     def interleave(self) -> "Fp8Weight":
         """Interleaves the rows of the first half (gates) and the second (ups)."""
         n, _ = self.shape

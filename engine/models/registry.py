@@ -1,59 +1,21 @@
-"""Builds the models of native architectures. All others go to `transformers_fallback`."""
+"""The families' pages, by the architecture's name."""
 
-import importlib
-from collections.abc import Collection
-from typing import Protocol, cast
+from collections.abc import Callable
 
-import torch
-from torch import nn
+from .description import Decoder
+from .fields import Fields
 
-from ...kernels.ops import Ops
-from ..checkpoint.purpose import NATIVE
-from ..checkpoint.spec import ModelSpec, is_native
-from ..layers.linear import Weight
-from ..layers.moe import MoeMlp
-from ..parallel.collectives import Group
-from .decoder import Decoder
+Page = Callable[[Fields], Decoder]
+PAGES: dict[str, Page] = {}
 
 
-class _Page(Protocol):
-    """A family's module."""
+def family(*architectures: str) -> Callable[[Page], Page]:
+    """Registers a page for these names in config.json's `architectures`."""
 
-    def build(
-        self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
-    ) -> Decoder: ...
+    def register(page: Page) -> Page:
+        for architecture in architectures:
+            assert architecture not in PAGES, f"two pages for {architecture}"
+            PAGES[architecture] = page
+        return page
 
-
-def build_native(
-    spec: ModelSpec,
-    *,
-    max_len: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    group: Group,
-    ops: Ops,
-) -> Decoder | None:
-    """This rank's part of a model: matrices of `weight_dtype`, everything else of `dtype`, without memory until
-    `allocate`. None if the model is not native."""
-    if not is_native(spec):
-        return None
-    page = cast(_Page, importlib.import_module(f".{NATIVE[spec.architecture]}", __package__))
-    with torch.device("meta"):
-        model = page.build(spec, max_len=max_len, dtype=dtype, device=device, group=group, ops=ops)
-    model.to(dtype)
-    for module in model.modules():
-        if isinstance(module, Weight) and module.weight is not None:
-            module.weight.data = module.weight.data.to(weight_dtype)
-        elif isinstance(module, MoeMlp):
-            for stack in module.parameters(recurse=False):
-                stack.data = stack.data.to(weight_dtype)
-    return model
-
-
-def allocate(model: Decoder, device: torch.device, *, without: Collection[str] = ()) -> None:
-    """Gives memory to the parameters except those named in `without`."""
-    for path, module in model.named_modules():
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            if f"{path}.{leaf}" not in without:
-                setattr(module, leaf, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+    return register

@@ -128,6 +128,11 @@ class GgufReader:
         """The file's name of the type, such as BF16 or Q4_K."""
         return self._sources[name].tensor.type
 
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the tensor in the file."""
+        source = self._sources[name]
+        return source.tensor.num_bytes // (1 if source.expert is None else source.tensor.shape[0])
+
     def is_quantized(self, name: str) -> bool:
         return self.dtype(name) not in PLAIN
 

@@ -1,4 +1,4 @@
-"""Fills a model's parameters from a checkpoint and proves that the two match.
+"""Fills a program's matrices and vectors from a checkpoint and proves that the two match.
 
 Every tensor that the model needs must be present, every tensor present must be needed, and shapes must agree; otherwise
 a CheckpointError names the tensor. Names and shapes are compared before any data is read. Tensors are read one by one
@@ -7,12 +7,10 @@ and cast on the way (`copy_workers.py`), so there is never a second copy of the 
 Quantized weights are dequantized on the way, or passed on as stored where kernels can read them.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -21,189 +19,264 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...kernels.quantized_weight import StoredWeight
 from ..checkpoint.quantization import Scheme
-from ..parallel.shard import Cut
+from ..models.description import Decoder
+from ..models.lower import lower
+from ..models.program import Matrix, Program, Vector
 from .copy_workers import CopyWorker, copy_jobs
 from .gguf import GgufReader
-from .mapping import Target
+from .mapping import Names, Source, shapes_of
 from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
 from .reader import Reader
 
-# Buffers that old exporters saved although config.json determines them.
-_DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-
 _NUM_WIDENED = 1 << 24  # values that are dequantized at a time, in float32
 
-Keep = Mapping[str, Callable[[Sequence[StoredWeight]], None]]
-"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint: its parts, from the
-first rows to the last."""
+Target = Matrix | Vector
 
 
-class Consumer(Protocol):
-    """Takes some parameters as soon as they are filled, so that they are never all in memory."""
+class Sink(Protocol):
+    """Takes a program's matrices and vectors, each as soon as it is filled."""
 
-    @property
-    def names(self) -> Collection[str]:
-        """Of these parameters."""
+    device: torch.device
 
-    def begin(self, name: str) -> Tensor:
-        """Gives the parameter memory, before the first of its tensors is read."""
+    def keeps(self, matrix: Matrix) -> bool:
+        """Whether it takes this matrix as stored, if all of it is quantized."""
 
-    def end(self, name: str) -> None:
-        """It is filled."""
+    def begin(self, target: Target) -> Tensor:
+        """Memory for a matrix [rows, columns], a stack [experts, rows, columns], or a vector [rows] or [experts,
+        rows]."""
 
+    def end(self, target: Target, values: Tensor) -> None:
+        """The memory is filled. On a device this is only true after `load_weights`."""
 
-def load_weights(
-    reader: Reader,
-    parameters: Mapping[str, Tensor],
-    targets: Mapping[str, Target],
-    *,
-    scheme: Scheme | None = None,
-    keep: Keep = MappingProxyType({}),
-    redundant: Sequence[str] = (),
-    progress: Callable[[int, int], None] | None = None,
-    consumer: Consumer | None = None,
-) -> int:
-    """Copies every tensor to its target; returns the bytes of the parameters.
-
-    scheme: of a quantized checkpoint. Quantized weights are dequantized, except those of the parameters in `keep`:
-    these are passed to its functions on the CPU, and their parameters, which may have no memory, stay as they are.
-    redundant: tensors that may be present and are not read, such as the lm_head of tied embeddings. progress: called
-    with (bytes done, bytes in all), counted in the parameters' dtype. consumer: of parameters that have no memory yet,
-    on a CPU. Raises CheckpointError, and ConfigError if a quantized weight cannot be divided among the ranks.
-    """
-    present, quantized = check_weights(reader, parameters, targets, scheme=scheme, redundant=redundant)
-    file_order = {name: i for i, name in enumerate(present)}
-    views = {name: _view(parameters[target.parameter], target) for name, target in targets.items()}
-    consumed = _Consumed(targets, consumer)
-    collected = _Collected(targets, keep)
-    total = sum(view.nbytes for view in views.values())
-    done = 0
-    first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
-
-    def take(name: str, weight: StoredWeight | None) -> None:
-        nonlocal done
-        if weight is not None:
-            collected.add(targets[name], weight)
-        else:
-            consumed.filled(targets[name])
-        done += views[name].nbytes
-        if progress is not None:
-            progress(done, total)
-
-    device = next(parameter.device for parameter in parameters.values() if parameter.device.type != "meta")
-    with copy_jobs(device) as jobs:
-        for name in sorted(views, key=lambda name: file_order[first[name]]):
-            keeps = targets[name].parameter in keep
-            view = views[name] if keeps else consumed.view(targets[name], views[name])
-            job = partial(_load, view, reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
-            jobs.put(job, partial(take, name))
-    collected.refuse_halves()
-    return total
+    def stored(self, matrix: Matrix, parts: Sequence[Sequence[StoredWeight]]) -> None:
+        """A matrix that it keeps: for each expert, or for the only matrix, its parts from the first rows to the
+        last."""
 
 
-def check_weights(
-    reader: Reader,
-    parameters: Mapping[str, Tensor],
-    targets: Mapping[str, Target],
-    *,
-    scheme: Scheme | None,
-    redundant: Sequence[str],
-) -> "tuple[list[str], dict[str, _Quantized]]":
-    """Compares names and shapes. The parameters need no memory: a wrong config could ask for any amount of it.
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint has for a decoder."""
 
-    Returns the tensors present, in file order, and the quantized weights. Arguments and errors are those of
-    `load_weights`."""
-    present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
-    shapes = {
-        name: _whole_shape(_view(parameters[target.parameter], target), target.cut) for name, target in targets.items()
-    }
-    quantized = _quantized(scheme, reader, shapes)
+    names: Names
+    order: Mapping[str, int]  # tensor → its place in the files
+    quantized: "Mapping[str, _Quantized]"
+    skipped: int  # tensors that the description ignores
+    skipped_bytes: int
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """A quantized matrix of the checkpoint."""
+
+    module: str
+    shape: tuple[int, int]  # of the whole matrix
+    tensors: Mapping[str, tuple[Shape, ...]]  # its tensors, and the shapes that each may have
+
+
+def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Found:
+    """Compares names and shapes. decoder: the whole model. scheme: of a quantized checkpoint. Raises
+    CheckpointError."""
+    present = reader.names()
+    modules = set() if scheme is None else quantized_modules(scheme, reader)
+    names = Names(decoder, {*present, *(f"{module}.weight" for module in modules)})
+    program = lower(decoder)
+    targets: tuple[Target, ...] = (*program.matrices, *program.vectors)
+    shapes = shapes_of([source for target in targets for source in names.sources(target)])
+    quantized = _quantized(scheme, modules, shapes, set(present))
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
         needed |= stored.tensors
     there = set(present)
     _refuse("lacks", [name for name in needed if name not in there], "the model needs")
-    left = [name for name in present if name not in needed and not (scheme is not None and is_unused(scheme, name))]
-    left = [name for name in left if not _is_idle_bias(reader, name, quantized)]
-    _refuse("holds", left, "the model does not use")
+    left = [name for name in present if name not in needed and not _is_head_of_tied(name, decoder)]
+    ignored = [name for name in left if names.is_ignored(name)]
+    left = [name for name in left if name not in set(ignored)]
+    left = [name for name in left if not (scheme is not None and is_unused(scheme, name))]
+    _refuse("holds", [name for name in left if not _is_idle_bias(reader, name, quantized)], "the model does not use")
     for name, expected in needed.items():
-        if reader.shape(name) not in expected:
+        if _bare(reader.shape(name)) not in [_bare(shape) for shape in expected]:
             raise CheckpointError(
                 f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
                 f"{' or '.join(str(list(shape)) for shape in expected)}."
             )
         if name in shapes and name not in quantized and reader.dtype(name).startswith("F8"):
             raise CheckpointError(f"{name} has 8-bit values, but the checkpoint has no scale for it.")
-    return present, quantized
+    order = {name: place for place, name in enumerate(present)}
+    return Found(names, order, quantized, len(ignored), sum(reader.num_bytes(name) for name in ignored))
 
 
-def _load(
-    view: Tensor,
+def load_weights(
     reader: Reader,
-    name: str,
-    cut: Cut | None,
-    scheme: Scheme | None,
-    quantized: "_Quantized | None",
-    keeps: bool,
-    worker: CopyWorker,
-) -> StoredWeight | None:
-    """Fills the view, or returns the quantized weight if it is kept. Runs in any thread."""
-    if scheme is None or quantized is None:
-        _fill(view, reader, name, cut, worker)
-        return None
-    if not keeps and isinstance(reader, GgufReader):
-        _widen(view, reader, name, cut, worker)
-        return None
-    weight = read_weight(scheme, reader, quantized.module, *quantized.shape, cut)
-    if keeps:
-        return weight
-    worker.fill(view, weight.dequantize(view.dtype))
-    return None
+    program: Program,
+    found: Found,
+    sink: Sink,
+    *,
+    scheme: Scheme | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fills every matrix and vector of a program, which may be a rank's part of the decoder that was checked. progress:
+    called with (numbers done, numbers in all). Raises CheckpointError, and ConfigError if a quantized weight cannot be
+    divided among the ranks."""
+    _Loading(reader, program, found, sink, scheme, progress).run()
 
 
-def _widen(view: Tensor, reader: GgufReader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
-    """Dequantizes some rows at a time: there may be no memory for a second copy of an embedding, in float32."""
-    begin, columns = 0, (0, reader.shape(name)[1])
-    if cut is not None and cut.dim == 0:
-        begin = cut.first
-    elif cut is not None:
-        columns = (cut.first, cut.last)
-    step = max(1, _NUM_WIDENED // reader.shape(name)[1])
-    for first in range(0, view.shape[0], step):
-        part = view[first : first + step]
-        weight = reader.grouped(name, (begin + first, begin + first + part.shape[0]), columns)
-        worker.fill(part, weight.dequantize(view.dtype))
+class _Loading:
+    def __init__(
+        self,
+        reader: Reader,
+        program: Program,
+        found: Found,
+        sink: Sink,
+        scheme: Scheme | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._reader, self._found, self._sink = reader, found, sink
+        self._scheme, self._progress = scheme, progress
+        self._sources = [
+            (target, source)
+            for target in (*program.matrices, *program.vectors)
+            for source in found.names.sources(target)
+        ]
+        self._num_left = Counter(target.key for target, _ in self._sources)
+        self._kept = self._find_kept()
+        self._memory: dict[str, Tensor] = {}
+        self._stored: dict[str, list[tuple[int, int, StoredWeight]]] = {}
+        self._total = sum(_numbers(source) for _, source in self._sources)
+        self._done = 0
+
+    def run(self) -> None:
+        with copy_jobs(self._sink.device) as jobs:
+            for target, source in sorted(self._sources, key=lambda each: self._place(each[1])):
+                if target.key in self._kept:
+                    jobs.put(partial(self._read, source), partial(self._keep, target, source))
+                else:
+                    jobs.put(partial(self._fill, self._view(target, source), source), partial(self._filled, target, source))
+
+    def _find_kept(self) -> set[str]:
+        """The matrices that stay quantized: all of their sources are."""
+        matrices = {target.key: target for target, _ in self._sources if isinstance(target, Matrix)}
+        widened = {target.key for target, source in self._sources if source.tensor not in self._found.quantized}
+        return {key for key, matrix in matrices.items() if key not in widened and self._sink.keeps(matrix)}
+
+    def _place(self, source: Source) -> int:
+        quantized = self._found.quantized.get(source.tensor)
+        return self._found.order[source.tensor if quantized is None else next(iter(quantized.tensors))]
+
+    def _view(self, target: Target, source: Source) -> Tensor:
+        if target.key not in self._memory:
+            self._memory[target.key] = self._sink.begin(target)
+        memory = self._memory[target.key]
+        first, last = source.to
+        if source.expert is not None:
+            return memory[source.expert, first:last]
+        return memory[:, first:last] if source.num_experts else memory[first:last]
+
+    def _fill(self, view: Tensor, source: Source, worker: CopyWorker) -> None:
+        """Runs in any thread."""
+        if source.tensor in self._found.quantized:
+            self._widen(view, source, worker)
+            return
+        values = self._tensor(source).reshape(view.shape)
+        worker.fill(view, _mapped(values, source.map))
+
+    def _tensor(self, source: Source) -> Tensor:
+        """The rows and columns of a tensor that is not quantized."""
+        reader, name = self._reader, source.tensor
+        rows = slice(*(source.run or (0, source.end)))
+        columns = slice(*source.columns)
+        dims = len(_bare(reader.shape(name)))
+        if source.num_experts or dims != len(reader.shape(name)):
+            values = reader.tensor(name)
+            values = values if source.num_experts else values.squeeze()
+            if source.columns[1]:
+                values = (values.transpose(-1, -2) if source.is_transposed else values)[..., columns]
+                values = values[..., rows, :]
+            else:
+                values = values[..., rows]
+        elif not source.columns[1]:
+            values = reader.tensor(name, rows)
+        elif source.is_transposed:
+            values = reader.tensor(name, (columns, rows)).t()
+        else:
+            is_whole = (rows.stop - rows.start, columns.stop - columns.start) == reader.shape(name)
+            values = reader.tensor(name, None if is_whole else (rows, columns))
+        if source.run is None:
+            dim = -1 if not source.columns[1] else -2
+            values = values.index_select(dim, torch.tensor(source.indices()))
+        return values
+
+    def _widen(self, view: Tensor, source: Source, worker: CopyWorker) -> None:
+        """Dequantizes some rows at a time: there may be no memory for a second copy of an embedding, in float32."""
+        if source.run is None or not isinstance(self._reader, GgufReader):
+            worker.fill(view, self._read(source, worker).dequantize(view.dtype))
+            return
+        begin = source.run[0]
+        step = max(1, _NUM_WIDENED // self._reader.shape(source.tensor)[1])
+        for first in range(0, view.shape[0], step):
+            part = view[first : first + step]
+            weight = self._reader.grouped(
+                source.tensor, (begin + first, begin + first + part.shape[0]), source.columns
+            )
+            worker.fill(part, weight.dequantize(view.dtype))
+
+    def _read(self, source: Source, worker: CopyWorker) -> StoredWeight:
+        """A quantized matrix as it is stored. Runs in any thread."""
+        assert self._scheme is not None
+        quantized = self._found.quantized[source.tensor]
+        rows = source.run or (0, source.end)
+        weight = read_weight(self._scheme, self._reader, quantized.module, *quantized.shape, rows, source.columns)
+        return weight if source.run is not None else weight.rows(torch.tensor(source.indices()))
+
+    def _filled(self, target: Target, source: Source, _: None) -> None:
+        self._num_left[target.key] -= 1
+        if not self._num_left[target.key]:
+            self._sink.end(target, self._memory.pop(target.key))
+        self._report(source)
+
+    def _keep(self, target: Target, source: Source, weight: StoredWeight) -> None:
+        assert isinstance(target, Matrix)
+        parts = self._stored.setdefault(target.key, [])
+        parts.append((source.expert or 0, source.to[0], weight))
+        self._num_left[target.key] -= 1
+        if not self._num_left[target.key]:
+            del self._stored[target.key]
+            by_expert: list[list[StoredWeight]] = [[] for _ in range(max(1, target.experts))]
+            for expert, _, part in sorted(parts, key=lambda part: part[:2]):
+                by_expert[expert].append(part)
+            self._sink.stored(target, by_expert)
+        self._report(source)
+
+    def _report(self, source: Source) -> None:
+        self._done += _numbers(source)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
-def quantized_parameters(
-    reader: Reader, targets: Mapping[str, Target], scheme: Scheme, *, wholly: bool = False
-) -> set[str]:
-    """The parameters whose weights are quantized in the checkpoint; some of their parts, or wholly."""
-    names = {f"{module}.weight" for module in quantized_modules(scheme, reader)}
-    some = {targets[name].parameter for name in names if name in targets}
-    return some - {target.parameter for name, target in targets.items() if name not in names} if wholly else some
+def _numbers(source: Source) -> int:
+    return (source.to[1] - source.to[0]) * max(1, source.columns[1] - source.columns[0]) * max(1, source.num_experts)
 
 
-@dataclass(frozen=True)
-class _Quantized:
-    """A quantized weight of the checkpoint."""
+def _mapped(values: Tensor, how: str) -> Tensor:
+    match how:
+        case "plus_one":
+            return values.float() + 1
+        case "neg_exp":
+            return -values.float().exp()
+    return values
 
-    module: str
-    shape: tuple[int, int]  # of the whole weight
-    tensors: Mapping[str, tuple[Shape, ...]]  # its tensors, and the shapes that each may have
 
-
-def _quantized(scheme: Scheme | None, reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Quantized]:
-    """The weights that the model needs and the checkpoint has quantized."""
+def _quantized(
+    scheme: Scheme | None, modules: set[str], shapes: Mapping[str, tuple[int, ...]], present: set[str]
+) -> dict[str, _Quantized]:
+    """The matrices that the model needs and the checkpoint has quantized."""
     found: dict[str, _Quantized] = {}
     if scheme is None:
         return found
-    names = set(reader.names())
-    for module in quantized_modules(scheme, reader):
+    for module in modules:
         name = f"{module}.weight"
         if len(shapes.get(name, ())) == 2:
             n, k = shapes[name]
-            found[name] = _Quantized(module, (n, k), tensors_of(scheme, module, n, k, names))
+            found[name] = _Quantized(module, (n, k), tensors_of(scheme, module, n, k, present))
     return found
 
 
@@ -213,77 +286,14 @@ def _is_idle_bias(reader: Reader, name: str, quantized: Mapping[str, _Quantized]
     return leaf == "bias" and f"{module}.weight" in quantized and not reader.tensor(name).any()
 
 
-class _Consumed:
-    """Tells a consumer when its parameters begin and end."""
-
-    def __init__(self, targets: Mapping[str, Target], consumer: Consumer | None) -> None:
-        self._num_left = Counter(target.parameter for target in targets.values())
-        self._consumer = consumer
-        self._begun: dict[str, Tensor] = {}
-
-    def view(self, target: Target, outline: Tensor) -> Tensor:
-        """The memory of the target. outline: the same without memory."""
-        name, consumer = target.parameter, self._consumer
-        if consumer is None or name not in consumer.names:
-            return outline
-        if name not in self._begun:
-            self._begun[name] = consumer.begin(name)
-        return _view(self._begun[name], target)
-
-    def filled(self, target: Target) -> None:
-        name = target.parameter
-        self._num_left[name] -= 1
-        if not self._num_left[name] and self._begun.pop(name, None) is not None:
-            assert self._consumer is not None
-            self._consumer.end(name)
+def _is_head_of_tied(name: str, decoder: Decoder) -> bool:
+    """Whether a tensor is a copy of the embedding as the head."""
+    return decoder.head.weight is None and name.endswith("lm_head.weight")
 
 
-class _Collected:
-    """Collects the quantized parts of fused parameters and passes each parameter on when it is complete."""
-
-    def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
-        self._num_parts = Counter(target.parameter for target in targets.values())
-        self._parts: dict[str, list[tuple[int, StoredWeight]]] = {}
-        self._keep = keep
-
-    def add(self, target: Target, weight: StoredWeight) -> None:
-        name = target.parameter
-        parts = self._parts.setdefault(name, [])
-        parts.append((0 if target.rows is None else target.rows[0], weight))
-        if len(parts) < self._num_parts[name]:
-            return
-        del self._parts[name]
-        self._keep[name]([part for _, part in sorted(parts, key=lambda part: part[0])])
-
-    def refuse_halves(self) -> None:
-        if self._parts:
-            raise CheckpointError(f"Some parts of {next(iter(self._parts))} are quantized and some are not.")
-
-
-def _view(parameter: Tensor, target: Target) -> Tensor:
-    if target.rows is None:
-        return parameter
-    rows = parameter.flatten(0, 1) if parameter.dim() == 3 else parameter
-    return rows[target.rows[0] : target.rows[1]]
-
-
-def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:
-    shape = list(view.shape)
-    if cut is not None and cut.dim < len(shape):
-        shape[cut.dim] = cut.whole
-    return tuple(shape)
-
-
-def _fill(view: Tensor, reader: Reader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
-    if cut is None:
-        worker.fill(view, reader.tensor(name))
-    elif cut.dim < view.dim():
-        part = slice(cut.first, cut.last)
-        worker.fill(view, reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
-    elif cut.first == 0:
-        worker.fill(view, reader.tensor(name))
-    else:
-        worker.fill(view, torch.zeros(view.shape))  # the bias of a matrix cut by columns: only the first rank adds it
+def _bare(shape: Sequence[int]) -> tuple[int, ...]:
+    """Without dimensions of size 1, which some files have and others not."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _refuse(verb: str, names: list[str], why: str) -> None:

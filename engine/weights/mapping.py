@@ -1,48 +1,133 @@
-"""Maps each tensor of a checkpoint to one of our parameters, or to some of its rows.
+"""Which rows and columns of which tensors of a checkpoint make a matrix or vector of a program. Pure arithmetic on names
+and sizes."""
 
-Our parameters have the checkpoint's names, except fused projections: `qkv_proj` stacks q, k and v, `gate_up_proj` gate
-and up, `gate_up` and `down` those of all experts. Pure arithmetic on names and sizes.
-"""
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from ..models.description import Decoder, Part, Weight
+from ..models.program import Matrix, Vector
 
-from ..parallel.shard import Cut, Cuts
-
-Fused = Mapping[str, tuple[tuple[str, int], ...]]
-"""Fused module, or stack of expert matrices → the checkpoint's modules in it, in order, with their numbers of rows."""
+# Buffers that old exporters saved although config.json determines them.
+_DERIVED = r"(.*\.)?rotary_emb\.inv_freq"
+_WRAPPERS = ("", "language_model.", "model.language_model.")  # what a tensor at the root of the model may be under
 
 
 @dataclass(frozen=True)
-class Target:
-    """A parameter of ours, or its rows [first, last), counted through the matrices of a stack; and the part of the
-    checkpoint's tensor that goes there."""
+class Source:
+    """Rows and columns of one tensor of the checkpoint, and the rows of the target that they fill."""
 
-    parameter: str
-    rows: tuple[int, int] | None = None
-    cut: Cut | None = None
+    tensor: str
+    parts: tuple[Part, ...]  # all of this tensor
+    columns: tuple[int, int]  # (0, 0): a vector
+    is_transposed: bool
+    to: tuple[int, int]
+    expert: int | None  # of a stack; None: of all experts, whose tensors are one
+    num_experts: int
+    map: str
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """[first, last) if the rows are adjacent."""
+        part = self.parts[0]
+        if len(self.parts) > 1 or (part.times > 1 and part.every != part.count):
+            return None
+        return part.first, part.first + part.rows
+
+    @property
+    def end(self) -> int:
+        """One more than the last row."""
+        return max(part.first + (part.times - 1) * part.every + part.count for part in self.parts)
+
+    def indices(self) -> list[int]:
+        """The rows of the tensor, in the order of the target."""
+        return [
+            part.first + turn * part.every + row
+            for part in self.parts
+            for turn in range(part.times)
+            for row in range(part.count)
+        ]
 
 
-def checkpoint_targets(
-    parameters: Iterable[str], fused: Fused, cuts: Cuts, renamed: Mapping[str, str] | None = None
-) -> dict[str, Target]:
-    """The checkpoint's name of every tensor that the model needs → its target. renamed: our name of a module → the
-    checkpoint's, where they differ."""
-    targets = {}
-    for parameter in parameters:
-        parent, _, leaf = parameter.rpartition(".")
-        if renamed is not None:
-            parent = ".".join(renamed.get(module, module) for module in parent.split("."))
-        path, _, module = parent.rpartition(".")
-        if leaf in fused:  # experts, which are separate modules in the checkpoint
-            parts = [(f"{parent}.{part}.weight", rows, cuts.get(leaf)) for part, rows in fused[leaf]]
-        elif module in fused:
-            parts = [(f"{path}.{part}.{leaf}", rows, cuts.get(part)) for part, rows in fused[module]]
-        else:
-            targets[f"{parent}.{leaf}"] = Target(parameter, cut=cuts.get(module))
-            continue
+class Names:
+    """The names that a checkpoint has for what a description names."""
+
+    def __init__(self, decoder: Decoder, present: Container[str]) -> None:
+        """present: all tensors, and for each quantized matrix the name that it would have otherwise."""
+        self._present = present
+        table = decoder.embedding.table.parts[0].name
+        found = [prefix for prefix in decoder.prefixes if prefix + table in present]
+        self._prefix = found[0] if found else decoder.prefixes[0]
+        self._ignored = re.compile("|".join((_DERIVED, *decoder.ignored)))
+
+    def is_ignored(self, name: str) -> bool:
+        return self._ignored.fullmatch(name) is not None
+
+    def of(self, name: str) -> str:
+        """The checkpoint's name. A name at the root is that of a wrapped model if the root has none."""
+        if not name.startswith("/"):
+            return self._prefix + name
+        known = [wrapper + name[1:] for wrapper in _WRAPPERS]
+        return next((each for each in known if each in self._present), known[0])
+
+    def sources(self, target: Matrix | Vector) -> list[Source]:
+        """What fills a target. Those of `Weight.other` if the tensors of the weight are not there."""
+        found: list[Source] = []
         first = 0
-        for name, rows, cut in parts:
-            targets[name] = Target(parameter, (first, first + rows), cut)
+        for weight in target.weights:
+            found += self._of_weight(self._chosen(weight), first)
+            first += weight.rows
+        return found
+
+    def _chosen(self, weight: Weight) -> Weight:
+        while weight.other is not None and self.of(_name(weight.parts[0], 0)) not in self._present:
+            weight = weight.other
+        return weight
+
+    def _of_weight(self, weight: Weight, first: int) -> Iterator[Source]:
+        for parts in _by_tensor(weight.parts):
+            rows = sum(part.rows for part in parts)
+            is_separate = "{e}" in parts[0].name
+            for expert in range(weight.experts) if is_separate else (None,):
+                yield Source(
+                    tensor=self.of(_name(parts[0], expert or 0)),
+                    parts=parts,
+                    columns=(weight.first_column, weight.first_column + weight.columns),
+                    is_transposed=weight.is_transposed,
+                    to=(first, first + rows),
+                    expert=expert,
+                    num_experts=0 if is_separate else weight.experts,
+                    map=weight.map,
+                )
             first += rows
-    return targets
+
+
+def shapes_of(sources: list[Source]) -> dict[str, tuple[int, ...]]:
+    """Tensor → the shape that it must have. sources: of a whole model."""
+    ends: dict[str, Source] = {}
+    for source in sources:
+        known = ends.get(source.tensor)
+        ends[source.tensor] = source if known is None else replace(known, parts=known.parts + source.parts)
+    shapes = {}
+    for name, source in ends.items():
+        matrix = (source.end,) if source.columns[1] == 0 else (source.end, source.columns[1])
+        if source.is_transposed:
+            matrix = matrix[::-1]
+        shapes[name] = (source.num_experts, *matrix) if source.num_experts else matrix
+    return shapes
+
+
+def _name(part: Part, expert: int) -> str:
+    return part.name.replace("{e}", str(expert))
+
+
+def _by_tensor(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
+    """Runs of parts of one tensor."""
+    run: list[Part] = []
+    for part in parts:
+        if run and part.name != run[0].name:
+            yield tuple(run)
+            run = []
+        run.append(part)
+    if run:
+        yield tuple(run)

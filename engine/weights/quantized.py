@@ -37,7 +37,6 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.grouped_weight import GroupedWeight
 from ...kernels.quantized_weight import Fp8Weight, StoredWeight
 from ..checkpoint.quantization import CompressedScheme, Fp8Scheme, GgufScheme, Int4Scheme, Scheme
-from ..parallel.shard import Cut
 from .gguf import GgufReader
 from .reader import Reader
 
@@ -129,11 +128,11 @@ def is_unused(scheme: Scheme, name: str) -> bool:
     return isinstance(scheme, Fp8Scheme) and leaf in _FP8_UNUSED
 
 
-def read_weight(scheme: Scheme, reader: Reader, module: str, n: int, k: int, cut: Cut | None) -> StoredWeight:
-    """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the part
-    would split weights that share a scale."""
-    rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
-    columns = (cut.first, cut.last) if cut is not None and cut.dim == 1 else (0, k)
+def read_weight(
+    scheme: Scheme, reader: Reader, module: str, n: int, k: int, rows: tuple[int, int], columns: tuple[int, int]
+) -> StoredWeight:
+    """Some rows and columns of the weight of a module, [n, k] as a whole. Raises CheckpointError, and ConfigError if
+    they would split weights that share a scale."""
     if isinstance(scheme, GgufScheme):
         assert isinstance(reader, GgufReader), "the scheme of a GGUF file"
         return reader.grouped(f"{module}.weight", rows, columns)

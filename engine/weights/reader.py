@@ -5,6 +5,7 @@ No pickle formats: they can run code. A damaged, truncated or missing file raise
 it. Knows nothing of models; called by `loader.py`.
 """
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self, cast
@@ -21,6 +22,7 @@ from .gguf import GgufReader
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 class _Slice(Protocol):
@@ -81,6 +83,10 @@ class CheckpointReader:
     def dtype(self, name: str) -> str:
         """The safetensors name of the type, such as BF16 or F8_E4M3; from the file's header."""
         return self._open[self._file_of[name]].get_slice(name).get_dtype()
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape(name)) * _BYTES.get(self.dtype(name), 1)
 
     def tensor(self, name: str, part: slice | tuple[slice, slice] | None = None) -> Tensor:
         """The tensor on the CPU, in the file's dtype; with `part` only that is read. Raises CheckpointError."""

@@ -30,7 +30,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
     "route": (_P, _P, _P, _L, _L, _L, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
-    "decoder": (_P, _P, _P),
+    "program": (_P, _L, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
 }
@@ -63,7 +63,7 @@ class Kernels:
         self.rotary = function("rotary")
         self.route = function("route")
         self.experts = function("experts")
-        self.decoder = function("decoder")
+        self.program = function("program")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
         self.threads()

@@ -16,7 +16,7 @@ enum { MR = 5 };
 #endif
 
 enum { PADDED = 32 }; /* bfloat16 weights and their activations are padded with zeros to multiples of it, an AMX tile */
-enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS }; /* of `pagewire_scratch` */
+enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS, SLOT_ROUTES }; /* of `pagewire_scratch` */
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */

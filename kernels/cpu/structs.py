@@ -36,29 +36,26 @@ class ExpertsFields(ctypes.Structure):
     )
 
 
-class LayerFields(ctypes.Structure):
-    """`Layer` of decoder.c."""
+class Columns(ctypes.Structure):
+    """`Columns` of program.c."""
+
+    _fields_ = tuple((name, _L) for name in ("offset", "first", "stride"))
+
+
+class Operation(ctypes.Structure):
+    """`Operation` of program.c."""
 
     _fields_ = (
-        *((name, MatrixFields) for name in ("qkv", "o", "gate_up", "down", "router")),
-        *((name, _P) for name in ("experts", "input_norm", "post_norm", "q_norm", "k_norm")),
-        ("pages", Pages),
-    )
-
-
-class DecoderFields(ctypes.Structure):
-    """`Decoder` of decoder.c."""
-
-    _fields_ = (
-        ("embed", MatrixFields),
-        *((name, _P) for name in ("layers", "norm", "cos", "sin")),
-        *((name, _L) for name in ("num_layers", "hidden")),
+        *((name, _L) for name in ("kind", "epilogue")),
+        *((name, Columns) for name in ("in_", "in2", "out")),
+        *((name, _L) for name in ("width", "heads", "kv_heads", "dim")),
+        *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages")),
         ("eps", _F),
     )
 
 
 class StepFields(ctypes.Structure):
-    """`Step` of decoder.c."""
+    """`Step` of program.c."""
 
     _fields_ = (
         *((name, _P) for name in ("ids", "positions", "slots", "table", "contexts", "counts")),

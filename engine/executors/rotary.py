@@ -9,16 +9,18 @@ import math
 import torch
 from torch import Tensor
 
-from ..checkpoint.spec import Rope
+from ..models.description import Rope
 
 
-def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """Radians per position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """Radians per position for each pair of the dimensions that turn: [dims / 2] float32 on the CPU. Longrope: up to
+    `original` positions."""
+    dim = rope.dims
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     if rope.divisors:
         base = base / torch.tensor(rope.divisors, dtype=torch.float32, device="cpu")
     match rope.kind:
-        case "default" | "dynamic":
+        case "default" | "dynamic" | "longrope":
             return base
         case "linear":
             return base / rope.factor
@@ -26,16 +28,21 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
             return _llama3(base, rope)
         case "yarn":
             return _yarn(base, rope, dim)
-    raise AssertionError(f"rope kind {rope.kind}")
+        case "ntk_alpha":
+            theta = rope.theta * rope.factor ** (dim / (dim - 2))
+            return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+        case "proportional":
+            turning = int(rope.high * dim // 2)
+            return torch.where(torch.arange(dim // 2, device="cpu") < turning, base / rope.factor, torch.zeros(()))
 
 
 def _llama3(base: Tensor, rope: Rope) -> Tensor:
     """Long wavelengths are stretched by the factor, short ones kept, and those in between interpolated."""
     wavelength = 2 * math.pi / base
-    longest = rope.original_max_position / rope.low_freq_factor
-    shortest = rope.original_max_position / rope.high_freq_factor
-    share_kept = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+    longest = rope.original / rope.low
+    shortest = rope.original / rope.high
+    share_kept = (rope.original / wavelength - rope.low) / (
+        rope.high - rope.low
     )
     between = (1 - share_kept) * base / rope.factor + share_kept * base
     return torch.where(wavelength > longest, base / rope.factor, torch.where(wavelength < shortest, base, between))
@@ -45,7 +52,7 @@ def _yarn(base: Tensor, rope: Rope, dim: int) -> Tensor:
     """Dimensions that turn often within the original context are kept, slow ones are stretched (arXiv 2309.00071)."""
 
     def dimension_turning(turns: float) -> float:
-        return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
     if rope.truncate:
@@ -58,14 +65,12 @@ def _yarn(base: Tensor, rope: Rope, dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of positions 0 … max_len - 1, in the model's dtype.
+    """Cosines and sines of positions 0 … max_len - 1, in the model's dtype. The first half of the sines is negated, so
+    that a rotation is two products without a negation."""
 
-    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines is negated.
-    """
-
-    def __init__(self, rope: Rope, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, dim)
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    def __init__(self, rope: Rope, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope)
+        cos, sin = angles.cos() * rope.cos_scale, angles.sin() * rope.cos_scale
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device).unsqueeze(1)
 
@@ -75,9 +80,9 @@ class RotaryTable:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos, sin of all positions: each [max_len, 1, dim]."""
+        """cos, sin of all positions: each [max_len, 1, dims]."""
         return self._cos, self._sin
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [tokens] int64 → cos, sin: each [tokens, 1, dim]."""
+        """positions: [tokens] int64 → cos, sin: each [tokens, 1, dims]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

@@ -1,0 +1,21 @@
+"""What the runner needs of a model, however it is computed."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..attention.base import AttentionBackend
+from ..attention.kv_cache import KvShape
+
+
+class Model(Protocol):
+    kv_shape: KvShape
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """The forward pass over a step's tokens. ids, positions: [tokens] int64 → [tokens, hidden_size]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [positions, hidden_size], any selection of the hidden states → float32 [positions, vocab_size]."""
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""

@@ -1,0 +1,76 @@
+"""A mixture of experts in torch: which experts a token has, and the sum of their results."""
+
+import torch
+from torch import Tensor
+
+from ..models.description import Router
+from ..models.program import Mixture
+from .functions import glu
+from .weights import Weights
+
+
+def route(router: Router, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights, experts) of each token, best first: float32 and int64 [tokens, top_k]. logits: [tokens, experts]."""
+    logits = logits.float()
+    if router.score == "softmax_of_chosen":
+        best, chosen = logits.topk(router.top_k, dim=-1)
+        return torch.softmax(best, dim=-1) * router.scale, chosen
+    scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    ranked = scores if correction is None else scores + correction.view(-1)
+    if router.groups > 1:
+        groups = ranked.unflatten(1, (router.groups, -1))
+        of_group = groups.amax(-1) if router.group_by == "max" else groups.topk(2, dim=-1).values.sum(-1)
+        best_groups = of_group.topk(router.top_groups, dim=-1).indices
+        is_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best_groups, False)
+        ranked = groups.masked_fill(is_out[:, :, None], 0.0).flatten(1)
+    chosen = ranked.topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.renorm:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + router.floor if router.floor_by == "add" else total.clamp(min=router.floor))
+    return weights * router.scale, chosen
+
+
+def mixture(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> Tensor:
+    """x: [tokens, hidden]; logits: the router's product."""
+    assert not args.router.zero_experts and args.router.score != "sparsemixer", "not built yet"
+    correction = weights.vector(args.correction)
+    scales, chosen = route(args.router, logits, correction)
+    if (expert_scale := weights.vector(args.expert_scale)) is not None:
+        scales = scales * expert_scale.float()[chosen]
+    if args.router.rounds_weights:
+        scales = scales.to(x.dtype)
+    # A token and one of its experts are an assignment; `order` sorts the assignments by expert.
+    order = chosen.view(-1).argsort(stable=True)
+    counts = chosen.view(-1).bincount(minlength=args.num_experts).tolist()
+    states = x.index_select(0, order // args.router.top_k)
+    if args.router.on == "input":
+        states = states * scales.reshape(-1)[order, None].to(x.dtype)
+    results = torch.empty((len(order), args.down.rows), dtype=x.dtype, device=x.device)
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            results[first : first + count] = _expert(args, weights, expert, states[first : first + count])
+            first += count
+    parts = torch.empty_like(results).index_copy_(0, order, results).view(-1, args.router.top_k, results.shape[1])
+    # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
+    # depend on the batch.
+    total = torch.zeros(parts.shape[::2], dtype=torch.float32, device=x.device)
+    for choice in range(args.router.top_k):
+        part = parts[:, choice]
+        part = part if args.router.on == "input" else part * scales[:, choice, None]
+        total = part.float() if not choice else total + part
+    return total.to(x.dtype)
+
+
+def _expert(args: Mixture, weights: Weights, expert: int, x: Tensor) -> Tensor:
+    gate_up, down = weights.matrices[args.gate_up.key][expert], weights.matrices[args.down.key][expert]
+    biases = (weights.vector(args.gate_up_bias), weights.vector(args.down_bias))
+    gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
+    if args.gate_up.use == "gated experts":
+        inner = gate_up.silu_mul(x, gate_up_bias)
+    else:
+        gate, up = gate_up.product(x, gate_up_bias).chunk(2, dim=-1)
+        inner = glu(gate, up, args.act, args.limit)
+    return down.product(inner, down_bias)
+

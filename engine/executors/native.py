@@ -1,0 +1,285 @@
+"""Runs a program in C: as many operations in a row as the kernels have are one call. The reference computes the others
+on the same memory."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.dense import PackedMatrix
+from ...kernels.cpu.experts import NativeExperts
+from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.structs import Columns, MatrixFields, Operation
+from ..attention.base import AttentionBackend
+from ..attention.kv_cache import KvShape
+from ..attention.native import NativePagedAttention
+from ..models.program import (
+    Add, Attend, Embed, GatedProduct, Layout, Matrix, Mixture, Normalize, Op, Product, Program, Rotate, Vector, View,
+    layout,
+)  # fmt: skip
+from .reference import Reference, ReferenceModel, Registers, Step
+from .vocabulary import Vocabulary
+
+_EMBED, _NORM, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _ADD = range(7)  # `OpKind` of program.c
+_STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
+
+
+@dataclass(frozen=True)
+class _InC:
+    """Operations that follow each other."""
+
+    operations: "ctypes.Array[Operation]"
+
+
+@dataclass(frozen=True)
+class _InTorch:
+    op: Op
+
+
+class NativeModel:
+    """A `Model` on the C kernels. The reference runs all of it if attention is wrapped, because then every layer must
+    call it."""
+
+    def __init__(self, reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape, kernels: Kernels) -> None:
+        self.kv_shape = kv_shape
+        self._reference, self._kernels = reference, kernels
+        self._alone = ReferenceModel(reference, vocabulary, kv_shape)
+        self.logits, self.greedy = vocabulary.logits, vocabulary.greedy
+        self._layout = layout(reference.program)
+        self._parts: list[_InC | _InTorch] | None = None
+        self._compiler: _Compiler | None = None
+        self._work = torch.empty(0)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        if not isinstance(attention, NativePagedAttention):
+            return self._alone.hidden(ids, positions, attention)
+        if self._parts is None:  # the cache is open now
+            self._compiler = _Compiler(self._reference, self._layout, attention)  # keeps what operations point to
+            self._parts = self._compiler.parts()
+        tokens, program = ids.shape[0], self._reference.program
+        if self._work.numel() < tokens * self._layout.size:
+            self._work = torch.empty(tokens * self._layout.size)
+        fields = attention.step_fields()
+        fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        step, registers = Step(ids, positions, attention), None
+        for part in self._parts:
+            if isinstance(part, _InC):
+                self._kernels.program(
+                    ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields)
+                )
+                continue
+            registers = registers or self._registers(tokens)
+            self._reference.run(part.op, registers, step)
+        return self._register(program.result.register, tokens).clone()
+
+    def _register(self, register: int, tokens: int) -> Tensor:
+        first = self._layout.offsets[register] * tokens
+        width = self._reference.program.widths[register]
+        return self._work[first : first + tokens * width].view(tokens, width)
+
+    def _registers(self, tokens: int) -> Registers:
+        return Registers([self._register(i, tokens) for i in range(len(self._reference.program.widths))])
+
+
+class _Compiler:
+    """Turns operations into those of C. Some that follow each other become one."""
+
+    def __init__(self, reference: Reference, layout: Layout, attention: NativePagedAttention) -> None:
+        self._program: Program = reference.program
+        self._reference, self._layout, self._attention = reference, layout, attention
+        self._matrices: dict[tuple[str, str], MatrixFields] = {}
+        self._kept: list[object] = []  # what operations point to
+        self._readers = [0] * len(self._program.widths)
+        for op in self._program.ops:
+            for view in op.ins:
+                self._readers[view.register] += 1
+
+    def parts(self) -> list[_InC | _InTorch]:
+        found: list[_InC | _InTorch] = []
+        run: list[Operation] = []
+        ops = self._program.ops
+        number = 0
+        while number < len(ops):
+            compiled = self._compile(ops[number:])
+            if compiled is not None:
+                operation, count = compiled
+                run.append(operation)
+                number += count
+                continue
+            if run:
+                found.append(_InC((Operation * len(run))(*run)))
+                run = []
+            found.append(_InTorch(ops[number]))
+            number += 1
+        if run:
+            found.append(_InC((Operation * len(run))(*run)))
+        return found
+
+    def _compile(self, ops: Sequence[Op]) -> tuple[Operation, int] | None:
+        """The C operation for the first of `ops`, and how many of them it computes; None if C has none."""
+        op = ops[0]
+        match op.args:
+            case Embed():
+                return self._embed(op, op.args)
+            case Normalize():
+                return self._rotary(ops) or self._norm(op, op.args)
+            case Rotate():
+                return self._rotary(ops)
+            case Product():
+                return self._product(ops, op.args)
+            case GatedProduct():
+                return self._operation(
+                    op, _PRODUCT, matrix=self._matrix(op.args.matrix, op.args.bias), epilogue=_SILU_MUL
+                ), 1  # fmt: skip
+            case Attend():
+                return self._attend(op, op.args)
+            case Mixture():
+                return self._mixture(ops, op.args)
+            case Add(alpha=1.0, beta=1.0) if op.outs == op.ins[:1] and all(map(self._is_whole, op.ins)):
+                return self._operation(op, _ADD, x=op.ins[1], out=op.ins[0], width=op.ins[0].width), 1
+        return None
+
+    def _embed(self, op: Op, args: Embed) -> tuple[Operation, int] | None:
+        if args.scale != 1.0 or args.table.rows != self._program.vocab:
+            return None
+        return self._operation(op, _EMBED, x=op.outs[0], matrix=self._matrix(args.table, None)), 1
+
+    def _norm(self, op: Op, args: Normalize) -> tuple[Operation, int] | None:
+        x, out = op.ins[0], op.outs[0]
+        if args.norm.kind != "rms" or args.weight is None or args.bias is not None or args.norm.size != x.width:
+            return None
+        if not self._is_whole(x) or not self._is_whole(out):
+            return None
+        return self._operation(op, _NORM, weight=self._vector(args.weight), eps=args.norm.eps, width=x.width), 1
+
+    def _rotary(self, ops: Sequence[Op]) -> tuple[Operation, int] | None:
+        """[norm of queries, norm of keys,] rotation of queries and of keys."""
+        norms = [op for op in ops[:2] if isinstance(op.args, Normalize)]
+        rotations = ops[len(norms) : len(norms) + 2]
+        if len(norms) == 1 or len(rotations) < 2:
+            return None
+        q, k = rotations[0].outs[0], rotations[1].outs[0]
+        turns = [op.args for op in rotations if isinstance(op.args, Rotate)]
+        if len(turns) < 2 or turns[0].rope != turns[1].rope or (q.register, q.first + q.width) != (k.register, k.first):
+            return None
+        dim = q.width // turns[0].heads
+        if turns[0].rope.dims != dim or dim % LANES:
+            return None
+        table = self._reference.rotary[turns[0].rope].tables
+        operation = self._operation(
+            rotations[0], _ROTATE, heads=turns[0].heads, kv_heads=turns[1].heads, dim=dim,
+            cos=table[0].data_ptr(), sin=table[1].data_ptr(),
+        )  # fmt: skip
+        if norms:
+            args = [op.args for op in norms if isinstance(op.args, Normalize)]
+            if [op.outs[0] for op in norms] != [q, k] or any(not self._is_head_norm(each, dim) for each in args):
+                return None
+            if args[0].norm.eps != args[1].norm.eps:
+                return None
+            operation.weight, operation.weight2 = (self._vector(each.weight) for each in args)
+            operation.eps = args[0].norm.eps
+        return operation, len(norms) + 2
+
+    def _is_head_norm(self, args: Normalize, dim: int) -> bool:
+        norm = args.norm
+        is_shared = norm.weight is not None and norm.weight.rows == dim
+        return norm.kind == "rms" and norm.size == dim and is_shared and args.bias is None
+
+    def _product(self, ops: Sequence[Op], args: Product) -> tuple[Operation, int]:
+        op = ops[0]
+        out, matrix = op.outs[0], self._matrix(args.matrix, args.bias)
+        if len(ops) > 1 and len(op.outs) == 1 and self._is_added(out, ops[1]):
+            return self._operation(op, _PRODUCT, out=ops[1].outs[0], matrix=matrix, epilogue=_ADD_TO), 2
+        return self._operation(op, _PRODUCT, out=out, matrix=matrix, epilogue=_STORE), 1
+
+    def _is_added(self, view: View, op: Op) -> bool:
+        """Whether all that happens to a view is that it is added to the stream."""
+        is_plain = isinstance(op.args, Add) and op.args.alpha == op.args.beta == 1.0 and op.outs == op.ins[:1]
+        return is_plain and op.ins[1] == view and self._readers[view.register] == 1
+
+    def _attend(self, op: Op, args: Attend) -> tuple[Operation, int] | None:
+        views = op.ins
+        if len(views) < 3 or args.head_dim != args.value_dim or args.head_dim % LANES:
+            return None
+        for before, after in zip(views, views[1:], strict=False):
+            if (before.register, before.first + before.width) != (after.register, after.first):
+                return None
+        if args.reach.kind == "chunk" or args.sinks is not None or args.alibi is not None:
+            return None
+        pages = self._attention.pages(
+            args.tile, args.heads, args.scale, args.reach.positions or None, args.softcap or None
+        )
+        return self._operation(op, _ATTEND, pages=self._address(pages)), 1
+
+    def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[Operation, int] | None:
+        op, router = ops[0], args.router
+        is_known = router.score == "softmax" and router.groups == 1 and router.scale == 1.0 and not router.floor
+        rest = (args.correction, args.expert_scale, args.gate_up_bias, args.down_bias)
+        if not is_known or any(rest) or args.act != "silu" or router.on == "input" or router.zero_experts:
+            return None
+        stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
+        pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]
+        experts = NativeExperts(pairs, top_k=router.top_k, renormalize=router.renorm)
+        self._kept.append(experts)
+        address = ctypes.addressof(experts.fields)
+        if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):
+            return self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, epilogue=_ADD_TO), 2
+        return self._operation(op, _EXPERTS, experts=address, epilogue=_STORE), 1
+
+    # Parts of operations.
+
+    def _operation(
+        self,
+        op: Op,
+        kind: int,
+        *,
+        x: View | None = None,
+        out: View | None = None,
+        epilogue: int = 0,
+        width: int = 0,
+        heads: int = 0,
+        kv_heads: int = 0,
+        dim: int = 0,
+        matrix: int = 0,
+        experts: int = 0,
+        weight: int = 0,
+        cos: int = 0,
+        sin: int = 0,
+        pages: int = 0,
+        eps: float = 0.0,
+    ) -> Operation:
+        """x, out: those of the operation if not given. The others: fields of C."""
+        second = op.ins[1] if len(op.ins) > 1 else op.outs[0]
+        return Operation(
+            kind=kind,
+            epilogue=epilogue,
+            in_=self._columns(x or op.ins[0]),
+            in2=self._columns(second),
+            out=self._columns(out or op.outs[0]),
+            width=width, heads=heads, kv_heads=kv_heads, dim=dim,
+            matrix=matrix, experts=experts, weight=weight, cos=cos, sin=sin, pages=pages, eps=eps,
+        )  # fmt: skip
+
+    def _columns(self, view: View) -> Columns:
+        return Columns(self._layout.offsets[view.register], view.first, self._program.widths[view.register])
+
+    def _is_whole(self, view: View) -> bool:
+        return view.width == self._program.widths[view.register]
+
+    def _matrix(self, matrix: Matrix, bias: Vector | None) -> int:
+        key = matrix.key, "" if bias is None else bias.key
+        if key not in self._matrices:
+            packed = cast(PackedMatrix, self._reference.weights.matrix(matrix))
+            self._matrices[key] = packed.fields(self._reference.weights.vector(bias))
+        return ctypes.addressof(self._matrices[key])
+
+    def _vector(self, vector: Vector | None) -> int:
+        assert vector is not None
+        return self._reference.weights.vectors[vector.key].data_ptr()
+
+    def _address(self, structure: ctypes.Structure) -> int:
+        self._kept.append(structure)
+        return ctypes.addressof(structure)

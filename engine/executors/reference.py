@@ -1,0 +1,270 @@
+"""Runs a program in torch, on any device: what each operation computes is defined here, and faster executors are tested
+against it. They also use it for the operations that they lack."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention.base import AttentionBackend
+from ..attention.kv_cache import KvShape
+from ..models.description import Rope
+from ..models.program import (
+    Activate,
+    Add,
+    AllReduce,
+    Attend,
+    Clip,
+    Embed,
+    GatedProduct,
+    Glu,
+    Heat,
+    Mixture,
+    Multiply,
+    Normalize,
+    Op,
+    Positions,
+    Product,
+    Program,
+    Rotate,
+    Scale,
+    View,
+)
+from ..parallel.collectives import Group
+from .experts import mixture
+from .functions import activate, glu, normalize
+from .rotary import RotaryTable
+from .vocabulary import Vocabulary
+from .weights import Weights
+
+
+@dataclass
+class Step:
+    """The tokens of a step, row after row."""
+
+    ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    attention: AttentionBackend
+
+
+class Registers:
+    """The registers of a step as tensors [tokens, width]."""
+
+    def __init__(self, tensors: list[Tensor] | None = None) -> None:
+        """tensors: fixed memory for each register, which every result is copied to; None: results are kept as they
+        come."""
+        self._fixed = tensors is not None
+        self._tensors: dict[int, Tensor] = {} if tensors is None else dict(enumerate(tensors))
+
+    def get(self, view: View) -> Tensor:
+        whole = self._tensors[view.register]
+        return whole if view.width == whole.shape[1] else whole[:, view.first : view.first + view.width]
+
+    def put(self, view: View, width: int, value: Tensor) -> None:
+        """width: of the register."""
+        if not self._fixed and view.width == width:
+            self._tensors[view.register] = value
+            return
+        if view.register not in self._tensors:
+            self._tensors[view.register] = value.new_empty((value.shape[0], width))
+        target = self.get(view)
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
+
+    def put_adjacent(self, views: tuple[View, ...], width: int, value: Tensor) -> None:
+        """Views that together are adjacent columns."""
+        whole = View(views[0].register, views[0].first, sum(view.width for view in views))
+        self.put(whole, width, value)
+
+    def drop(self, register: int) -> None:
+        if not self._fixed:
+            self._tensors.pop(register, None)
+
+
+class Reference:
+    """The operations of one program with its weights."""
+
+    def __init__(
+        self, program: Program, weights: Weights, *, max_len: int, dtype: torch.dtype, weight_dtype: torch.dtype,
+        device: torch.device, group: Group,
+    ) -> None:  # fmt: skip
+        """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
+        rounded."""
+        self.program, self.weights = program, weights
+        self._dtype, self._weight_dtype, self._group = dtype, weight_dtype, group
+        ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
+        self.rotary: Mapping[Rope, RotaryTable] = {
+            rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes
+        }
+        self._functions: dict[type, Callable[[Op, Registers, Step], Tensor]] = {
+            Embed: self._embed,
+            Positions: self._positions,
+            Normalize: self._normalize,
+            Product: self._product,
+            GatedProduct: self._gated_product,
+            Add: self._add,
+            Scale: self._scale,
+            Activate: self._activate,
+            Glu: self._glu,
+            Multiply: self._multiply,
+            Clip: self._clip,
+            Rotate: self._rotate,
+            Heat: self._heat,
+            Attend: self._attend,
+            Mixture: self._mixture,
+            AllReduce: self._all_reduce,
+        }
+
+    def run(self, op: Op, registers: Registers, step: Step) -> None:
+        value = self._functions[type(op.args)](op, registers, step)
+        registers.put_adjacent(op.outs, self.program.widths[op.outs[0].register], value)
+
+    # What each operation computes. They return the columns of `op.outs`.
+
+    def _embed(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Embed)
+        matrix, ids = self.weights.matrix(args.table), step.ids
+        if self._group.size == 1:
+            out = matrix.lookup(ids)
+        else:
+            local = ids - args.first_id
+            is_elsewhere = (local < 0) | (local >= args.table.rows)
+            out = matrix.lookup(local.clamp(0, args.table.rows - 1)).masked_fill_(is_elsewhere[:, None], 0)
+        if args.scale != 1.0:
+            out = out * float(torch.tensor(args.scale, dtype=self._weight_dtype))
+        return out
+
+    def _positions(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Positions)
+        return registers.get(op.outs[0]) + self.weights.matrix(args.table).lookup(step.positions + args.offset)
+
+    def _normalize(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Normalize)
+        x, norm = registers.get(op.ins[0]), args.norm
+        weight, bias = self.weights.vector(args.weight), self.weights.vector(args.bias)
+        return normalize(x, norm.size, norm.kind, norm.eps, weight, bias)
+
+    def _product(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Product)
+        x = registers.get(op.ins[0]).contiguous()
+        return self.weights.matrix(args.matrix).product(x, self.weights.vector(args.bias))
+
+    def _gated_product(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, GatedProduct)
+        x = registers.get(op.ins[0]).contiguous()
+        return self.weights.matrix(args.matrix).silu_mul(x, self.weights.vector(args.bias))
+
+    def _add(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Add)
+        x, y = (registers.get(view) for view in op.ins)
+        x = x if args.alpha == 1.0 else x * args.alpha
+        return x + y if args.beta == 1.0 else x + y * args.beta
+
+    def _scale(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Scale)
+        x = registers.get(op.ins[0])
+        if args.vector is not None:
+            return x * self.weights.vectors[args.vector.key]
+        return x * args.factor if args.factor != 1.0 else x.clone()
+
+    def _activate(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Activate)
+        return activate(registers.get(op.ins[0]), args.act)
+
+    def _glu(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Glu)
+        gate, up = (registers.get(view) for view in op.ins)
+        return glu(gate, up, args.act, args.limit, args.gate_scale, args.sparsity)
+
+    def _multiply(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Multiply)
+        x, by = (registers.get(view) for view in op.ins)
+        factor = by if not args.act else torch.sigmoid(by) if args.act == "sigmoid" else F.silu(by)
+        return (x.unflatten(1, (factor.shape[1], -1)) * factor[:, :, None]).flatten(1)
+
+    def _clip(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Clip)
+        return registers.get(op.ins[0]).clamp(-args.limit, args.limit)
+
+    def _rotate(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Rotate)
+        x = registers.get(op.ins[0])
+        heads = x.unflatten(1, (args.heads, -1))
+        cos, sin = self.rotary[args.rope].at(step.positions)
+        turning, rest = heads[..., : args.rope.dims], heads[..., args.rope.dims :]
+        turned = torch.addcmul(turning * cos, turning.roll(args.rope.dims // 2, -1), sin)
+        return torch.cat((turned, rest), dim=-1).flatten(1)
+
+    def _heat(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Heat)
+        heat, x = args.temperature, registers.get(op.ins[0])
+        steps = ((step.positions + heat.shift).float() / heat.every).floor()
+        return x * (torch.log1p(steps) * heat.scale + 1).to(x.dtype)[:, None]
+
+    def _attend(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Attend)
+        q, k, v = (registers.get(view) for view in op.ins)
+        assert args.reach.kind != "chunk" and args.sinks is None and args.alibi is None, "not built yet"
+        out = step.attention.forward(
+            args.tile,
+            q.contiguous().view(-1, args.heads, args.head_dim),
+            k.unflatten(1, (args.kv_heads, -1)),
+            v.unflatten(1, (args.kv_heads, -1)),
+            scale=args.scale,
+            window=args.reach.positions or None,
+            softcap=args.softcap or None,
+        )
+        return out.flatten(1)
+
+    def _mixture(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, Mixture)
+        x, logits = (registers.get(view) for view in op.ins)
+        return mixture(args, self.weights, x, logits)
+
+    def _all_reduce(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        x = registers.get(op.ins[0]).contiguous()
+        self._group.all_reduce(x)
+        return x
+
+
+class ReferenceModel:
+    """A `Model` that runs every operation in torch."""
+
+    def __init__(self, reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape) -> None:
+        self.kv_shape = kv_shape
+        self._reference = reference
+        self._vocabulary = vocabulary
+        self.logits, self.greedy = vocabulary.logits, vocabulary.greedy
+        last: dict[int, int] = {}
+        for number, op in enumerate(reference.program.ops):
+            for view in (*op.ins, *op.outs):
+                last[view.register] = number
+        last.pop(reference.program.result.register)
+        self._dropped: list[list[int]] = [[] for _ in reference.program.ops]
+        for register, number in last.items():
+            self._dropped[number].append(register)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        step, registers = Step(ids, positions, attention), Registers()
+        for op, dropped in zip(self._reference.program.ops, self._dropped, strict=True):
+            self._reference.run(op, registers, step)
+            for register in dropped:
+                registers.drop(register)
+        return registers.get(self._reference.program.result)

@@ -1,0 +1,49 @@
+"""The head: logits of hidden states, and the greatest of them. Each rank has a part of the vocabulary's rows."""
+
+import torch
+from torch import Tensor
+
+from ...kernels import reference
+from ..models.cut import share
+from ..models.program import Program
+from ..parallel.collectives import Group
+from .weights import Weights
+
+
+class Vocabulary:
+    def __init__(self, program: Program, weights: Weights, group: Group) -> None:
+        """program: this rank's."""
+        self._program, self._group = program, group
+        self._matrix = weights.matrix(program.head)
+        self._project = None if program.head_project is None else weights.matrix(program.head_project)
+        self._first, _ = share(program.vocab, group.rank, group.size)
+        _, self._most = share(program.vocab, 0, group.size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
+        out = self._matrix.product(self._projected(hidden), None).float()
+        if self._program.head_scale != 1.0:
+            out = out * self._program.head_scale
+        if cap := self._program.head_softcap:
+            out = torch.tanh(out / cap) * cap
+        if self._group.size == 1:
+            return out
+        padded = torch.nn.functional.pad(out, (0, self._most - self._program.head.rows))
+        whole = self._group.all_gather(padded).transpose(0, 1).reshape(hidden.shape[0], -1)
+        return whole[:, : self._program.vocab].contiguous()  # kernels need contiguous rows
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
+        if self._program.head_scale != 1.0 or self._program.head_softcap:
+            return reference.greedy(self.logits(hidden))
+        most, ids = self._matrix.greedy(self._projected(hidden))
+        if self._group.size == 1:
+            return most, ids
+        found = self._group.all_gather(torch.stack((most.double(), (ids + self._first).double())))
+        most, ids = found[:, 0], found[:, 1]
+        best = most.amax(dim=0)  # NaN if any rank's is NaN
+        ids = ids.masked_fill(most != best, self._program.vocab).amin(dim=0)  # the first of equal logits
+        return best.float(), ids.long()
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        return hidden if self._project is None else self._project.product(hidden, None)

@@ -1,0 +1,103 @@
+"""The weights of a program in memory: matrices as the kernels packed them, and vectors."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels import ops as kernels
+from ...kernels.ops import Ops
+from ...kernels.quantized_weight import StoredWeight, concatenate
+from ..models.program import Matrix, Program, Vector
+from ..weights.dummy import Dummy
+
+
+class Weights:
+    """Matrices and vectors by their keys. A stack of experts has a matrix for each."""
+
+    def __init__(self) -> None:
+        self.matrices: dict[str, tuple[kernels.Matrix, ...]] = {}
+        self.vectors: dict[str, Tensor] = {}
+
+    def matrix(self, matrix: Matrix) -> kernels.Matrix:
+        (found,) = self.matrices[matrix.key]
+        return found
+
+    def vector(self, vector: Vector | None) -> Tensor | None:
+        return None if vector is None else self.vectors[vector.key]
+
+    @property
+    def num_bytes(self) -> int:
+        matrices = sum(matrix.nbytes for stack in self.matrices.values() for matrix in stack)
+        return matrices + sum(vector.nbytes for vector in self.vectors.values())
+
+
+class Packing:
+    """Packs each matrix as soon as it is filled, so that there is a second copy of one matrix only; a `Sink`."""
+
+    def __init__(
+        self, ops: Ops, *, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, keeps: bool
+    ) -> None:
+        """dtype: of vectors. weight_dtype: of matrices before they are packed. keeps: quantized matrices stay as they
+        are stored, where the kernels can compute with them."""
+        self.device = device
+        self.weights = Weights()
+        self._ops, self._dtype, self._weight_dtype, self._keeps = ops, dtype, weight_dtype, keeps
+
+    def keeps(self, matrix: Matrix) -> bool:
+        return self._keeps and self._ops.quantized is not None and matrix.use != "router"
+
+    def begin(self, target: Matrix | Vector) -> Tensor:
+        return torch.empty(*shape_of(target), dtype=self.dtype_of(target), device=self.device)
+
+    def dtype_of(self, target: Matrix | Vector) -> torch.dtype:
+        if isinstance(target, Matrix):
+            return self._weight_dtype
+        return torch.float32 if target.is_float32 else self._dtype
+
+    def end(self, target: Matrix | Vector, values: Tensor) -> None:
+        if isinstance(target, Vector):
+            self.weights.vectors[target.key] = values
+        else:
+            stack = values if target.experts else values[None]
+            self.take(target, (self._pack(target, matrix) for matrix in stack))
+
+    def stored(self, matrix: Matrix, parts: Sequence[Sequence[StoredWeight]]) -> None:
+        self.take(matrix, (self._pack_stored(matrix, each) for each in parts))
+
+    def take(self, target: Matrix, packed: Iterable[kernels.Matrix]) -> None:
+        self.weights.matrices[target.key] = tuple(packed)
+
+    def _pack(self, target: Matrix, values: Tensor) -> kernels.Matrix:
+        match target.use:
+            case "gated" | "gated experts":
+                return self._ops.gated(values)
+            case "table":
+                return self._ops.table(values)
+            case "router":
+                return self._ops.router(values)
+        return self._ops.matrix(values)
+
+    def _pack_stored(self, target: Matrix, parts: Sequence[StoredWeight]) -> kernels.Matrix:
+        assert self._ops.quantized is not None
+        try:
+            return self._ops.quantized(concatenate(parts), target.use in ("gated", "gated experts"))
+        except ValueError:  # the parts are quantized differently
+            return self._pack(target, torch.cat([part.dequantize(self._weight_dtype) for part in parts]))
+
+
+def shape_of(target: Matrix | Vector) -> tuple[int, ...]:
+    """[rows, columns] or [experts, rows, columns]; [rows] or [experts, rows] of a vector."""
+    rows = sum(weight.rows for weight in target.weights)
+    experts = target.weights[0].experts
+    shape = (rows, target.columns) if isinstance(target, Matrix) else (rows,)
+    return (experts, *shape) if experts else shape
+
+
+def fill_dummy(program: Program, packing: Packing) -> None:
+    """Random weights, for benchmarks."""
+    dummy = Dummy()
+    for target in (*program.matrices, *program.vectors):
+        values = packing.begin(target)
+        dummy.fill(target.key, values, is_vector=isinstance(target, Vector))
+        packing.end(target, values)

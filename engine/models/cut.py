@@ -1,0 +1,121 @@
+"""The part of a decoder that one rank of a tensor-parallel group holds: a description with fewer heads and columns.
+
+Projections into heads and feed-forward columns are cut by rows, those back to the hidden size by columns, so a sublayer
+needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Each expert is cut in the same way,
+and every rank has the whole router. The vocabulary's rows of embedding and head are divided in order.
+"""
+
+from dataclasses import replace
+
+from ...errors import ConfigError
+from .description import Attention, Block, Body, Branch, Decoder, Mlp, Moe, Norm, Sublayer
+from .parts import columns, part_rows, rows
+
+
+def share(num: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, last) of `num` items divided among `size` ranks, in order; the last ranks may have fewer."""
+    each = -(-num // size)
+    return min(rank * each, num), min((rank + 1) * each, num)
+
+
+def cut(decoder: Decoder, rank: int, size: int) -> Decoder:
+    """Raises ConfigError if the model cannot be divided among `size` ranks."""
+    if size == 1:
+        return decoder
+    ranks = _Ranks(rank, size)
+    first, last = share(decoder.vocab, size - 1, size)
+    if first == last:
+        raise ConfigError(
+            f"{ranks.flag}: the last of {size} ranks would get none of the model's {decoder.vocab} tokens."
+        )
+    words = share(decoder.vocab, rank, size)
+    embedding, head = decoder.embedding, decoder.head
+    return replace(
+        decoder,
+        embedding=replace(embedding, table=rows(embedding.table, *words)),
+        head=replace(head, weight=None if head.weight is None else rows(head.weight, *words)),
+        blocks=tuple(ranks.block(block) for block in decoder.blocks),
+    )
+
+
+class _Ranks:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.flag = f"--tensor-parallel-size {size}"
+
+    def block(self, block: Block) -> Block:
+        return replace(block, sublayers=tuple(self._sublayer(sublayer) for sublayer in block.sublayers))
+
+    def _sublayer(self, sublayer: Sublayer) -> Sublayer:
+        return replace(sublayer, branches=tuple(self._branch(branch) for branch in sublayer.branches))
+
+    def _branch(self, branch: Branch) -> Branch:
+        return replace(branch, body=self._body(branch.body))
+
+    def _body(self, body: Body) -> Body:
+        match body:
+            case Attention():
+                return self._attention(body)
+            case Mlp():
+                return self._mlp(body)
+            case Moe():
+                shared = None if body.shared is None else self._mlp(body.shared)
+                return replace(body, experts=self._mlp(body.experts), shared=shared)
+        raise ConfigError(f"{self.flag}: pagewire cannot divide layers of the kind {type(body).__name__} among ranks.")
+
+    def _evenly(self, num: int, what: str) -> tuple[int, int]:
+        if num % self._size:
+            raise ConfigError(f"{self.flag}: the model's {num} {what} cannot be divided evenly; choose a divisor.")
+        return share(num, self._rank, self._size)
+
+    def _attention(self, a: Attention) -> Attention:
+        first, last = self._evenly(a.heads, "attention heads")
+        kv_first, kv_last = self._kv_heads(a.kv_heads)
+        for norm in (a.q_norm, a.k_norm):
+            if norm is not None and norm.size != a.head_dim:
+                raise ConfigError(f"{self.flag}: the model's norms over all heads cannot be divided among ranks.")
+        alibi = a.alibi
+        if alibi is not None:
+            alibi = replace(alibi, slopes=alibi.slopes[first:last])
+        return replace(
+            a,
+            heads=last - first,
+            kv_heads=kv_last - kv_first,
+            q=rows(a.q, first * a.head_dim, last * a.head_dim),
+            k=rows(a.k, kv_first * a.head_dim, kv_last * a.head_dim),
+            v=rows(a.v, kv_first * a.value_dim, kv_last * a.value_dim),
+            o=columns(a.o, first * a.value_dim, last * a.value_dim, is_first=self._rank == 0),
+            q_norm=_norm(a.q_norm, first, last),
+            k_norm=_norm(a.k_norm, kv_first, kv_last),
+            v_norm=_norm(a.v_norm, kv_first, kv_last),
+            gate=rows(a.gate, first * a.value_dim, last * a.value_dim),
+            sinks=None if a.sinks is None else part_rows((a.sinks,), first, last)[0],
+            alibi=alibi,
+        )
+
+    def _kv_heads(self, num: int) -> tuple[int, int]:
+        """The key/value heads of this rank. With more ranks than heads, several ranks hold the same head."""
+        if num % self._size and self._size % num:
+            raise ConfigError(f"{self.flag} and the model's {num} key/value heads: one must divide the other.")
+        if num >= self._size:
+            return share(num, self._rank, self._size)
+        head = self._rank * num // self._size
+        return head, head + 1
+
+    def _mlp(self, mlp: Mlp) -> Mlp:
+        first, last = self._evenly(mlp.width, "feed-forward columns")
+        return replace(
+            mlp,
+            width=last - first,
+            gate=rows(mlp.gate, first, last),
+            up=rows(mlp.up, first, last),
+            down=columns(mlp.down, first, last, is_first=self._rank == 0),
+        )
+
+
+def _norm(norm: Norm | None, first: int, last: int) -> Norm | None:
+    """Of the heads [first, last), if each has weights of its own."""
+    if norm is None or norm.weight is None or norm.weight.rows == norm.size:
+        return norm
+    part = first * norm.size, last * norm.size
+    return replace(norm, weight=rows(norm.weight, *part), bias=rows(norm.bias, *part))

@@ -1,0 +1,33 @@
+"""Families of models: a file turns the fields of its config.json into descriptions. No other file knows their names."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+
+from ..description import Decoder
+from ..fields import Fields
+from ..registry import PAGES, Page
+
+
+@cache
+def pages() -> Mapping[str, Page]:
+    """The pages of all families, by the name in config.json's `architectures`."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return PAGES
+
+
+def text_fields(c: Fields) -> Fields:
+    """The fields of the text model: a wrapper with other inputs has them in an object of its own."""
+    inner = c.part("text_config") or c.part("llm_config")
+    if inner is None:
+        return c
+    shared = {name: c.raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in c}
+    return Fields(shared | inner.raw, c.file)
+
+
+def describe(architecture: str, c: Fields) -> Decoder | None:
+    """c: of config.json. None: there is no page. Raises ConfigError for fields that the page does not cover."""
+    page = pages().get(architecture)
+    return None if page is None else page(text_fields(c))

@@ -1,0 +1,115 @@
+"""Qwen2 and Qwen3: Qwen2's projections of queries, keys and values have biases, Qwen3's query and key heads are
+normed; Qwen3-MoE has experts."""
+
+from collections.abc import Callable
+
+from ..description import Attention, Block, Decoder, Mlp, Moe, Reach, Router
+from ..fields import Fields
+from ..pieces import (
+    activation,
+    decoder,
+    experts_of,
+    heads_of,
+    layer_types,
+    matrix,
+    mlp,
+    num_layers,
+    prenorm,
+    qkvo,
+    rms,
+    rope,
+    window_of,
+)
+from ..registry import family
+
+
+@family("Qwen2ForCausalLM")
+def qwen2(c: Fields) -> Decoder:
+    _, _, dim = heads_of(c)
+    return _dense(c, dim, bias=True, out_bias=False, has_norms=False)
+
+
+@family("Qwen3ForCausalLM")
+def qwen3(c: Fields) -> Decoder:
+    _, _, dim = heads_of(c, dim=128)
+    bias = c.flag("attention_bias", False)
+    return _dense(c, dim, bias=bias, out_bias=bias, has_norms=True)
+
+
+def _dense(c: Fields, dim: int, *, bias: bool, out_bias: bool, has_norms: bool) -> Decoder:
+    h, act, width = c.size("hidden_size"), activation(c, "silu"), c.size("intermediate_size")
+
+    def feed_forward(at: str, layer: int) -> Mlp:
+        return mlp(at + "mlp.", h, width, act)
+
+    return _decoder(c, dim, feed_forward, _reaches(c), bias=bias, out_bias=out_bias, has_norms=has_norms)
+
+
+@family("Qwen3MoeForCausalLM")
+def qwen3_moe(c: Fields) -> Decoder:
+    h, act = c.size("hidden_size"), activation(c, "silu")
+    num_experts, top_k = experts_of(c, "num_experts", "num_local_experts", default=128, top_k=8)
+    step, dense = c.size("decoder_sparse_step", default=1), c.integers("mlp_only_layers") or ()
+    renorm = c.flag("norm_topk_prob", False)
+
+    def feed_forward(at: str, layer: int) -> Mlp | Moe:
+        at += "mlp."
+        if layer in dense or (layer + 1) % step:
+            return mlp(at, h, c.size("intermediate_size"), act)
+        router = Router(matrix(at + "gate", num_experts, h), top_k, renorm=renorm)
+        width = c.size("moe_intermediate_size", default=768)
+        return Moe(num_experts, router, mlp(at + "experts.{e}.", h, width, act, experts=num_experts))
+
+    _, _, dim = heads_of(c)
+    reaches = (window_of(c) if c.flag("use_sliding_window", False) else Reach(),) * num_layers(c)
+    bias = c.flag("attention_bias", False)
+    return _decoder(c, dim, feed_forward, reaches, bias=bias, out_bias=bias, has_norms=True)
+
+
+def _reaches(c: Fields) -> tuple[Reach, ...]:
+    """Without layer_types, the layers from `max_window_layers` on have windows."""
+    count = num_layers(c)
+    if not c.flag("use_sliding_window", False) or "sliding_window" not in c:
+        return (Reach(),) * count
+    window = window_of(c)
+    first = c.size("max_window_layers", default=28)
+    kinds = layer_types(c, lambda layer: "sliding_attention" if layer >= first else "full_attention")
+    return tuple(window if kind == "sliding_attention" else Reach() for kind in kinds)
+
+
+def _decoder(
+    c: Fields,
+    dim: int,
+    feed_forward: Callable[[str, int], Mlp | Moe],
+    reaches: tuple[Reach, ...],
+    *,
+    bias: bool,
+    out_bias: bool,
+    has_norms: bool,
+) -> Decoder:
+    h, eps, turn = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6), rope(c, dim)
+    heads, kv_heads, _ = heads_of(c, dim=dim)
+
+    def block(layer: int) -> Block:
+        at = f"layers.{layer}."
+        attention = at + "self_attn."
+        return prenorm(
+            (
+                rms(at + "input_layernorm", h, eps),
+                Attention(
+                    heads,
+                    kv_heads,
+                    dim,
+                    dim,
+                    dim**-0.5,
+                    **qkvo(attention, h, heads, kv_heads, dim, bias, out_bias=out_bias),
+                    rope=turn,
+                    reach=reaches[layer],
+                    q_norm=rms(attention + "q_norm", dim, eps) if has_norms else None,
+                    k_norm=rms(attention + "k_norm", dim, eps) if has_norms else None,
+                ),
+            ),
+            (rms(at + "post_attention_layernorm", h, eps), feed_forward(at, layer)),
+        )
+
+    return decoder(c, block, rms("norm", h, eps))

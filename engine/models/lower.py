@@ -1,0 +1,379 @@
+"""Turns a description into a program. The only place that knows the order of operations."""
+
+from dataclasses import replace
+
+from .description import (
+    Attention,
+    Block,
+    Body,
+    Branch,
+    Decoder,
+    Mlp,
+    Moe,
+    Norm,
+    Part,
+    PerLayerInput,
+    Sublayer,
+    Weight,
+)
+from .parts import halves
+from .program import (
+    Activate,
+    Add,
+    AllReduce,
+    Args,
+    Attend,
+    Clip,
+    Embed,
+    GatedProduct,
+    Glu,
+    Heat,
+    Matrix,
+    Mixture,
+    Multiply,
+    Normalize,
+    Op,
+    Positions,
+    Product,
+    Program,
+    Rotate,
+    Scale,
+    Tile,
+    Use,
+    Vector,
+    View,
+)
+
+
+def lower(decoder: Decoder, *, ranks: int = 1, first_id: int = 0) -> Program:
+    """decoder: whole, or a rank's part of one (`cut.py`), whose rows of the vocabulary begin with `first_id`."""
+    return _Lowering(decoder, ranks, first_id).program()
+
+
+class _Lowering:
+    def __init__(self, decoder: Decoder, ranks: int, first_id: int) -> None:
+        self._decoder = decoder
+        self._ranks, self._first_id = ranks, first_id
+        self._ops: list[Op] = []
+        self._widths: list[int] = []
+        self._tiles: list[Tile] = []
+        self._tile_of: dict[int, int] = {}  # layer → its tile
+        self._layer = -1
+        self._delayed: list[tuple[int, View]] = []  # (sublayer, what is added to the stream there)
+        self._num_sublayers = 0
+
+    def program(self) -> Program:
+        decoder, x = self._decoder, self._embed()
+        for layer, block in enumerate(decoder.blocks):
+            self._layer = layer
+            x = self._block(block, x)
+        self._layer = len(decoder.blocks)
+        if decoder.norm is not None:
+            x = self._norm(decoder.norm, x, "norm")
+        head = decoder.head
+        table = self._table(decoder.embedding.table)
+        return Program(
+            ops=tuple(self._ops),
+            widths=tuple(self._widths),
+            result=x,
+            head=table if head.weight is None else Matrix("head", (head.weight,), "table"),
+            head_scale=head.scale,
+            head_softcap=head.softcap,
+            head_project=None if head.project is None else Matrix("head_project", (head.project,)),
+            tiles=tuple(self._tiles),
+            hidden=decoder.hidden,
+            vocab=decoder.vocab,
+        )
+
+    # Registers and operations.
+
+    def _register(self, width: int) -> View:
+        self._widths.append(width)
+        return View(len(self._widths) - 1, 0, width)
+
+    def _op(self, args: Args, ins: tuple[View, ...], outs: tuple[View, ...]) -> None:
+        self._ops.append(Op(self._layer, args, ins, outs))
+
+    def _key(self, name: str) -> str:
+        return f"{self._layer}.{name}" if 0 <= self._layer < len(self._decoder.blocks) else name
+
+    def _table(self, weight: Weight) -> Matrix:
+        return Matrix("embedding", (weight,), "table")
+
+    def _vector(self, name: str, *weights: Weight, is_float32: bool = False) -> Vector:
+        return Vector(self._key(name), weights, is_float32)
+
+    def _products(self, name: str, x: View, weights: tuple[Weight, ...], use: Use = "product") -> list[View]:
+        """The products of x with weights that all have a bias, or none, as columns of one register."""
+        bias = None
+        if weights[0].bias:
+            bias = self._vector(name + ".bias", *(Weight(weight.bias) for weight in weights))
+        matrix = Matrix(self._key(name), tuple(replace(weight, bias=()) for weight in weights), use)
+        whole = self._register(matrix.rows)
+        views, first = [], 0
+        for weight in weights:
+            views.append(View(whole.register, first, weight.rows))
+            first += weight.rows
+        self._op(Product(matrix, bias), (x,), tuple(views))
+        return views
+
+    def _product(self, name: str, x: View, weight: Weight, use: Use = "product") -> View:
+        return self._products(name, x, (weight,), use)[0]
+
+    def _norm(self, norm: Norm, x: View, name: str, *, in_place: bool = False) -> View:
+        out = x if in_place else self._register(x.width)
+        weight = None
+        if norm.weight is not None:
+            weight = self._vector(name, norm.weight, is_float32=norm.weight.map == "plus_one")
+        bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias)
+        self._op(Normalize(norm, weight, bias), (x,), (out,))
+        return out
+
+    def _scale(self, x: View, factor: float) -> None:
+        if factor != 1.0:
+            self._op(Scale(factor), (x,), (x,))
+
+    def _all_reduce(self, x: View) -> None:
+        if self._ranks > 1:
+            self._op(AllReduce(), (x,), (x,))
+
+    # Parts of a decoder.
+
+    def _embed(self) -> View:
+        embedding = self._decoder.embedding
+        x = self._register(embedding.table.columns)
+        table = self._table(embedding.table)
+        self._op(Embed(table, self._first_id, embedding.scale), (), (x,))
+        self._all_reduce(x)
+        if embedding.project is not None:
+            x = self._product("embedding.project", x, embedding.project)
+        if embedding.positions is not None:
+            positions = Matrix("positions", (embedding.positions,), "table")
+            self._op(Positions(positions, embedding.offset), (), (x,))
+        if embedding.norm is not None:
+            x = self._norm(embedding.norm, x, "embedding.norm")
+        assert embedding.per_layer is None, "not lowered yet"
+        return x
+
+    def _block(self, block: Block, x: View) -> View:
+        for number, sublayer in enumerate(block.sublayers):
+            x = self._sublayer(sublayer, x, f"{number}.")
+        if block.extra is not None:
+            self._per_layer_input(block.extra, x)
+        if block.out_scale is not None:
+            self._op(Scale(vector=self._vector("out_scale", Weight((block.out_scale,)))), (x,), (x,))
+        return x
+
+    def _per_layer_input(self, extra: PerLayerInput, x: View) -> None:
+        raise AssertionError("not lowered yet")
+
+    def _sublayer(self, sublayer: Sublayer, x: View, at: str) -> View:
+        y = x if sublayer.norm is None else self._norm(sublayer.norm, x, at + "norm")
+        total: View | None = None
+        for number, branch in enumerate(sublayer.branches):
+            part = self._branch(branch, y, x, f"{at}{number}." if number else at)
+            if branch.delay:
+                self._delayed.append((self._num_sublayers + branch.delay, part))
+            elif total is None:
+                total = part
+            else:
+                self._op(Add(), (total, part), (total,))
+        if total is not None:
+            if sublayer.post is not None:
+                total = self._norm(sublayer.post, total, at + "post_norm")
+            kept = x if sublayer.keep == "stream" else y
+            self._op(Add(sublayer.alpha, sublayer.beta), (kept, total), (x,))
+        for due, part in self._delayed:
+            if due == self._num_sublayers:
+                self._op(Add(), (x, part), (x,))
+        self._num_sublayers += 1
+        if sublayer.after is not None:
+            x = self._norm(sublayer.after, x, at + "after_norm")
+        return x
+
+    def _branch(self, branch: Branch, y: View, stream: View, at: str) -> View:
+        if branch.pre is not None:
+            y = self._norm(branch.pre, y, at + "pre_norm")
+        if branch.in_scale != 1.0:
+            scaled = self._register(y.width)
+            self._op(Scale(branch.in_scale), (y,), (scaled,))
+            y = scaled
+        out = self._body(branch.body, y, stream, at)
+        if branch.post is not None:
+            out = self._norm(branch.post, out, at + "branch_norm")
+        self._scale(out, branch.out_scale)
+        return out
+
+    def _body(self, body: Body, y: View, stream: View, at: str) -> View:
+        match body:
+            case Attention():
+                out = self._attention(body, y, at)
+            case Mlp():
+                out = self._mlp(body, y, at)
+            case Moe():
+                out = self._moe(body, y, stream, at)
+            case _:
+                raise AssertionError(f"{type(body).__name__} is not lowered yet")
+        self._all_reduce(out)
+        return out
+
+    def _attention(self, a: Attention, x: View, at: str) -> View:
+        a = _with_halves(a)
+        weights = {name: weight for name in ("q", "k", "v", "gate") if (weight := getattr(a, name)) is not None}
+        views = self._projections(at, x, weights)
+        q, k, v, gate = (views.get(name) for name in ("q", "k", "v", "gate"))
+        assert q is not None
+        if a.clip:
+            for view in views.values():
+                self._op(Clip(a.clip), (view,), (view,))
+        if k is not None and v is None:
+            v = self._register(a.kv_heads * a.value_dim)
+            self._op(Scale(), (k,), (v,))
+        if v is not None and a.v_norm is not None:
+            self._norm(a.v_norm, v, at + "v_norm", in_place=True)
+        self._turn(a, q, k, at)
+        out = self._register(a.heads * a.value_dim)
+        ins = (q,) if k is None or v is None else (q, k, v)
+        self._op(self._attend(a, at), ins, (out,))
+        if gate is not None:
+            self._op(Multiply("sigmoid"), (out, gate), (out,))
+        return self._product(at + "o", out, a.o)
+
+    def _turn(self, a: Attention, q: View, k: View | None, at: str) -> None:
+        """Norms, rotates and scales queries and keys."""
+        both = [(q, a.q_norm, a.heads, "q_norm")]
+        if k is not None:
+            both.append((k, a.k_norm, a.kv_heads, "k_norm"))
+            self._scale(k, a.key_scale)
+        norms = [(norm, view, at + name) for view, norm, _, name in both if norm is not None]
+        if not a.norm_after_rope:
+            for norm, view, name in norms:
+                self._norm(norm, view, name, in_place=True)
+        if a.rope is not None:
+            for view, _, heads, _ in both:
+                self._op(Rotate(a.rope, heads), (view,), (view,))
+        if a.norm_after_rope:
+            for norm, view, name in norms:
+                self._norm(norm, view, name, in_place=True)
+        if a.temperature is not None:
+            self._op(Heat(a.temperature), (q,), (q,))
+
+    def _projections(self, at: str, x: View, weights: dict[str, Weight]) -> dict[str, View]:
+        """One product of those that have a bias, and one of the others."""
+        views: dict[str, View] = {}
+        for has_bias in (False, True):
+            some = {name: weight for name, weight in weights.items() if bool(weight.bias) == has_bias}
+            if some:
+                found = self._products(at + "".join(some), x, tuple(some.values()))
+                views |= dict(zip(some, found, strict=True))
+        return views
+
+    def _attend(self, a: Attention, at: str) -> Attend:
+        if a.shared is None:
+            self._tile_of[self._layer] = len(self._tiles)
+            self._tiles.append(Tile(a.kv_heads, a.head_dim, a.value_dim, a.reach))
+        else:
+            self._tile_of[self._layer] = self._tile_of[a.shared]
+        return Attend(
+            layer=self._layer,
+            tile=self._tile_of[self._layer],
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            value_dim=a.value_dim,
+            scale=a.scale,
+            reach=a.reach,
+            softcap=a.softcap,
+            sinks=None if a.sinks is None else self._vector(at + "sinks", Weight((a.sinks,)), is_float32=True),
+            alibi=a.alibi,
+        )
+
+    def _mlp(self, mlp: Mlp, x: View, at: str) -> View:
+        if mlp.gate is None:
+            hidden = self._product(at + "up", x, mlp.up)
+            self._op(Activate(mlp.act), (hidden,), (hidden,))
+        elif mlp.act == "silu" and mlp.gate_scale == 1.0 and not mlp.sparsity:
+            hidden = self._register(mlp.up.rows)
+            matrix = Matrix(self._key(at + "gate_up"), _bare(mlp.gate, mlp.up), "gated")
+            self._op(GatedProduct(matrix, self._bias(at + "gate_up.bias", mlp.gate, mlp.up)), (x,), (hidden,))
+        else:
+            gate, up = self._products(at + "gate_up", x, (mlp.gate, mlp.up))
+            hidden = self._register(up.width)
+            self._op(Glu(mlp.act, mlp.limit, mlp.gate_scale, mlp.sparsity), (gate, up), (hidden,))
+        out = self._product(at + "down", hidden, mlp.down)
+        self._scale(out, mlp.out_scale)
+        return out
+
+    def _moe(self, moe: Moe, x: View, stream: View, at: str) -> View:
+        router, experts = moe.router, moe.experts
+        assert experts.gate is not None, "experts without gates are not lowered yet"
+        asked = stream if router.reads_stream else x
+        if router.norm is not None:
+            asked = self._norm(router.norm, asked, at + "router_norm")
+        if router.scale_in != 1.0:
+            scaled = self._register(asked.width)
+            self._op(Scale(router.scale_in), (asked,), (scaled,))
+            asked = scaled
+        logits = self._product(at + "router", asked, router.weight, "router")
+        assert moe.latent is None, "not lowered yet"
+        out = self._register(experts.down.rows)
+        use: Use = "gated experts" if experts.act == "silu" else "experts"
+        self._op(
+            Mixture(
+                router=router,
+                num_experts=moe.num_experts,
+                gate_up=Matrix(self._key(at + "experts.gate_up"), _bare(experts.gate, experts.up), use),
+                down=Matrix(self._key(at + "experts.down"), _bare(experts.down), "experts"),
+                act=experts.act,
+                limit=experts.limit,
+                gate_up_bias=self._bias(at + "experts.gate_up.bias", experts.gate, experts.up),
+                down_bias=self._bias(at + "experts.down.bias", experts.down),
+                correction=self._optional(at + "correction", router.correction, is_float32=True),
+                expert_scale=self._optional(at + "expert_scale", router.expert_scale),
+            ),
+            (x, logits),
+            (out,),
+        )
+        if moe.shared is not None:
+            part = self._mlp(moe.shared, x, at + "shared.")
+            if moe.shared_gate is not None:
+                gate = self._product(at + "shared_gate", x, moe.shared_gate, "router")
+                self._op(Multiply("sigmoid"), (part, gate), (part,))
+            self._op(Add(), (out, part), (out,))
+        return out
+
+    def _bias(self, name: str, *weights: Weight) -> Vector | None:
+        if not weights[0].bias:
+            return None
+        return self._vector(name, *(Weight(weight.bias, experts=weight.experts) for weight in weights))
+
+    def _optional(self, name: str, part: Part | None, *, is_float32: bool = False) -> Vector | None:
+        return None if part is None else self._vector(name, Weight((part,)), is_float32=is_float32)
+
+
+def _bare(*weights: Weight) -> tuple[Weight, ...]:
+    """The weights without their biases, which are vectors of their own."""
+    return tuple(replace(weight, bias=()) for weight in weights)
+
+
+def _with_halves(a: Attention) -> Attention:
+    """Executors rotate the features i and i + dims / 2 of a head; other pairs become a permutation of weights."""
+    rope = a.rope
+    if rope is None or rope.pairs == "halves":
+        return a
+    return replace(
+        a,
+        rope=replace(rope, pairs="halves"),
+        q=halves(a.q, a.heads, a.head_dim, rope.dims),
+        k=None if a.k is None else halves(a.k, a.kv_heads, a.head_dim, rope.dims),
+        q_norm=_norm_of_halves(a.q_norm, a.heads, a.head_dim, rope.dims),
+        k_norm=_norm_of_halves(a.k_norm, a.kv_heads, a.head_dim, rope.dims),
+    )
+
+
+def _norm_of_halves(norm: Norm | None, heads: int, dim: int, dims: int) -> Norm | None:
+    if norm is None or norm.weight is None:
+        return norm
+    num = heads if norm.weight.rows > dim else 1
+    bias = None if norm.bias is None else halves(norm.bias, num, dim, dims)
+    return replace(norm, weight=halves(norm.weight, num, dim, dims), bias=bias)

@@ -1,0 +1,296 @@
+"""The pieces that families' pages are written with."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, TypedDict
+
+from ...errors import ConfigError
+from .description import (
+    Activation,
+    Block,
+    Body,
+    Branch,
+    Decoder,
+    Embedding,
+    Head,
+    Mlp,
+    Norm,
+    Part,
+    Reach,
+    Rope,
+    Sublayer,
+    Weight,
+)
+from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
+
+# Tensors of vision and audio towers, which a text model does not read.
+TOWERS = (r"(.*\.)?(visual|vision_(tower|model|encoder)|multi_modal_projector|audio_tower|embed_(vision|audio))\..*",)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def activation(c: Fields, default: str, *names: str) -> Activation:
+    """The activation under the first of `names` that is present; hidden_act without names."""
+    found = next((c.text(name, "") for name in names or ("hidden_act",) if name in c), default)
+    if found not in _ACTIVATIONS:
+        raise ConfigError(f"{c.file} has the activation {found!r}; pagewire has {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[found]
+
+
+def matrix(
+    name: str, rows: int, columns: int, bias: bool = False, *, experts: int = 0, is_transposed: bool = False
+) -> Weight:
+    """The whole tensor `name`.weight, and `name`.bias."""
+    return Weight(
+        (Part(name + ".weight", rows),),
+        columns,
+        bias=(Part(name + ".bias", rows),) if bias else (),
+        experts=experts,
+        is_transposed=is_transposed,
+    )
+
+
+def rows_of(
+    name: str, count: int, columns: int, *, first: int = 0, every: int = 0, times: int = 1, bias: bool = False
+) -> Weight:
+    """Some rows of `name`.weight and of `name`.bias; see `Part`."""
+    return Weight(
+        (Part(name + ".weight", count, first, every, times),),
+        columns,
+        bias=(Part(name + ".bias", count, first, every, times),) if bias else (),
+    )
+
+
+def vector(name: str, size: int, map: Literal["", "plus_one", "neg_exp"] = "") -> Weight:
+    """The whole tensor `name`."""
+    return Weight((Part(name, size),), map=map)
+
+
+def rms(name: str, size: int, eps: float, map: Literal["", "plus_one"] = "", *, total: int = 0) -> Norm:
+    """total: elements of the weight, if each group of `size` has weights of its own."""
+    return Norm(size, vector(name + ".weight", total or size, map), eps=eps)
+
+
+def layer_norm(name: str, size: int, eps: float, *, bias: bool = True, map: Literal["", "plus_one"] = "") -> Norm:
+    found = vector(name + ".bias", size) if bias else None
+    return Norm(size, vector(name + ".weight", size, map), found, "layer", eps)
+
+
+class Qkvo(TypedDict):
+    """The projections of an `Attention`."""
+
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+
+
+def qkvo(
+    at: str, hidden: int, heads: int, kv_heads: int, dim: int, bias: bool = False, *, out_bias: bool | None = None,
+    out: str = "o_proj",
+) -> Qkvo:  # fmt: skip
+    """Four matrices of their own. out_bias: of the last; None: as `bias`."""
+    return Qkvo(
+        q=matrix(at + "q_proj", heads * dim, hidden, bias),
+        k=matrix(at + "k_proj", kv_heads * dim, hidden, bias),
+        v=matrix(at + "v_proj", kv_heads * dim, hidden, bias),
+        o=matrix(at + out, hidden, heads * dim, bias if out_bias is None else out_bias),
+    )
+
+
+def mlp(
+    at: str,
+    hidden: int,
+    width: int,
+    act: Activation = "silu",
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
+    experts: int = 0,
+) -> Mlp:
+    """Gated, of three matrices of their own. at: with `{e}` for experts."""
+    gate, up, down = names
+    return Mlp(
+        width,
+        gate=matrix(at + gate, width, hidden, bias, experts=experts),
+        up=matrix(at + up, width, hidden, bias, experts=experts),
+        down=matrix(at + down, hidden, width, bias, experts=experts),
+        act=act,
+    )
+
+
+def prenorm(*pairs: tuple[Norm, Body]) -> Block:
+    """A sublayer for each pair: the norm, and what reads its output and is added to the stream."""
+    return Block(tuple(Sublayer((Branch(body),), norm) for norm, body in pairs))
+
+
+def sandwich(*triples: tuple[Norm, Body, Norm]) -> Block:
+    """As `prenorm`, with a norm of what is added."""
+    return Block(tuple(Sublayer((Branch(body),), norm, post) for norm, body, post in triples))
+
+
+def num_layers(c: Fields) -> int:
+    return c.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
+
+
+def layers(c: Fields, block: Callable[[int], Block]) -> tuple[Block, ...]:
+    return tuple(block(layer) for layer in range(num_layers(c)))
+
+
+def layer_types(c: Fields, default: Callable[[int], str], name: str = "layer_types") -> tuple[str, ...]:
+    """The kind of each layer, by the field or by a rule. default: layer → kind."""
+    count = num_layers(c)
+    found = c.texts(name)
+    if found is None:
+        return tuple(default(layer) for layer in range(count))
+    if len(found) != count:
+        raise ConfigError(f"{c.file} has {count} layers but {len(found)} {name}.")
+    return found
+
+
+def head(c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head") -> Head:
+    """tied: the default of tie_word_embeddings."""
+    if c.flag("tie_word_embeddings", tied):
+        return Head(scale=scale, softcap=softcap)
+    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model")), scale, softcap)
+
+
+def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head size). dim: the default of head_dim; None: hidden_size / heads."""
+    heads = c.size("num_attention_heads", "n_head", "n_heads", "num_heads")
+    kv_heads = c.size("num_key_value_heads", "num_kv_heads", default=heads)
+    c.divided("attention heads", heads, "key/value heads", kv_heads)
+    default = c.size("hidden_size", "n_embd", "d_model") // heads if dim is None else dim
+    size = c.size("head_dim", default=default)
+    if size % 2:
+        raise ConfigError(f"{c.file} has a head_dim of {size}, which is odd.")
+    return heads, kv_heads, size
+
+
+def later_layers(c: Fields) -> str:
+    """A pattern of the tensors of layers beyond the last: a draft head (MTP)."""
+    return rf"(.*\.)?layers\.({'|'.join(str(num_layers(c) + i) for i in range(8))})\..*"
+
+
+def rope(
+    c: Fields,
+    dims: int,
+    *,
+    kind: str | None = None,
+    theta: float = 10_000.0,
+    pairs: Literal["halves", "adjacent"] = "halves",
+) -> Rope:
+    """Of `rope_parameters`, into which transformers 5 writes all fields, or of the older `rope_theta` and
+    `rope_scaling`. kind: of layer, where `rope_parameters` has an object for each. dims: of a head, before
+    `partial_rotary_factor`."""
+    given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
+    if kind is not None and any(isinstance(value, dict) for value in given.raw.values()):
+        given = given.part(kind) or Fields({}, c.file)
+    elif any(isinstance(value, dict) for value in given.raw.values()):
+        raise ConfigError(f"{c.file} has rotary embeddings of several kinds of layers, which this model has not.")
+    form = given.text("rope_type", given.text("type", "default"))
+    share = given.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
+    longest = c.size("max_position_embeddings", "n_positions", default=2048, most=MAX_POSITIONS)
+    field = "original_max_position_embeddings"
+    original = c.size(field, default=given.size(field, default=longest, most=MAX_POSITIONS), most=MAX_POSITIONS)
+    base = given.number("rope_theta", c.number("rope_theta", theta))
+    low, high = given.number("low_freq_factor", 1.0), given.number("high_freq_factor", 4.0)
+    for name, value, least in (("rope_theta", base, 1.0), ("high_freq_factor", high, low)):
+        if value <= least:
+            raise ConfigError(f"{c.file} has {name} = {value:g}, which should be more than {least:g}.")
+    turned = dims if form == "proportional" else int(dims * share)
+    match form:
+        case "default" | "mrope":
+            return Rope(turned, base, pairs=pairs)
+        case "linear" | "dynamic":
+            return Rope(turned, base, form, given.number("factor", 1.0), original, pairs=pairs)
+        case "llama3":
+            return Rope(turned, base, "llama3", given.number("factor", 1.0), original, low, high, pairs=pairs)
+        case "yarn":
+            factor = given.number("factor", longest / original)
+            return Rope(
+                turned,
+                base,
+                "yarn",
+                factor,
+                original,
+                beta_fast=given.number("beta_fast", 32.0),
+                beta_slow=given.number("beta_slow", 1.0),
+                truncate=given.flag("truncate", True),
+                cos_scale=_yarn_scale(given, factor),
+                pairs=pairs,
+            )
+        case "longrope" | "su":
+            return _longrope(c, given, turned, base, longest, original)
+        case "proportional":
+            return Rope(turned, base, "proportional", given.number("factor", 1.0), original, high=share, pairs=pairs)
+    raise ConfigError(f"{c.file} has {form} position embeddings, which pagewire does not compute.")
+
+
+def _yarn_scale(given: Fields, factor: float) -> float:
+    """How much yarn sharpens attention (arXiv 2309.00071, section 3.4; mscale is DeepSeek's refinement)."""
+    if given.raw.get("mscale") and given.raw.get("mscale_all_dim"):
+        weights = given.number("mscale", 1.0), given.number("mscale_all_dim", 1.0)
+        derived = yarn_mscale(factor, weights[0]) / yarn_mscale(factor, weights[1])
+    else:
+        derived = yarn_mscale(factor, 1.0)
+    return given.number("attention_factor", derived)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(c: Fields, given: Fields, dims: int, base: float, longest: int, original: int) -> Rope:
+    """arXiv 2402.13753; frequencies are divided by other numbers beyond the original length."""
+    short, long = given.numbers("short_factor"), given.numbers("long_factor")
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        if factors is None or len(factors) != dims // 2:
+            raise ConfigError(f"{c.file} has a {name} that is not {dims // 2} numbers.")
+    assert short is not None and long is not None
+    factor = longest / original if original != longest else given.number("factor", 1.0)
+    derived = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scale = given.number("attention_factor", derived)
+    return Rope(dims, base, "longrope", factor, original, cos_scale=scale, divisors=short, long_divisors=long)
+
+
+def experts_of(c: Fields, *names: str, top: str = "num_experts_per_tok", default: int, top_k: int) -> tuple[int, int]:
+    """(the number of experts, how many a token chooses), with their defaults."""
+    num = c.size(*names, default=default)
+    chosen = c.size(top, default=top_k)
+    if num * num_layers(c) > MAX_EXPERTS:
+        raise ConfigError(f"{c.file} has {num} experts in each of {num_layers(c)} layers; the limit is {MAX_EXPERTS}.")
+    if chosen > num:
+        raise ConfigError(f"{c.file} has {top} = {chosen}, but there are {num} experts.")
+    return num, chosen
+
+
+def window_of(c: Fields) -> Reach:
+    """That of `sliding_window`, or all positions."""
+    return Reach("window", c.size("sliding_window", most=2**31 - 1)) if "sliding_window" in c else Reach()
+
+
+def decoder(
+    c: Fields,
+    block: Callable[[int], Block],
+    norm: Norm,
+    *,
+    tied: bool = False,
+    scale: float = 1.0,
+    prefixes: tuple[str, ...] = ("model.", ""),
+    ignored: tuple[str, ...] = (),
+) -> Decoder:
+    """A decoder whose embedding is `embed_tokens`. tied: the default of tie_word_embeddings. scale: of embeddings."""
+    h, vocab = c.size("hidden_size"), c.size("vocab_size")
+    embedding = Embedding(matrix("embed_tokens", vocab, h), scale)
+    return Decoder(h, vocab, embedding, layers(c, block), norm, head(c, tied=tied), prefixes, ignored)

@@ -1,0 +1,260 @@
+"""A decoder's forward pass as a list of operations on registers, which executors run in order.
+
+A register holds numbers for each token of a step, [tokens, width], of the activations' type. A `View` is some adjacent
+columns of one. An operation may write to a view that it reads only where its docstring says so.
+"""
+
+from typing import Literal
+
+from .description import Activation, Alibi, Data, Norm, Reach, Rope, Router, Temperature, Weight
+
+Use = Literal["product", "gated", "table", "router", "experts", "gated experts"]
+
+
+class Matrix(Data):
+    """A weight in memory: the rows of `weights`, one weight after the other.
+
+    Uses: product: only for products; gated: the first half of the rows are gates and the second half ups, only for
+    `GatedProduct`; table: of the vocabulary, for look-ups and the head; router: a product that keeps the weight's
+    precision; experts, gated experts: a stack of the matrices of all experts."""
+
+    key: str
+    weights: tuple[Weight, ...]
+    use: Use = "product"
+
+    @property
+    def rows(self) -> int:
+        return sum(weight.rows for weight in self.weights)
+
+    @property
+    def columns(self) -> int:
+        return self.weights[0].columns
+
+    @property
+    def experts(self) -> int:
+        return self.weights[0].experts
+
+
+class Vector(Data):
+    """Numbers of the activations' type, or float32: the elements of `weights`, one weight after the other."""
+
+    key: str
+    weights: tuple[Weight, ...]
+    is_float32: bool = False
+
+
+class View(Data):
+    register: int
+    first: int
+    width: int
+
+
+class Embed(Data):
+    """outs[0] = rows of the table · scale. The scale is rounded to the activations' type first."""
+
+    table: Matrix
+    first_id: int = 0  # of the rows that this rank holds
+    scale: float = 1.0
+
+
+class Positions(Data):
+    """outs[0] += rows of the table at position + offset."""
+
+    table: Matrix
+    offset: int
+
+
+class Normalize(Data):
+    """outs[0] = the norm of ins[0], which may be the same view."""
+
+    norm: Norm
+    weight: Vector | None
+    bias: Vector | None
+    is_cut: bool = False  # its group of elements is divided among the ranks
+
+
+class Product(Data):
+    """outs = the columns of ins[0] · matrixᵀ + bias, in order."""
+
+    matrix: Matrix
+    bias: Vector | None = None
+
+
+class GatedProduct(Data):
+    """outs[0] = silu(gate) · up of the product of ins[0] with a gated matrix."""
+
+    matrix: Matrix
+    bias: Vector | None = None
+
+
+class Add(Data):
+    """outs[0] = alpha · ins[0] + beta · ins[1]; outs[0] may be ins[0]."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+
+
+class Scale(Data):
+    """outs[0] = ins[0] · factor, or · the vector [1 or width]; may be the same view."""
+
+    factor: float = 1.0
+    vector: Vector | None = None
+
+
+class Activate(Data):
+    """outs[0] = act(ins[0]); may be the same view."""
+
+    act: Activation
+
+
+class Glu(Data):
+    """outs[0] = act(gate · gate_scale) · up. ins: gate, up."""
+
+    act: Activation
+    limit: float = 0.0
+    gate_scale: float = 1.0
+    sparsity: float = 0.0
+
+
+class Multiply(Data):
+    """outs[0] = ins[0] · act(ins[1]); may be ins[0]. ins[1] may have one column, or one for each group of columns."""
+
+    act: Literal["sigmoid", "silu", ""] = "sigmoid"
+
+
+class Clip(Data):
+    """outs[0] = ins[0] between ± limit; may be the same view."""
+
+    limit: float
+
+
+class Rotate(Data):
+    """Rotates the heads of ins[0] in place."""
+
+    rope: Rope
+    heads: int
+
+
+class Heat(Data):
+    """Multiplies ins[0] by `temperature` in place."""
+
+    temperature: Temperature
+
+
+class Attend(Data):
+    """Writes keys and values to a tile of the cache, unless they are shared, and attends. ins: queries, keys, values,
+    or queries only; outs[0]: the heads' results."""
+
+    layer: int
+    tile: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    reach: Reach
+    softcap: float = 0.0
+    sinks: Vector | None = None
+    alibi: Alibi | None = None
+
+
+class Mixture(Data):
+    """outs[0] = the weighted sum over each token's experts. ins: hidden states, the router's product."""
+
+    router: Router
+    num_experts: int
+    gate_up: Matrix
+    down: Matrix
+    act: Activation
+    limit: float
+    gate_up_bias: Vector | None = None
+    down_bias: Vector | None = None
+    correction: Vector | None = None
+    expert_scale: Vector | None = None
+
+
+class AllReduce(Data):
+    """outs[0] = the sum of ins[0], the same view, over the ranks."""
+
+
+Args = (
+    Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
+    | Heat | Attend | Mixture | AllReduce
+)  # fmt: skip
+
+
+class Op(Data):
+    layer: int  # −1: before the first layer; their number: after the last
+    args: Args
+    ins: tuple[View, ...]
+    outs: tuple[View, ...]
+
+
+class Tile(Data):
+    """Keys and values of one layer in the cache."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    reach: Reach
+
+
+class Program(Data):
+    """The pass over a step's tokens, from ids to the states that the head takes."""
+
+    ops: tuple[Op, ...]
+    widths: tuple[int, ...]  # of the registers
+    result: View
+    head: Matrix
+    head_scale: float
+    head_softcap: float
+    head_project: Matrix | None
+    tiles: tuple[Tile, ...]
+    hidden: int
+    vocab: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All, in the order of their use, each once."""
+        return tuple(dict.fromkeys(found for found in _parts(self) if isinstance(found, Matrix)))
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return tuple(dict.fromkeys(found for found in _parts(self) if isinstance(found, Vector)))
+
+
+def _parts(program: Program) -> list[Matrix | Vector]:
+    found = [value for op in program.ops for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]
+    found.append(program.head)
+    if program.head_project is not None:
+        found.append(program.head_project)
+    return found
+
+
+class Layout(Data):
+    """Where registers lie in one array while they are in use: offsets in numbers for each token."""
+
+    offsets: tuple[int, ...]
+    size: int  # numbers for each token
+
+
+def layout(program: Program) -> Layout:
+    """Registers that are in use at different times share memory: each gets the first place where it fits."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, op in enumerate(program.ops):
+        for view in (*op.ins, *op.outs):
+            first.setdefault(view.register, number)
+            last[view.register] = number
+    last[program.result.register] = len(program.ops)
+    offsets: dict[int, int] = {}
+    for register in sorted(first, key=lambda each: first[each]):
+        width, at = program.widths[register], 0
+        in_use = sorted((offsets[other], program.widths[other]) for other in offsets if last[other] >= first[register])
+        for begin, taken in in_use:
+            if at + width <= begin:
+                break
+            at = max(at, begin + taken)
+        offsets[register] = at
+    size = max(offsets[register] + program.widths[register] for register in offsets)
+    return Layout(tuple(offsets.get(register, 0) for register in range(len(program.widths))), size)
