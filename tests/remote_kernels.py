@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from bisect import bisect_right
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -80,6 +81,10 @@ class RemoteLibrary:
             process.kill()
             process.communicate()
         raise AssertionError("no place in memory for the driver")
+
+    def as_cdll(self) -> ctypes.CDLL:
+        """For `Kernels`, which uses no other part of a CDLL."""
+        return cast(ctypes.CDLL, self)
 
     def call(self, name: str, ints: list[int], floats: list[float], *, has_result: bool) -> int:
         """Calls the function and waits for it. Its memory is this process's."""

@@ -180,5 +180,6 @@ def test_results_are_equal_for_any_number_of_threads(level: Kernels, dtype, rows
 def test_weights_are_packed_by_all_threads():
     """Before the first step, which sets the number of threads again."""
     with torch_threads(3):
-        Kernels()
-        assert build.load().pagewire_num_threads() == 3
+        library = build.find().load()
+        Kernels(library)
+        assert library.pagewire_num_threads() == 3
