@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantized_checkpoints import quantize_checkpoint
 from runner_driver import Driver, Request, engine_config
 from waiting import until
 
@@ -65,6 +66,23 @@ def test_the_second_runner_reads_no_tensor(
     second, tokens = load(folder, fd, quantization=quantization)
     assert tokens == expected and second.weights_fit and second.memory == alone.memory
     assert load(folder, -1, quantization=quantization)[1] != expected, "a runner that reads the checkpoint notices"
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-v2-ordered", "int8", "mxfp4", "fp8-channel"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_quantized_checkpoints_are_packed_once(
+    family: str, kind: str, fd: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized, widened = quantize_checkpoint(checkpoint(family, hidden_size=128, intermediate_size=128), tmp_path, kind)
+    alone, expected = load(quantized, -1)
+    first, tokens = load(quantized, fd)
+    assert tokens == expected and first.memory == alone.memory
+    size = os.fstat(fd).st_size
+    assert size == pytest.approx(first.memory.weights, rel=0.1, abs=64 << 10), "the segment holds what is counted"
+    assert size < 0.45 * sum(file.stat().st_size for file in widened.glob("*.safetensors"))
+    damage(quantized)
+    second, tokens = load(quantized, fd)
+    assert tokens == expected and second.weights_fit and second.memory == alone.memory
 
 
 def test_a_changed_checkpoint_is_read_again(
