@@ -15,7 +15,7 @@ from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
 from ..engine.extension import load_extension
 from ..engine.kv_connector import registry as kv_connectors
-from ..engine.parallel import shard
+from ..engine.models.cut import cut
 from ..engine.text.template_files import read_templates
 
 
@@ -58,7 +58,8 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         is_dummy=options.load_format == "dummy",
         quantization=options.quantization,
     )
-    shard.check(spec, options.tensor_parallel_size)
+    if spec.decoder is not None:
+        cut(spec.decoder, 0, options.tensor_parallel_size)
     facts = model_facts(spec, folder, name)
     templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))

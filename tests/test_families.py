@@ -24,7 +24,7 @@ from pagewire.config.flags import make_config
 from pagewire.config.machine import machine_facts
 from pagewire.engine.checkpoint.purpose import is_generative
 from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.models.transformers_fallback import load_fallback
+from pagewire.engine.executors.transformers_fallback import load_fallback
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import PagewireError
 from pagewire.procs.prepare import prepare

@@ -28,23 +28,27 @@ ROOMS: dict[str, str] = {
     "config": "errors kernels.cpu",
     "ipc": "errors",
     "engine.core": "errors config ipc",
-    "engine.checkpoint": "errors config",
+    "engine.models": "errors",
+    "engine.models.families": "engine.models",
+    "engine.checkpoint": "errors config engine.models engine.models.families",
     "engine.text": "errors config ipc engine.checkpoint",
     "engine.attention": "kernels kernels.cpu",
     "engine": "config engine.core engine.attention",
     "engine.kv_connector": "errors config ipc engine.core engine.attention",
-    "engine.parallel": "errors engine.checkpoint kernels.cpu",
-    "engine.weights": "errors config engine.checkpoint engine.parallel kernels",
+    "engine.parallel": "errors kernels.cpu",
+    "engine.weights": "errors config engine.models engine.checkpoint kernels",
     "engine.device": "errors config engine.parallel kernels.triton",
-    "engine.layers": "engine.checkpoint engine.attention engine.parallel kernels",
-    "engine.models": "errors engine.checkpoint engine.attention engine.parallel engine.layers kernels kernels.cpu",
-    "engine.steps": "config ipc engine.attention engine.models kernels",
+    "engine.executors": (
+        "errors engine.models engine.checkpoint engine.attention engine.parallel engine.weights kernels kernels.cpu"
+    ),
+    "engine.steps": "config ipc engine.attention engine.executors kernels",
     "engine.gpu": (
-        "config ipc engine.attention engine.device engine.layers engine.models engine.steps kernels kernels.triton"
+        "errors config ipc engine.models engine.attention engine.parallel engine.device engine.executors engine.steps "
+        "kernels kernels.triton"
     ),
     "engine.runner": (
         "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.layers engine.models engine.steps engine.gpu kernels "
+        "engine.weights engine.device engine.models engine.executors engine.steps engine.gpu kernels "
         "kernels.cpu"
     ),
     "api.http": "errors config ipc",
@@ -64,7 +68,7 @@ ROOMS: dict[str, str] = {
         "api.batches api.pooling api.admin api.web"
     ),
     "procs": (
-        "errors version config ipc engine engine.core engine.text engine.checkpoint engine.kv_connector "
+        "errors version config ipc engine engine.core engine.models engine.text engine.checkpoint engine.kv_connector "
         "engine.parallel engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",

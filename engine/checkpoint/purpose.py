@@ -13,16 +13,7 @@ import msgspec
 from ...config.config import Purpose, Task
 from ...config.model_files import read_json, read_object
 from ...errors import ConfigError
-
-# Native architectures → the module in `engine/models`.
-NATIVE = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
+from ..models.families import pages
 
 _CLASSIFIER = "ForSequenceClassification"
 _BARE = ("Model", "ForMaskedLM")  # endings of architectures without a head, or without one for generating
@@ -40,7 +31,7 @@ class _Module(msgspec.Struct):
 def causal_name(architecture: str) -> str:
     """The native architecture whose body this one is, or the architecture itself."""
     name = architecture.removesuffix("Model") + "ForCausalLM"
-    return name if architecture.endswith("Model") and name in NATIVE else architecture
+    return name if architecture.endswith("Model") and name in pages() else architecture
 
 
 def is_generative(architecture: str) -> bool:
@@ -63,7 +54,7 @@ def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
     if parts is None and is_generative(architecture):
         return Purpose(size=hidden_size)
     tasks: tuple[Task, ...] = ("embed",)
-    is_encoder = causal_name(architecture) not in NATIVE
+    is_encoder = causal_name(architecture) not in pages()
     if parts is None:  # nothing is declared: mean as in sentence-transformers, or the last token, which sees all others
         how: Literal["last", "mean"] = "mean" if is_encoder else "last"
         return Purpose(tasks=tasks, is_encoder=is_encoder, pooling=how, size=hidden_size)

@@ -7,7 +7,7 @@ What config.json does not show is found by running the model (`rehearsal.py`). I
 from collections.abc import Iterator, Mapping
 
 from ...errors import UnsupportedModel
-from .purpose import NATIVE
+from ..models.families import pages
 
 Config = Mapping[str, object]
 
@@ -73,7 +73,7 @@ _BY_LAYER = {
 
 def check_architecture(config: Config, architecture: str, *, generates: bool) -> None:
     """config: config.json. generates: the model is to generate text with paged attention. Raises UnsupportedModel."""
-    if architecture in NATIVE:
+    if architecture in pages():
         return
     if (modalities := _modalities(config)) is not None:
         reason = f"it is a multimodal model ({modalities}), and pagewire serves checkpoints of text models only"

@@ -18,7 +18,7 @@ def route(router: Router, logits: Tensor, correction: Tensor | None) -> tuple[Te
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if correction is None else scores + correction.view(-1)
     if router.groups > 1:
-        groups = ranked.unflatten(1, (router.groups, -1))
+        groups = ranked.view(ranked.shape[0], router.groups, -1)
         of_group = groups.amax(-1) if router.group_by == "max" else groups.topk(2, dim=-1).values.sum(-1)
         best_groups = of_group.topk(router.top_groups, dim=-1).indices
         is_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best_groups, False)
@@ -73,4 +73,3 @@ def _expert(args: Mixture, weights: Weights, expert: int, x: Tensor) -> Tensor:
         gate, up = gate_up.product(x, gate_up_bias).chunk(2, dim=-1)
         inner = glu(gate, up, args.act, args.limit)
     return down.product(inner, down_bias)
-

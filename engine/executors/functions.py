@@ -12,7 +12,7 @@ from ..models.description import Activation
 def normalize(x: Tensor, size: int, kind: str, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A norm of groups of `size` adjacent columns of x [tokens, width], in float32. weight, bias: [size], or of all
     groups [width]; those of float32 beside narrower numbers are applied before the result is rounded."""
-    groups = x.unflatten(1, (-1, size))
+    groups = x.view(x.shape[0], -1, size)
     is_wide = weight is not None and weight.dtype != x.dtype
     numbers = groups.float() if is_wide else groups
     if weight is not None and weight.numel() > size:

@@ -4,6 +4,7 @@ on the same memory."""
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -17,7 +18,20 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..attention.native import NativePagedAttention
 from ..models.program import (
-    Add, Attend, Embed, GatedProduct, Layout, Matrix, Mixture, Normalize, Op, Product, Program, Rotate, Vector, View,
+    Add,
+    Attend,
+    Embed,
+    GatedProduct,
+    Layout,
+    Matrix,
+    Mixture,
+    Normalize,
+    Op,
+    Product,
+    Program,
+    Rotate,
+    Vector,
+    View,
     layout,
 )  # fmt: skip
 from .reference import Reference, ReferenceModel, Registers, Step
@@ -56,8 +70,8 @@ class NativeModel:
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
             return self._alone.hidden(ids, positions, attention)
-        if self._parts is None:  # the cache is open now
-            self._compiler = _Compiler(self._reference, self._layout, attention)  # keeps what operations point to
+        if self._parts is None:  # the cache is open now. The compiler keeps what operations point to.
+            self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)
             self._parts = self._compiler.parts()
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
@@ -67,9 +81,7 @@ class NativeModel:
         step, registers = Step(ids, positions, attention), None
         for part in self._parts:
             if isinstance(part, _InC):
-                self._kernels.program(
-                    ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields)
-                )
+                self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
@@ -87,9 +99,10 @@ class NativeModel:
 class _Compiler:
     """Turns operations into those of C. Some that follow each other become one."""
 
-    def __init__(self, reference: Reference, layout: Layout, attention: NativePagedAttention) -> None:
+    def __init__(self, reference: Reference, layout: Layout, attention: NativePagedAttention, kernels: Kernels) -> None:
         self._program: Program = reference.program
         self._reference, self._layout, self._attention = reference, layout, attention
+        self._kernels = kernels
         self._matrices: dict[tuple[str, str], MatrixFields] = {}
         self._kept: list[object] = []  # what operations point to
         self._readers = [0] * len(self._program.widths)
@@ -204,7 +217,7 @@ class _Compiler:
         views = op.ins
         if len(views) < 3 or args.head_dim != args.value_dim or args.head_dim % LANES:
             return None
-        for before, after in zip(views, views[1:], strict=False):
+        for before, after in pairwise(views):
             if (before.register, before.first + before.width) != (after.register, after.first):
                 return None
         if args.reach.kind == "chunk" or args.sinks is not None or args.alibi is not None:
@@ -222,7 +235,7 @@ class _Compiler:
             return None
         stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
         pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]
-        experts = NativeExperts(pairs, top_k=router.top_k, renormalize=router.renorm)
+        experts = NativeExperts(self._kernels, pairs, top_k=router.top_k, renormalize=router.renorm)
         self._kept.append(experts)
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):

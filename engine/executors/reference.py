@@ -124,9 +124,12 @@ class Reference:
     # What each operation computes. They return the columns of `op.outs`.
 
     def _embed(self, op: Op, registers: Registers, step: Step) -> Tensor:
-        args = op.args
-        assert isinstance(args, Embed)
-        matrix, ids = self.weights.matrix(args.table), step.ids
+        assert isinstance(op.args, Embed)
+        return self.embed(op.args, step.ids)
+
+    def embed(self, args: Embed, ids: Tensor) -> Tensor:
+        """The embeddings of ids. Every rank has those of its own rows; the others are 0."""
+        matrix = self.weights.matrix(args.table)
         if self._group.size == 1:
             out = matrix.lookup(ids)
         else:
@@ -192,7 +195,7 @@ class Reference:
         assert isinstance(args, Multiply)
         x, by = (registers.get(view) for view in op.ins)
         factor = by if not args.act else torch.sigmoid(by) if args.act == "sigmoid" else F.silu(by)
-        return (x.unflatten(1, (factor.shape[1], -1)) * factor[:, :, None]).flatten(1)
+        return (x.view(x.shape[0], factor.shape[1], -1) * factor[:, :, None]).flatten(1)
 
     def _clip(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -203,7 +206,7 @@ class Reference:
         args = op.args
         assert isinstance(args, Rotate)
         x = registers.get(op.ins[0])
-        heads = x.unflatten(1, (args.heads, -1))
+        heads = x.view(x.shape[0], args.heads, -1)
         cos, sin = self.rotary[args.rope].at(step.positions)
         turning, rest = heads[..., : args.rope.dims], heads[..., args.rope.dims :]
         turned = torch.addcmul(turning * cos, turning.roll(args.rope.dims // 2, -1), sin)
@@ -224,8 +227,8 @@ class Reference:
         out = step.attention.forward(
             args.tile,
             q.contiguous().view(-1, args.heads, args.head_dim),
-            k.unflatten(1, (args.kv_heads, -1)),
-            v.unflatten(1, (args.kv_heads, -1)),
+            k.view(k.shape[0], args.kv_heads, -1),
+            v.view(v.shape[0], args.kv_heads, -1),
             scale=args.scale,
             window=args.reach.positions or None,
             softcap=args.softcap or None,

@@ -30,7 +30,7 @@ def inverse_frequencies(rope: Rope) -> Tensor:
             return _yarn(base, rope, dim)
         case "ntk_alpha":
             theta = rope.theta * rope.factor ** (dim / (dim - 2))
-            return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+            return torch.ones(()) / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
         case "proportional":
             turning = int(rope.high * dim // 2)
             return torch.where(torch.arange(dim // 2, device="cpu") < turning, base / rope.factor, torch.zeros(()))
@@ -41,9 +41,7 @@ def _llama3(base: Tensor, rope: Rope) -> Tensor:
     wavelength = 2 * math.pi / base
     longest = rope.original / rope.low
     shortest = rope.original / rope.high
-    share_kept = (rope.original / wavelength - rope.low) / (
-        rope.high - rope.low
-    )
+    share_kept = (rope.original / wavelength - rope.low) / (rope.high - rope.low)
     between = (1 - share_kept) * base / rope.factor + share_kept * base
     return torch.where(wavelength > longest, base / rope.factor, torch.where(wavelength < shortest, base, between))
 

@@ -1,6 +1,7 @@
 """The weights of a program in memory: matrices as the kernels packed them, and vectors."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ...kernels.ops import Ops
 from ...kernels.quantized_weight import StoredWeight, concatenate
 from ..models.program import Matrix, Program, Vector
 from ..weights.dummy import Dummy
+from ..weights.loader import Sink
 
 
 class Weights:
@@ -32,41 +34,56 @@ class Weights:
         return matrices + sum(vector.nbytes for vector in self.vectors.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How weights are packed."""
+
+    ops: Ops
+    dtype: torch.dtype  # of vectors
+    weight_dtype: torch.dtype  # of matrices before they are packed
+    device: torch.device
+    keeps: bool  # quantized matrices stay as they are stored, where the kernels can compute with them
+
+
 class Packing:
     """Packs each matrix as soon as it is filled, so that there is a second copy of one matrix only; a `Sink`."""
 
-    def __init__(
-        self, ops: Ops, *, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, keeps: bool
-    ) -> None:
-        """dtype: of vectors. weight_dtype: of matrices before they are packed. keeps: quantized matrices stay as they
-        are stored, where the kernels can compute with them."""
-        self.device = device
+    def __init__(self, options: Options) -> None:
+        self.options, self.device = options, options.device
         self.weights = Weights()
-        self._ops, self._dtype, self._weight_dtype, self._keeps = ops, dtype, weight_dtype, keeps
+        self._ops = options.ops
+        self._stored: dict[str, dict[int, kernels.Matrix]] = {}  # stacks of which some are packed
 
     def keeps(self, matrix: Matrix) -> bool:
-        return self._keeps and self._ops.quantized is not None and matrix.use != "router"
+        return self.options.keeps and self._ops.quantized is not None and matrix.use != "router"
 
     def begin(self, target: Matrix | Vector) -> Tensor:
         return torch.empty(*shape_of(target), dtype=self.dtype_of(target), device=self.device)
 
     def dtype_of(self, target: Matrix | Vector) -> torch.dtype:
         if isinstance(target, Matrix):
-            return self._weight_dtype
-        return torch.float32 if target.is_float32 else self._dtype
+            return self.options.weight_dtype
+        return torch.float32 if target.is_float32 else self.options.dtype
 
     def end(self, target: Matrix | Vector, values: Tensor) -> None:
         if isinstance(target, Vector):
-            self.weights.vectors[target.key] = values
+            self.take_vector(target, values)
         else:
             stack = values if target.experts else values[None]
             self.take(target, (self._pack(target, matrix) for matrix in stack))
 
-    def stored(self, matrix: Matrix, parts: Sequence[Sequence[StoredWeight]]) -> None:
-        self.take(matrix, (self._pack_stored(matrix, each) for each in parts))
+    def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
+        stack = self._stored.setdefault(matrix.key, {})
+        stack[expert] = self._pack_stored(matrix, parts)
+        if len(stack) == max(1, matrix.experts):
+            del self._stored[matrix.key]
+            self.take(matrix, (stack[i] for i in range(len(stack))))
 
     def take(self, target: Matrix, packed: Iterable[kernels.Matrix]) -> None:
         self.weights.matrices[target.key] = tuple(packed)
+
+    def take_vector(self, target: Vector, values: Tensor) -> None:
+        self.weights.vectors[target.key] = values
 
     def _pack(self, target: Matrix, values: Tensor) -> kernels.Matrix:
         match target.use:
@@ -83,7 +100,7 @@ class Packing:
         try:
             return self._ops.quantized(concatenate(parts), target.use in ("gated", "gated experts"))
         except ValueError:  # the parts are quantized differently
-            return self._pack(target, torch.cat([part.dequantize(self._weight_dtype) for part in parts]))
+            return self._pack(target, torch.cat([part.dequantize(self.options.weight_dtype) for part in parts]))
 
 
 def shape_of(target: Matrix | Vector) -> tuple[int, ...]:
@@ -94,10 +111,10 @@ def shape_of(target: Matrix | Vector) -> tuple[int, ...]:
     return (experts, *shape) if experts else shape
 
 
-def fill_dummy(program: Program, packing: Packing) -> None:
+def fill_dummy(program: Program, sink: Sink) -> None:
     """Random weights, for benchmarks."""
     dummy = Dummy()
-    for target in (*program.matrices, *program.vectors):
-        values = packing.begin(target)
+    for target in program.targets:
+        values = sink.begin(target)
         dummy.fill(target.key, values, is_vector=isinstance(target, Vector))
-        packing.end(target, values)
+        sink.end(target, values)

@@ -1,19 +1,18 @@
 """A native decoder on the Triton kernels, with buffers at fixed addresses, so that its steps can be recorded.
 
 All inputs of a step are on the device when it begins: the packet, and the state of the rows. The order of operations is
-that of `engine/models/decoder.py`, whose weights it uses. A layer of up to 16 tokens takes six launches: norm and
+that of the program. A layer of up to 16 tokens takes six launches: norm and
 QKV projection, rotary embedding and KV write, attention, output projection and residual, norm and gates, down
 projection and residual. More tokens take cuBLAS and a norm that adds the residual.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import cast
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...kernels.ops import reference_ops
 from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, max_tiles, tile_tokens
@@ -22,14 +21,16 @@ from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.prepare_step import prepare_step
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import workspace_small_product
-from ..attention.kv_cache import KvCache
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.moe import MoeMlp
-from ..layers.norm import RmsNorm
-from ..layers.rotary import inverse_frequencies
-from ..models.decoder import Decoder, DecoderLayer
+from ..attention.kv_cache import KvCache, KvShape
+from ..executors.reference import Reference
+from ..executors.rotary import inverse_frequencies
+from ..executors.vocabulary import Vocabulary
+from ..executors.weights import Weights
+from ..models.program import Embed, GatedProduct, Normalize, Program
+from ..models.program import Product as ProductOp
+from ..parallel.collectives import Group
 from .feed_forward import AddFeedForward, FeedForward, GatedFeedForward, MoeFeedForward
+from .layers import Chosen, Gated, Layer, layers_of
 from .packet import Limits, Packet
 from .products import (
     DenseProduct,
@@ -43,6 +44,7 @@ from .products import (
 )
 from .shapes import StepShape
 from .state import RowState
+from .weights import Loaded
 
 DRAFT_ROWS = 16  # attention tile rows for steps in which rows have a few tokens,
 PROMPT_ROWS = 128  # for steps with prompts,
@@ -69,84 +71,119 @@ class TritonDecoder:
     """`open` comes before the first `run`. One step runs at a time."""
 
     def __init__(
-        self, decoder: Decoder, *, limits: Limits, dtype: torch.dtype, num_programs: int, is_deterministic: bool
+        self,
+        program: Program,
+        loaded: Loaded,
+        *,
+        shape: KvShape,
+        group: Group,
+        max_len: int,
+        limits: Limits,
+        dtype: torch.dtype,
+        num_programs: int,
+        is_deterministic: bool,
     ) -> None:
-        """decoder: loaded and not packed; it gives its weights away. num_programs: of decode attention, as many as the
-        device holds at once. is_deterministic: a token's bits depend on its own request only."""
-        self.kv_shape = decoder.kv_shape
-        self._decoder = decoder
-        self._ranks = decoder.group
+        """program: one whose `layers_of` are known. loaded: its weights, which it takes. num_programs: of decode
+        attention, as many as the device holds at once. is_deterministic: a token's bits depend on its own request
+        only."""
+        self.kv_shape = shape
+        self._ranks = group
         self._limits = limits
         self._num_programs = num_programs
-        body = decoder.model
-        layers = [cast(DecoderLayer, layer) for layer in body.layers]
-        modules = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
-        narrow = sum(module.quantized.nbytes for module in modules if module.quantized is not None)
-        self.weights = narrow + sum(parameter.nbytes for parameter in decoder.parameters())  # bytes
-        attention = layers[0].self_attn
-        self._heads, self._dim = attention.heads, self.kv_shape.head_dim
-        self._kv_heads = self.kv_shape.num_kv_heads
+        self.weights = loaded.num_bytes
+        layers = layers_of(program)
+        attend, embed = layers[0].attend, program.ops[0].args
+        final = program.ops[-1].args
+        assert isinstance(embed, Embed) and isinstance(final, Normalize)
+        self._heads, self._dim, self._kv_heads = attend.heads, attend.head_dim, attend.kv_heads
         self.group = self._heads // self._kv_heads  # query heads per kv head
-        self._scale = attention.scale
-        self._eps = attention.eps
-        self._norm = _norm(body.norm)
-        self.device = device = self._norm.weight.device
-        shapes = {module.shape for module in modules if module.shape[0] % 16 == 0}
+        self._scale = attend.scale
+        self._eps = 0.0 if layers[0].head_norms is None else layers[0].head_norms[0].norm.eps
+
+        def norm(args: Normalize) -> Norm:
+            weight = loaded.vector(args.weight)
+            assert weight is not None
+            return Norm(weight, args.norm.eps)
+
+        self._norm = norm(final)
+        self.device = device = loaded.device
+        shapes = {
+            (matrix.rows, matrix.columns)
+            for matrix in program.matrices
+            if matrix.use in ("product", "gated", "router") and matrix.rows % 16 == 0
+        }
         workspace = workspace_small_product(shapes, device)
 
-        def product(module: Linear, rearrange: Callable[[Tensor], Tensor] = lambda x: x) -> Product:
-            bias = None if module.bias is None else rearrange(module.bias.data)
-            if module.quantized is None:
-                weight = rearrange(module.take())
-                return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, workspace)
-            is_gated = rearrange is interleave
-            return QuantizedProduct(module.quantized.interleave() if is_gated else module.quantized, bias)
+        def product(args: ProductOp | GatedProduct) -> Product:
+            is_gated = isinstance(args, GatedProduct)
+            bias, weight = loaded.vector(args.bias), loaded.take(args.matrix)
+            if is_gated and bias is not None:
+                bias = interleave(bias)
+            if not isinstance(weight, Tensor):
+                return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
+            weight = interleave(weight) if is_gated else weight
+            return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, workspace)
 
-        moe: MoeWorkspace | None = None
+        self._moe: MoeWorkspace | None = None
 
-        def feed_forward(module: GatedMlp | MoeMlp) -> FeedForward:
-            nonlocal moe
-            if isinstance(module, GatedMlp):
-                gate_up, down = product(module.gate_up_proj, interleave), product(module.down_proj)
-                return GatedFeedForward(gate_up, down, decoder.intermediate_size)
-            stacks = module.take()
-            moe = moe or _moe_workspace(module, stacks[1], limits.tokens, dtype)
-            return MoeFeedForward(
-                product(module.gate), *stacks, moe, top_k=module.top_k, renormalize=module.renormalize
+        def feed_forward(part: Gated | Chosen) -> FeedForward:
+            if isinstance(part, Gated):
+                gate_up, down = product(part.gate_up), product(part.down)
+                return GatedFeedForward(gate_up, down, part.down.matrix.columns)
+            args = part.experts
+            self._moe = self._moe or workspace_moe(
+                max_tokens=limits.tokens,
+                num_experts=args.num_experts,
+                top_k=args.router.top_k,
+                hidden=args.down.rows,
+                inter=args.down.columns,
+                dtype=dtype,
+                device=device,
             )
+            stacks = loaded.values(args.gate_up), loaded.values(args.down)
+            how = args.router
+            return MoeFeedForward(product(part.router), *stacks, self._moe, top_k=how.top_k, renormalize=how.renorm)
+
+        def head_norms(layer: Layer) -> tuple[Tensor, Tensor] | None:
+            if layer.head_norms is None:
+                return None
+            return norm(layer.head_norms[0]).weight, norm(layer.head_norms[1]).weight
 
         self._layers = [
             _Layer(
-                input_norm=_norm(layer.input_layernorm),
-                qkv=product(layer.self_attn.qkv_proj),
-                head_norms=_head_norms(layer.self_attn.q_norm, layer.self_attn.k_norm),
-                out=product(layer.self_attn.o_proj),
-                post_norm=_norm(layer.post_attention_layernorm),
-                feed_forward=feed_forward(layer.mlp),
-                window=layer.self_attn.window,
+                input_norm=norm(layer.input_norm),
+                qkv=product(layer.qkv),
+                head_norms=head_norms(layer),
+                out=product(layer.out),
+                post_norm=norm(layer.post_norm),
+                feed_forward=feed_forward(layer.feed_forward),
+                window=layer.attend.reach.positions or None,
             )
             for layer in layers
         ]
-        self._moe = moe
         matrix = InvariantMatrix if is_deterministic else TorchMatrix
-        for vocabulary in decoder.vocabularies:
-            vocabulary.pack(replace(reference_ops(), matrix=matrix, table=matrix))
-        hidden = self._norm.weight.shape[0]
+        tables = Weights()
+        for table in dict.fromkeys((embed.table, program.head)):
+            tables.matrices[table.key] = (matrix(loaded.values(table)),)
+        reference = Reference(
+            program, tables, max_len=1, dtype=dtype, weight_dtype=dtype, device=device, group=group
+        )  # fmt: skip
+        self._embed: Callable[[Tensor], Tensor] = partial(reference.embed, embed)
+        self._vocabulary = Vocabulary(program, tables, group)
+        hidden = program.hidden
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        rope = decoder.rope
-        self._rotary = rotary_table(
-            inverse_frequencies(rope, self._dim).to(device), rope.attention_factor, decoder.max_len
-        )
+        rope = layers[0].rope
+        self._rotary = rotary_table(inverse_frequencies(rope).to(device), rope.cos_scale, max_len)
         self._ids, self._positions, self._slots = (integers(limits.tokens) for _ in range(3))
         self._context_lens, self._tables = integers(limits.rows), integers(limits.rows, limits.blocks)
         self._stream = torch.zeros((limits.tokens, hidden), dtype=dtype, device=device)  # the residual stream
         self._windows: dict[int | None, DecodeWorkspace] = {
             window: workspace_decode(
                 rows=limits.rows,
-                max_context=decoder.max_len,
+                max_context=max_len,
                 heads=self._heads,
                 kv_heads=self._kv_heads,
                 head_dim=self._dim,
@@ -193,7 +230,7 @@ class TritonDecoder:
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
 
         stream = self._stream[:tokens]
-        stream.copy_(self._decoder.model.embed_tokens(ids))
+        stream.copy_(self._embed(ids))
         dtype, device = stream.dtype, stream.device
         qkv = torch.empty((tokens, (self._heads + 2 * self._kv_heads) * self._dim), dtype=dtype, device=device)
         query = torch.empty((tokens, self._heads, self._dim), dtype=dtype, device=device)
@@ -258,29 +295,9 @@ class TritonDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] float32."""
-        return self._decoder.logits(hidden)
+        return self._vocabulary.logits(hidden)
 
 
 def _add_norm(delta: Tensor, stream: Tensor, norm: Norm, out: Tensor) -> None:
     """stream += delta; out = norm(stream)."""
     rms_norm(delta, norm.weight, norm.eps, out, residual=stream)
-
-
-def _moe_workspace(module: MoeMlp, down: Tensor, max_tokens: int, dtype: torch.dtype) -> MoeWorkspace:
-    return workspace_moe(
-        max_tokens=max_tokens,
-        num_experts=module.num_experts,
-        top_k=module.top_k,
-        hidden=down.shape[1],
-        inter=down.shape[2],
-        dtype=dtype,
-        device=down.device,
-    )
-
-
-def _norm(module: RmsNorm) -> Norm:
-    return Norm(module.weight.data, module.eps)
-
-
-def _head_norms(q_norm: RmsNorm | None, k_norm: RmsNorm | None) -> tuple[Tensor, Tensor] | None:
-    return None if q_norm is None or k_norm is None else (q_norm.weight.data, k_norm.weight.data)

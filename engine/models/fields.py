@@ -12,6 +12,10 @@ MAX_POSITIONS = 2**27
 _MAX_NUMBER = 1e12
 
 
+class NotDescribedError(Exception):
+    """A model that its family's page does not cover. The text says what it has, in words that follow "it has"."""
+
+
 class Fields:
     """A JSON object. Errors are a ConfigError that names the file and the field. null counts as absent."""
 
@@ -94,10 +98,11 @@ class Fields:
         value = self.raw.get(name)
         if value is None:
             return None
-        is_list = isinstance(value, list)
-        if not is_list or not all(isinstance(i, int | float) and not isinstance(i, bool) and i > 0 for i in value):
+        entries: list[object] = value if isinstance(value, list) else [None]
+        found = [float(i) for i in entries if isinstance(i, int | float) and not isinstance(i, bool) and i > 0]
+        if len(found) < len(entries):
             raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a list of positive numbers.")
-        return tuple(float(i) for i in value)
+        return tuple(found)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
         """A list of texts; None: absent."""

@@ -21,7 +21,7 @@ from .description import (
     Sublayer,
     Weight,
 )
-from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
+from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 
 # Tensors of vision and audio towers, which a text model does not read.
 TOWERS = (r"(.*\.)?(visual|vision_(tower|model|encoder)|multi_modal_projector|audio_tower|embed_(vision|audio))\..*",)
@@ -43,7 +43,7 @@ def activation(c: Fields, default: str, *names: str) -> Activation:
     """The activation under the first of `names` that is present; hidden_act without names."""
     found = next((c.text(name, "") for name in names or ("hidden_act",) if name in c), default)
     if found not in _ACTIVATIONS:
-        raise ConfigError(f"{c.file} has the activation {found!r}; pagewire has {', '.join(_ACTIVATIONS)}.")
+        raise NotDescribedError(f"the activation {found!r}")
     return _ACTIVATIONS[found]
 
 
@@ -197,7 +197,7 @@ def rope(
     if kind is not None and any(isinstance(value, dict) for value in given.raw.values()):
         given = given.part(kind) or Fields({}, c.file)
     elif any(isinstance(value, dict) for value in given.raw.values()):
-        raise ConfigError(f"{c.file} has rotary embeddings of several kinds of layers, which this model has not.")
+        raise NotDescribedError("rotary embeddings for several kinds of layers")
     form = given.text("rope_type", given.text("type", "default"))
     share = given.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
     longest = c.size("max_position_embeddings", "n_positions", default=2048, most=MAX_POSITIONS)
@@ -209,13 +209,16 @@ def rope(
         if value <= least:
             raise ConfigError(f"{c.file} has {name} = {value:g}, which should be more than {least:g}.")
     turned = dims if form == "proportional" else int(dims * share)
+    divisors = c.numbers("rope_divisors") or ()  # of GGUF files
     match form:
         case "default" | "mrope":
-            return Rope(turned, base, pairs=pairs)
+            return Rope(turned, base, divisors=divisors, pairs=pairs)
         case "linear" | "dynamic":
-            return Rope(turned, base, form, given.number("factor", 1.0), original, pairs=pairs)
+            factor = given.number("factor", 1.0)
+            return Rope(turned, base, form, factor, original, divisors=divisors, pairs=pairs)
         case "llama3":
-            return Rope(turned, base, "llama3", given.number("factor", 1.0), original, low, high, pairs=pairs)
+            factor = given.number("factor", 1.0)
+            return Rope(turned, base, "llama3", factor, original, low, high, divisors=divisors, pairs=pairs)
         case "yarn":
             factor = given.number("factor", longest / original)
             return Rope(
@@ -228,13 +231,14 @@ def rope(
                 beta_slow=given.number("beta_slow", 1.0),
                 truncate=given.flag("truncate", True),
                 cos_scale=_yarn_scale(given, factor),
+                divisors=divisors,
                 pairs=pairs,
             )
         case "longrope" | "su":
             return _longrope(c, given, turned, base, longest, original)
         case "proportional":
             return Rope(turned, base, "proportional", given.number("factor", 1.0), original, high=share, pairs=pairs)
-    raise ConfigError(f"{c.file} has {form} position embeddings, which pagewire does not compute.")
+    raise NotDescribedError(f"{form} position embeddings")
 
 
 def _yarn_scale(given: Fields, factor: float) -> float:

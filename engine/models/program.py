@@ -222,6 +222,15 @@ class Program(Data):
     def vectors(self) -> tuple[Vector, ...]:
         return tuple(dict.fromkeys(found for found in _parts(self) if isinstance(found, Vector)))
 
+    @property
+    def targets(self) -> tuple[Matrix | Vector, ...]:
+        """All that is loaded."""
+        return (*self.matrices, *self.vectors)
+
+    @property
+    def attention(self) -> tuple[Attend, ...]:
+        return tuple(op.args for op in self.ops if isinstance(op.args, Attend))
+
 
 def _parts(program: Program) -> list[Matrix | Vector]:
     found = [value for op in program.ops for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]

@@ -9,19 +9,21 @@ from ...config.config import EngineConfig
 from ...kernels.cpu import build
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
-from ..attention.kv_cache import KvCache
+from ..attention.kv_cache import KvCache, KvShape
 from ..attention.torch_paged import TorchPagedAttention
-from ..models.decoder import Decoder, Model
+from ..executors.base import Model
+from ..executors.reference import Reference, ReferenceModel
+from ..executors.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels of a model: operations, attention, and how a decoder runs."""
+    """The kernels of a model: operations, attention, and how a program runs."""
 
     ops: Ops
     weight_dtype: torch.dtype  # of matrices; other parameters have the activations' type
     attention: Callable[[KvCache], AttentionBackend]
-    model: Callable[[Decoder], Model]  # how a native decoder runs
+    model: Callable[[Reference, Vocabulary, KvShape], Model]  # how a program runs
     note: str  # for the operator
     is_invariant: bool = False  # with `--deterministic` a token has the same bits in any batch, chunked or not
 
@@ -33,7 +35,7 @@ class Backend:
             ops=ops,
             weight_dtype=dtype,
             attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops, dtype=dtype),
-            model=lambda decoder: decoder,
+            model=ReferenceModel,
             note=f"kernels of torch{'' if quantization is None else f', matrices as {quantization}'}{why}",
         )
 
@@ -60,7 +62,7 @@ def _compiled(library: build.Library, weights: str, *, quantization: str | None,
     from ...kernels.cpu.library import LANES, Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
-    from ..models.native import NativeDecoder
+    from ..executors.native import NativeModel
 
     kernels = Kernels(library.load())
     ops = native_ops(kernels, quantization=quantization, rounds=rounds)
@@ -70,8 +72,8 @@ def _compiled(library: build.Library, weights: str, *, quantization: str | None,
             return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, rounds=rounds)
 
-    def model(decoder: Decoder) -> Model:
-        return NativeDecoder(decoder, kernels)
+    def model(reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape) -> Model:
+        return NativeModel(reference, vocabulary, kv_shape, kernels)
 
     return Backend(
         ops=ops,

@@ -6,22 +6,20 @@ except those that only weights answer. What the start measures is calculated her
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ...config.config import EngineConfig
 from ...kernels.grouped_weight import form
 from ..attention.kv_cache import KvShape
-from ..checkpoint.spec import ModelSpec, read_spec
+from ..checkpoint.spec import ModelSpec, is_native, read_spec
 from ..device.base import choose_device
-from ..layers.embedding import Vocabulary
-from ..layers.linear import Weight
-from ..layers.moe import MoeMlp, Router
-from ..models import registry
-from ..parallel.collectives import Alone
+from ..executors.weights import shape_of as shape_of_target
+from ..models.program import Matrix
 from ..parallel.rank import RankInfo
+from ..weights.loader import check_weights, kept_matrices
 from ..weights.quantized import packed_bytes
 from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
@@ -30,11 +28,11 @@ from .loading import (
     blocks_needed,
     check_positions,
     count_numbers,
-    find_targets,
     host_workspace,
     keeps_quantized,
-    kept_parameters,
     no_kv,
+    program_of,
+    shape_of,
 )
 from .memory import MemoryPlan
 
@@ -63,76 +61,53 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     return plan, min(num_blocks, blocks_needed(config))
 
 
-class _Imagined(Alone):
-    """Rank 0 of a group of `size` ranks that is not running."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
     """Bytes of one rank's weights, and the shape of its KV."""
     dtype, kv_dtype = DTYPES[config.activations], DTYPES[config.kv_cache_dtype]
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
-        from ..models.encoder import encoder_config
+        from ..executors.encoder import encoder_config
 
         CheckpointReader(Path(config.model.path)).close()  # raises for damaged and missing files
         encoder_config(spec, Path(config.model.path))
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_gpu = device.type == "cuda"
     backend = Backend.reference(dtype) if is_gpu else choose_backend(config, device, spec.dtype)
-    outline = registry.build_native(
-        spec,
-        max_len=1,  # the rotary table is no weight
-        dtype=dtype,
-        weight_dtype=backend.weight_dtype,
-        device=torch.device("meta"),
-        group=_Imagined(config.tensor_parallel_size),
-        ops=backend.ops,
-    )
-    if outline is None:
+    if not is_native(spec):
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
-    kept: list[str] = []
+    program = program_of(spec, 0, config.tensor_parallel_size)
+    shape = replace(shape_of(program), dtype=kv_dtype)
+    kept: set[str] = set()
     if config.load_format != "dummy":
+        assert spec.decoder is not None
         with open_checkpoint(Path(config.model.path)) as reader:
-            targets = find_targets(reader, outline, spec)
+            found = check_weights(reader, spec.decoder, spec.scheme)
             if not is_gpu and keeps_quantized(config, spec, backend.ops, dtype):
-                kept = kept_parameters(reader, targets, spec, outline, is_on_device=False)
-    heads = outline.kv_shape
-    shape = KvShape(
-        num_layers=heads.num_layers, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype=kv_dtype
-    )
+                kept = kept_matrices(program, found)
     if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
         return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
-    weights = sum(parameter.nbytes for parameter in outline.parameters())
-    for name in kept:
+    vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
+    return vectors + sum(_matrix_bytes(config, spec, backend, matrix, kept) for matrix in program.matrices), shape
+
+
+def _matrix_bytes(config: EngineConfig, spec: ModelSpec, backend: Backend, matrix: Matrix, kept: set[str]) -> int:
+    """About the bytes of a matrix as it is packed."""
+    count, n, k = max(1, matrix.experts), matrix.rows, matrix.columns
+    if matrix.use == "router" or (matrix.key not in kept and config.quantization is None):
+        return count * n * k * backend.weight_dtype.itemsize
+    if matrix.key in kept:
         assert spec.scheme is not None
-        parameter = outline.get_parameter(name)
-        num = math.prod(parameter.shape[:-2])
-        weights += num * packed_bytes(spec.scheme, *parameter.shape[-2:]) - parameter.nbytes
-    if config.quantization is not None:
-        for module in outline.modules():
-            if isinstance(module, MoeMlp):
-                for stack in module.parameters(recurse=False):
-                    weights += stack.shape[0] * _made_bytes(config, module, *stack.shape[1:]) - stack.nbytes
-            elif isinstance(module, Weight) and module.weight is not None and not isinstance(module, Router):
-                weights += _made_bytes(config, module, *module.weight.shape) - module.weight.nbytes
-    return weights, shape
-
-
-def _made_bytes(config: EngineConfig, module: nn.Module, n: int, k: int) -> int:
-    """About the bytes of a matrix [n, k] that is quantized at load."""
+        return count * packed_bytes(spec.scheme, n, k)
     assert config.quantization is not None
-    bits, group = form("int8" if isinstance(module, Vocabulary) else config.quantization, k)
+    bits, group = form("int8" if matrix.use == "table" else config.quantization, k)
     if config.kernels != "compiled":
-        return n * (k + 9 * (k // group))
-    return n * (k * bits // 8 + (4 if bits == 8 else 3) * (k // group))
+        return count * n * (k + 9 * (k // group))
+    return count * n * (k * bits // 8 + (4 if bits == 8 else 3) * (k // group))
 
 
 def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KvShape:
     # Only here, since transformers takes seconds to import.
-    from ..models.transformers_fallback import outline
+    from ..executors.transformers_fallback import outline
 
     folder = Path(config.model.path)
     shape = outline(spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype)

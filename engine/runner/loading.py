@@ -1,33 +1,33 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...config.config import EngineConfig
-from ...errors import CheckpointError, ConfigError
-from ...kernels.grouped_weight import GroupedWeight
+from ...errors import ConfigError
 from ...kernels.ops import Ops
-from ...kernels.quantized_weight import StoredWeight, concatenate, int4_of
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
 from ..device.queue import Queue
-from ..layers.linear import Linear, Weight
-from ..layers.moe import MoeMlp, Router, Stack
-from ..models import registry
-from ..models.decoder import Decoder, Model
+from ..executors.base import Model
+from ..executors.reference import Reference
+from ..executors.vocabulary import Vocabulary
+from ..executors.weights import Options, Packing, fill_dummy
+from ..gpu.layers import UnknownLayerError, layers_of
+from ..models.cut import cut, share
+from ..models.lower import lower
+from ..models.program import Mixture, Program
 from ..parallel.collectives import Group
-from ..weights.dummy import fill_dummy
-from ..weights.loader import Consumer, check_weights, load_weights, quantized_parameters
-from ..weights.mapping import Target, checkpoint_targets
-from ..weights.reader import CheckpointReader, Reader, open_checkpoint
+from ..weights.loader import Sink, check_weights, load_weights
+from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
 from .memory import size, workspace_bytes
 from .shared_weights import SharedWeights
@@ -43,8 +43,6 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 _GRAPH_BYTES = 4 << 20  # per recorded step; an assumption, not measured
-_DIMS = (16, 32, 64, 128, 256)  # head dimensions that the Triton kernels support
-_MAX_GROUP = 16  # query heads per kv head that the Triton kernels support
 _MAX_ROWS = 2048  # that `plan_decode` handles in one program; more would overflow 32-bit offsets of partial sums
 
 
@@ -89,32 +87,31 @@ def load_model(
         backend = choose_backend(config, torch_device, spec.dtype)
     _check_deterministic(config, spec, backend, is_on_device=why is None)
     check_positions(config, spec)
-    decoder = registry.build_native(
-        spec,
-        max_len=config.max_model_len,
-        dtype=dtype,
-        weight_dtype=backend.weight_dtype,
-        device=torch_device,
-        group=group,
-        ops=backend.ops,
-    )
     kv_dtype = DTYPES[config.kv_cache_dtype]
-    if decoder is not None:
+    if is_native(spec):
         ops = None if why is None else backend.ops
         is_kept = keeps_quantized(config, spec, ops, dtype)
-        fill = partial(_fill, config, spec, decoder, torch_device, progress, is_kept=is_kept, ops=ops)
-        decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
+        program = program_of(spec, group.rank, group.size)
+        kv_shape = replace(shape_of(program), dtype=kv_dtype)
         if why is None:
             assert queue is not None
-            fill()
-            return _on_device(config, spec, decoder, queue)
+            return _on_device(config, spec, program, kv_shape, queue, group, progress, is_kept=is_kept)
+        options = Options(
+            ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=is_kept
+        )
+        fill = partial(_fill, config, spec, program, progress)
+        packing = Packing(options)
         if shared is not None and backend.ops.storage is not None:
-            weights = shared.load(config, group.rank, decoder, backend.ops, fill)
+            loaded = shared.load(config, group.rank, packing, backend.ops, fill)
         else:
-            fill()
-            weights = decoder.pack(backend.ops)
-        # `NativeDecoder` runs all layers in one call, and ranks exchange between the layers.
-        model = backend.model(decoder) if group.size == 1 else decoder
+            fill(packing)
+            loaded = packing.weights
+        reference = Reference(
+            program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
+            device=torch_device, group=group,
+        )  # fmt: skip
+        weights = loaded.num_bytes
+        model = backend.model(reference, Vocabulary(program, loaded, group), kv_shape)
     else:
         is_kept = False
         model, weights = _load_fallback(config, spec, torch_device, dtype, group)
@@ -144,7 +141,7 @@ def keeps_quantized(config: EngineConfig, spec: ModelSpec, ops: Ops | None, dtyp
 
 def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "EncoderModel":
     # Only here, since transformers takes seconds to import.
-    from ..models.encoder import load_encoder
+    from ..executors.encoder import load_encoder
     from ..steps.encoder_steps import EncoderModel
 
     folder, dtype = Path(config.model.path), DTYPES[config.dtype]
@@ -174,11 +171,18 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
         rows=config.max_num_seqs,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
-        num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
+        num_experts_per_tok=_top_k(spec),
         vocab_size=spec.vocab_size,
         itemsize=DTYPES[config.activations].itemsize,
         cache_bytes=blocks_needed(config) * per_layer,
     )
+
+
+def _top_k(spec: ModelSpec) -> int:
+    """How many experts a token has in each layer; 0: there are none, or transformers runs them."""
+    if not is_native(spec):
+        return 0
+    return max((op.args.router.top_k for op in program_of(spec, 0, 1).ops if isinstance(op.args, Mixture)), default=0)
 
 
 def blocks_needed(config: EngineConfig) -> int:
@@ -189,16 +193,13 @@ def blocks_needed(config: EngineConfig) -> int:
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Why a model on a GPU cannot use the Triton kernels; None if it can."""
     if not is_native(spec):
-        return f"{spec.architecture} has no native implementation"
+        return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
-    if spec.head_dim not in _DIMS:
-        return f"the kernels do not support a head dimension of {spec.head_dim}"
-    if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
-        return f"the kernels support at most {_MAX_GROUP} query heads per key/value head"
-    inner = 0 if spec.moe is None else spec.moe.intermediate_size // config.tensor_parallel_size
-    if spec.moe is not None and (inner % 32 or spec.hidden_size % 32):
-        return "the kernels need experts whose sizes are multiples of 32"
+    try:
+        layers_of(program_of(spec, 0, config.tensor_parallel_size))
+    except UnknownLayerError as error:
+        return str(error)
     return None
 
 
@@ -217,7 +218,7 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
     if not config.deterministic:
         return
     for what, is_so in (
-        ("a mixture of experts on a GPU", is_on_device and spec.moe is not None),
+        ("a mixture of experts on a GPU", is_on_device and _top_k(spec) > 0),
         ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
         (backend.note, not is_on_device and not backend.is_invariant),
     ):
@@ -225,20 +226,36 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
             raise ConfigError(f"--deterministic excludes {what}, whose sums depend on what else is served.")
 
 
-def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":
+def _on_device(
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    shape: KvShape,
+    queue: Queue,
+    group: Group,
+    progress: Callable[[int, int], None] | None,
+    *,
+    is_kept: bool,
+) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
     from ..gpu.state import RowState
+    from ..gpu.weights import Loaded
 
     if config.max_num_seqs > _MAX_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
-    shape = decoder.kv_shape
-    group = decoder.num_heads // shape.num_kv_heads
-    limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config))
     dtype = DTYPES[config.dtype]
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
+    _fill(config, spec, program, progress, loaded)
+    heads = program.attention[0].heads
+    limits = limits_of(config, group=heads // shape.num_kv_heads, draft_tokens=num_draft_tokens(config))
     triton = TritonDecoder(
-        decoder,
+        program,
+        loaded,
+        shape=shape,
+        group=group,
+        max_len=config.max_model_len,
         limits=limits,
         dtype=dtype,
         num_programs=queue.num_programs(shape.head_dim),
@@ -246,7 +263,7 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # A step's temporary memory, in the graphs' pool: the states of a layer, and logits twice.
-    width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
+    width = (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * spec.intermediate_size // group.size
     steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
     logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
     graphs = num_graphs(limits) * _GRAPH_BYTES
@@ -263,94 +280,35 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     )
 
 
+def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
+    """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
+    assert spec.decoder is not None
+    first_id, _ = share(spec.decoder.vocab, rank, size)
+    return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
+
+
+def shape_of(program: Program) -> KvShape:
+    """The KV of a program, in float32."""
+    sizes = {(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in program.tiles}
+    ((kv_heads, head_dim, _),) = sizes
+    return KvShape(num_layers=len(program.tiles), num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32)
+
+
 def _fill(
     config: EngineConfig,
     spec: ModelSpec,
-    decoder: Decoder,
-    device: torch.device,
+    program: Program,
     progress: Callable[[int, int], None] | None,
-    consumer: Consumer | None = None,
-    *,
-    is_kept: bool,
-    ops: Ops | None,
+    sink: Sink,
 ) -> None:
-    """decoder: an outline without memory. consumer: takes its matrices as soon as they are filled. is_kept: quantized
-    projections stay as the checkpoint stores them. ops: those that take them; None: the Triton kernels."""
+    """Gives a program's weights to the sink."""
     if config.load_format == "dummy":
-        registry.allocate(decoder, device)
-        fill_dummy(dict(decoder.named_parameters()))
+        fill_dummy(program, sink)
         return
+    assert spec.decoder is not None
     with open_checkpoint(Path(config.model.path)) as reader:
-        targets = find_targets(reader, decoder, spec)
-        keep: dict[str, Callable[[int, Sequence[StoredWeight]], None]] = {}
-        if is_kept:
-            for name in kept_parameters(reader, targets, spec, decoder, is_on_device=ops is None):
-                keep[name] = partial(_keep, name, decoder, device) if ops is None else _packs(name, decoder, ops)
-        taken = () if consumer is None else consumer.names
-        registry.allocate(decoder, device, without={*keep, *taken})
-        load_weights(
-            reader,
-            dict(decoder.named_parameters()),
-            targets,
-            scheme=spec.scheme,
-            keep=keep,
-            redundant=decoder.redundant,
-            progress=progress,
-            consumer=consumer,
-        )
-
-
-def find_targets(reader: Reader, decoder: Decoder, spec: ModelSpec) -> dict[str, Target]:
-    """Maps each tensor of the checkpoint to a parameter. decoder: may be an outline. Raises CheckpointError for
-    missing, left-over and misshapen tensors."""
-    parameters = dict(decoder.named_parameters())
-    targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
-    if "embed_tokens.weight" in reader:  # saved without the head, as embedding models are
-        targets = {name.removeprefix("model."): target for name, target in targets.items()}
-    check_weights(reader, parameters, targets, scheme=spec.scheme, redundant=decoder.redundant)
-    return targets
-
-
-def kept_parameters(
-    reader: Reader, targets: Mapping[str, Target], spec: ModelSpec, decoder: Decoder, *, is_on_device: bool
-) -> list[str]:
-    """The parameters whose matrices stay as the checkpoint stores them. is_on_device: for the Triton kernels, which
-    take no quantized experts."""
-    assert spec.scheme is not None
-    kept = quantized_parameters(reader, targets, spec.scheme, wholly=not is_on_device)
-
-    def takes(module: torch.nn.Module) -> bool:
-        if is_on_device:
-            return isinstance(module, Linear)
-        return isinstance(module, Weight | MoeMlp) and not isinstance(module, Router)
-
-    return [
-        f"{path}.{leaf}"
-        for path, module in decoder.named_modules()
-        if takes(module)
-        for leaf, _ in module.named_parameters(recurse=False)
-        if f"{path}.{leaf}" in kept
-    ]
-
-
-def _keep(name: str, decoder: Decoder, device: torch.device, _: int, parts: Sequence[StoredWeight]) -> None:
-    """Keeps a weight for the Triton kernels."""
-    module = cast(Weight, decoder.get_submodule(name.rpartition(".")[0]))
-    try:
-        weight = concatenate(parts)
-        module.replace((int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(device))
-    except ValueError as e:
-        raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
-
-
-def _packs(name: str, decoder: Decoder, ops: Ops) -> Callable[[int, Sequence[StoredWeight]], None]:
-    """Keeps a parameter's matrices for the C kernels."""
-    path, _, leaf = name.rpartition(".")
-    module = decoder.get_submodule(path)
-    if isinstance(module, MoeMlp):
-        return partial(module.pack_quantized, ops, cast(Stack, leaf))
-    weight = cast(Weight, module)
-    return lambda _, parts: weight.pack_quantized(ops, parts)
+        found = check_weights(reader, spec.decoder, spec.scheme)
+        load_weights(reader, program, found, sink, scheme=spec.scheme, progress=progress)
 
 
 def _load_fallback(
@@ -362,7 +320,7 @@ def _load_fallback(
         is_dummy=config.load_format == "dummy",
         quantization=config.quantization,
     )
-    from ..models.transformers_fallback import load_fallback
+    from ..executors.transformers_fallback import load_fallback
 
     folder = Path(config.model.path)
     return load_fallback(

@@ -9,7 +9,7 @@ import numpy as np
 from ...config.config import EngineConfig
 from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..attention.kv_cache import KvCache, KvShape
-from ..models.encoder import Encoder
+from ..executors.encoder import Encoder
 from .base import ImmediateSteps
 from .pooling import as_tensor, pool
 

@@ -15,7 +15,7 @@ from ...ipc.messages import RowLogprobs, StepPlan
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
-from ..models.decoder import Model
+from ..executors.base import Model
 from .base import ImmediateSteps, copy_blocks
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
 from .ngram import draft

@@ -48,9 +48,8 @@ class Sink(Protocol):
     def end(self, target: Target, values: Tensor) -> None:
         """The memory is filled. On a device this is only true after `load_weights`."""
 
-    def stored(self, matrix: Matrix, parts: Sequence[Sequence[StoredWeight]]) -> None:
-        """A matrix that it keeps: for each expert, or for the only matrix, its parts from the first rows to the
-        last."""
+    def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
+        """A matrix that it keeps, or that of an expert in a stack: its parts, from the first rows to the last."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
     modules = set() if scheme is None else quantized_modules(scheme, reader)
     names = Names(decoder, {*present, *(f"{module}.weight" for module in modules)})
     program = lower(decoder)
-    targets: tuple[Target, ...] = (*program.matrices, *program.vectors)
-    shapes = shapes_of([source for target in targets for source in names.sources(target)])
+    shapes = shapes_of([source for target in program.targets for source in names.sources(target)])
     quantized = _quantized(scheme, modules, shapes, set(present))
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
@@ -120,6 +118,16 @@ def load_weights(
     _Loading(reader, program, found, sink, scheme, progress).run()
 
 
+def kept_matrices(program: Program, found: Found) -> set[str]:
+    """The keys of the matrices that may stay as they are stored: all of their tensors are quantized, and the kernels
+    take them."""
+    return {
+        matrix.key
+        for matrix in program.matrices
+        if matrix.use != "router" and all(source.tensor in found.quantized for source in found.names.sources(matrix))
+    }
+
+
 class _Loading:
     def __init__(
         self,
@@ -134,13 +142,15 @@ class _Loading:
         self._scheme, self._progress = scheme, progress
         self._sources = [
             (target, source)
-            for target in (*program.matrices, *program.vectors)
+            for target in program.targets
             for source in found.names.sources(target)
         ]
         self._num_left = Counter(target.key for target, _ in self._sources)
-        self._kept = self._find_kept()
+        matrices = {target.key: target for target, _ in self._sources if isinstance(target, Matrix)}
+        self._kept = {key for key in kept_matrices(program, found) if sink.keeps(matrices[key])}
         self._memory: dict[str, Tensor] = {}
-        self._stored: dict[str, list[tuple[int, int, StoredWeight]]] = {}
+        self._num_parts = Counter((target.key, source.expert or 0) for target, source in self._sources)
+        self._stored: dict[tuple[str, int], list[tuple[int, StoredWeight]]] = {}
         self._total = sum(_numbers(source) for _, source in self._sources)
         self._done = 0
 
@@ -150,13 +160,9 @@ class _Loading:
                 if target.key in self._kept:
                     jobs.put(partial(self._read, source), partial(self._keep, target, source))
                 else:
-                    jobs.put(partial(self._fill, self._view(target, source), source), partial(self._filled, target, source))
-
-    def _find_kept(self) -> set[str]:
-        """The matrices that stay quantized: all of their sources are."""
-        matrices = {target.key: target for target, _ in self._sources if isinstance(target, Matrix)}
-        widened = {target.key for target, source in self._sources if source.tensor not in self._found.quantized}
-        return {key for key, matrix in matrices.items() if key not in widened and self._sink.keeps(matrix)}
+                    jobs.put(
+                        partial(self._fill, self._view(target, source), source), partial(self._filled, target, source)
+                    )
 
     def _place(self, source: Source) -> int:
         quantized = self._found.quantized.get(source.tensor)
@@ -214,9 +220,7 @@ class _Loading:
         step = max(1, _NUM_WIDENED // self._reader.shape(source.tensor)[1])
         for first in range(0, view.shape[0], step):
             part = view[first : first + step]
-            weight = self._reader.grouped(
-                source.tensor, (begin + first, begin + first + part.shape[0]), source.columns
-            )
+            weight = self._reader.grouped(source.tensor, (begin + first, begin + first + part.shape[0]), source.columns)
             worker.fill(part, weight.dequantize(view.dtype))
 
     def _read(self, source: Source, worker: CopyWorker) -> StoredWeight:
@@ -235,15 +239,12 @@ class _Loading:
 
     def _keep(self, target: Target, source: Source, weight: StoredWeight) -> None:
         assert isinstance(target, Matrix)
-        parts = self._stored.setdefault(target.key, [])
-        parts.append((source.expert or 0, source.to[0], weight))
-        self._num_left[target.key] -= 1
-        if not self._num_left[target.key]:
-            del self._stored[target.key]
-            by_expert: list[list[StoredWeight]] = [[] for _ in range(max(1, target.experts))]
-            for expert, _, part in sorted(parts, key=lambda part: part[:2]):
-                by_expert[expert].append(part)
-            self._sink.stored(target, by_expert)
+        matrix = target.key, source.expert or 0
+        parts = self._stored.setdefault(matrix, [])
+        parts.append((source.to[0], weight))
+        if len(parts) == self._num_parts[matrix]:
+            del self._stored[matrix]
+            self._sink.stored(target, matrix[1], [part for _, part in sorted(parts, key=lambda part: part[0])])
         self._report(source)
 
     def _report(self, source: Source) -> None:

@@ -1,5 +1,5 @@
-"""Which rows and columns of which tensors of a checkpoint make a matrix or vector of a program. Pure arithmetic on names
-and sizes."""
+"""Which rows and columns of which tensors of a checkpoint make a matrix or vector of a program. Pure arithmetic on
+names and sizes."""
 
 import re
 from collections.abc import Container, Iterator

@@ -28,6 +28,7 @@ def text_fields(c: Fields) -> Fields:
 
 
 def describe(architecture: str, c: Fields) -> Decoder | None:
-    """c: of config.json. None: there is no page. Raises ConfigError for fields that the page does not cover."""
+    """c: of config.json. None: there is no page. Raises NotDescribedError if the page does not cover the model, and
+    ConfigError for fields that make no sense."""
     page = pages().get(architecture)
     return None if page is None else page(text_fields(c))

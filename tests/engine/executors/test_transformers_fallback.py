@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.models.transformers_fallback import load_fallback
+from pagewire.engine.executors.transformers_fallback import load_fallback
 from pagewire.errors import CheckpointError, ConfigError, PagewireError
 
 

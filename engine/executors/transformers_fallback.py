@@ -28,7 +28,7 @@ from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedMo
 from ...kernels import reference
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
-from ..checkpoint.purpose import NATIVE, refuse_own_code
+from ..checkpoint.purpose import refuse_own_code
 from ..checkpoint.spec import ModelSpec
 from .encoder import first_line
 from .masks import REACH, UNKNOWN, describe_mask
@@ -358,7 +358,7 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
     except (ValueError, KeyError, OSError) as e:
         refuse_own_code(folder, name)
         raise ConfigError(
-            f"{name} is neither one of pagewire's own architectures ({', '.join(NATIVE)}) nor one that the installed "
+            f"{name} is neither an architecture that pagewire describes nor one that the installed "
             f"transformers {transformers.__version__} knows."
         ) from e
     except Exception as e:  # transformers' config classes raise exceptions of many kinds
@@ -384,9 +384,9 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
         raise UnsupportedModel(
             name, f"it has layers of a kind that pagewire does not support ({', '.join(sorted(strange))})"
         )
-    if spec.rope.kind == "longrope" and max_len > spec.rope.original_max_position:
+    if spec.rope_kind == "longrope" and max_len > spec.original_max_position:
         raise ConfigError(
-            f"{name} changes its rotary frequencies for requests of more than {spec.rope.original_max_position} "
-            f"tokens, which would change other requests' tokens; set --max-model-len {spec.rope.original_max_position}."
+            f"{name} changes its rotary frequencies for requests of more than {spec.original_max_position} "
+            f"tokens, which would change other requests' tokens; set --max-model-len {spec.original_max_position}."
         )
     return config

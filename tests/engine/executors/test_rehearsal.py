@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from pagewire.engine.models.rehearsal import NUM_TOKENS, STEPS, Rehearsal, compare
+from pagewire.engine.executors.rehearsal import NUM_TOKENS, STEPS, Rehearsal, compare
 from pagewire.errors import UnsupportedModel
 
 

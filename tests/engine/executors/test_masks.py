@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from pagewire.engine.models.masks import REACH, UNKNOWN, describe_mask, reach_of
+from pagewire.engine.executors.masks import REACH, UNKNOWN, describe_mask, reach_of
 
 LEFT_PADDING = torch.zeros(1, dtype=torch.int64)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pagewire.engine.models.encoder import batches
+from pagewire.engine.executors.encoder import batches
 
 
 @pytest.mark.parametrize("seed", range(50))

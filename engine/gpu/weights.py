@@ -1,0 +1,62 @@
+"""A program's weights on a GPU, in the layout of the checkpoint or quantized as it is stored."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...kernels.grouped_weight import GroupedWeight
+from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate, int4_of
+from ..executors.weights import shape_of
+from ..models.program import Matrix, Vector
+
+
+class Loaded:
+    """A `Sink`. Each matrix is taken once."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, keeps: bool) -> None:
+        """keeps: quantized matrices stay as the checkpoint stores them."""
+        self.device = device
+        self.vectors: dict[str, Tensor] = {}
+        self._dtype, self._keeps = dtype, keeps
+        self._matrices: dict[str, Tensor | QuantizedWeight] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (*self._matrices.values(), *self.vectors.values()))
+
+    def take(self, matrix: Matrix) -> Tensor | QuantizedWeight:
+        """[rows, columns], or [experts, rows, columns]."""
+        return self._matrices.pop(matrix.key)
+
+    def values(self, matrix: Matrix) -> Tensor:
+        """`take`, of a matrix that is not quantized."""
+        found = self.take(matrix)
+        assert isinstance(found, Tensor), f"{matrix.key} is quantized"
+        return found
+
+    def vector(self, vector: Vector | None) -> Tensor | None:
+        return None if vector is None else self.vectors[vector.key]
+
+    def keeps(self, matrix: Matrix) -> bool:
+        return self._keeps and matrix.use in ("product", "gated", "router")
+
+    def begin(self, target: Matrix | Vector) -> Tensor:
+        is_float32 = isinstance(target, Vector) and target.is_float32
+        return torch.empty(shape_of(target), dtype=torch.float32 if is_float32 else self._dtype, device=self.device)
+
+    def end(self, target: Matrix | Vector, values: Tensor) -> None:
+        if isinstance(target, Vector):
+            self.vectors[target.key] = values
+        else:
+            self._matrices[target.key] = values
+
+    def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
+        try:
+            weight = concatenate(parts)
+            self._matrices[matrix.key] = (int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(
+                self.device
+            )
+        except ValueError as e:
+            raise CheckpointError(f"The parts of {matrix.key} cannot be fused: {e}.") from None
