@@ -97,7 +97,8 @@ class _Packing:
     def begin(self, name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
         module = self._decoder.get_submodule(path)
-        memory = torch.empty_like(module.get_parameter(leaf), device="cpu")
+        outline = module.get_parameter(leaf)
+        memory = torch.empty(outline.shape, dtype=outline.dtype)
         setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         return memory
 

@@ -234,20 +234,25 @@ typedef struct {
 static void pack_group(const void *about, long group)
 {
     const Pack *a = about;
-    long k = a->k, words = a->bf16 ? padded(k, PADDED) / 2 : k;
+    long k = a->k, words = a->bf16 ? padded(k, PADDED) / 2 : k, whole = a->bf16 ? k / 2 : k;
+    uint32_t *out = (uint32_t *)a->packed + group * words * LANES;
+    const char *in[LANES];
+    int is_full = 1;
     for (long l = 0; l < LANES; l++) {
         long row = row_in(a->n, a->is_gated, group, l);
-        uint32_t *out = (uint32_t *)a->packed + group * words * LANES + l;
-        const char *in = a->w + row * k * (a->bf16 ? 2 : 4);
-        for (long i = 0; i < words; i++) {
-            uint32_t word = 0;
-            if (row >= 0 && a->bf16)
-                memcpy(&word, in + 4 * i, 2 * i + 2 <= k ? 4 : 2 * i < k ? 2 : 0);
-            else if (row >= 0)
-                memcpy(&word, in + 4 * i, 4);
-            out[i * LANES] = word;
-        }
+        is_full &= row >= 0;
+        in[l] = row < 0 ? 0 : a->w + row * k * (a->bf16 ? 2 : 4);
     }
+    for (long i = 0; is_full && i < whole; i++) /* nearly all */
+        for (long l = 0; l < LANES; l++)
+            memcpy(out + i * LANES + l, in[l] + 4 * i, 4);
+    for (long i = is_full ? whole : 0; i < words; i++)
+        for (long l = 0; l < LANES; l++) {
+            uint32_t word = 0;
+            if (in[l])
+                memcpy(&word, in[l] + 4 * i, i < whole ? 4 : i == whole && k % 2 ? 2 : 0);
+            out[i * LANES + l] = word;
+        }
 }
 
 /* w: [n][k] of float32 or bfloat16 → packed: [groups][words][16], see dense.c. */

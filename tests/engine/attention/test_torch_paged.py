@@ -24,7 +24,7 @@ BACKENDS = ["torch"] if build.compiler() is None else ["torch", "native"]
 def _backend(kind, cache):
     if kind == "torch":
         return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=cache.pages[0][0].dtype)
-    kernels = Kernels()
+    kernels = Kernels(build.find().load())
     return NativePagedAttention(cache=cache, ops=native_ops(kernels), kernels=kernels)
 
 

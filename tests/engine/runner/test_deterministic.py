@@ -96,9 +96,9 @@ def test_a_cached_prefix_changes_no_bit(kind, checkpoint, driver):
 def test_a_compiler_that_fails_is_reported_as_a_config_error(checkpoint, driver, monkeypatch):
     """`resolve` sees that a compiler exists; only the worker finds out that it fails."""
 
-    def load():
+    def find(_):
         raise build.BuildError("cc failed: no such header")
 
-    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(build, "find", find)
     with pytest.raises(ConfigError, match="--deterministic excludes kernels of torch, because cc failed"):
         driver(checkpoint("qwen3"), **FLAGS)

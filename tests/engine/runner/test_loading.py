@@ -1,5 +1,9 @@
 """Loading a runner: its progress, and the errors if it fails."""
 
+import os
+import subprocess
+import sys
+
 import checkpoints
 import pytest
 import torch
@@ -14,6 +18,28 @@ def test_progress_rises_and_ends_at_the_total(checkpoint, resolved):
     Runner.load(resolved(checkpoint("qwen3")), progress=lambda done, total: reports.append((done, total)))
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
     assert reports[-1][0] == reports[-1][1] > 0
+
+
+_LOAD = """
+import os, sys
+from pathlib import Path
+from runner_driver import engine_config
+from pagewire.engine.runner.runner import Runner
+from pagewire.procs.weight_memory import new_segments
+config = engine_config(Path(sys.argv[1]), quantization=sys.argv[2] or None)
+Runner.load(config, weights_fd=(new_segments(config) or [-1])[0])
+print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["", "int4"])
+def test_a_start_imports_nothing_that_takes_a_second(quantization, checkpoint):
+    """torch imports sympy for some operations on tensors without memory."""
+    command = [sys.executable, "-c", _LOAD, str(checkpoint("qwen3")), quantization]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
