@@ -135,7 +135,7 @@ class RemoteLibrary:
 
 
 class RemoteFunction:
-    """As a function of `ctypes.CDLL`."""
+    """Called like a function of `ctypes.CDLL`."""
 
     def __init__(self, library: RemoteLibrary, name: str) -> None:
         self._library, self._name = library, name

@@ -81,7 +81,7 @@ def test_quantized(kind: str, tmp_path: Path) -> None:
 
 
 def test_types_that_are_mixed_within_a_fused_matrix(tmp_path: Path) -> None:
-    """As in Q4_K_M files, where v and the first layers' down have more bits than the others."""
+    """The mixture of Q4_K_M files, where v and the first layers' down have more bits than the others."""
     folder = make(tmp_path / "folder", "qwen3", **gguf_files.QUANTIZED_SIZES, tie_word_embeddings=False)
     types = {"v_proj.weight": "Q6_K", "1.mlp.down_proj.weight": "Q5_K", "embed_tokens.weight": "Q8_0"}
     file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types=types, widened=tmp_path / "widened")

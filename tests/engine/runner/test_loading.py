@@ -7,6 +7,7 @@ import sys
 import checkpoints
 import pytest
 import torch
+from quantized_checkpoints import quantize_checkpoint
 
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import CheckpointError, ConfigError
@@ -48,6 +49,16 @@ def test_a_damaged_file_is_named_by_native_models_and_the_fallback(kind, checkpo
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short"):
         Runner.load(resolved(folder))
+
+
+@pytest.mark.usefixtures("c_kernels")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_note_says_where_quantized_weights_are_widened(family, checkpoint, resolved, tmp_path):
+    folder, _ = quantize_checkpoint(checkpoint(family), tmp_path, "awq")
+    kept, widened = (Runner.load(resolved(folder, cpu_kernels=kernels)) for kernels in ("auto", "torch"))
+    assert any(note.endswith("; a checkpoint of 4 bits (awq)") for note in kept.notes)
+    assert any(note.endswith("; a checkpoint of 4 bits (awq), widened") for note in widened.notes)
+    assert kept.memory.weights < 0.5 * widened.memory.weights
 
 
 def test_cuda_without_a_device_is_refused(checkpoint, resolved, monkeypatch):

@@ -269,6 +269,15 @@ def test_wrong_shapes_are_reported(kind, leaf, shape, quantized):
         _load(folder)
 
 
+@pytest.mark.parametrize(("kind", "leaf"), [("awq", "qweight"), ("gptq", "qzeros"), ("packed-8", "weight_packed")])
+def test_packed_numbers_of_another_type_are_reported(kind, leaf, quantized):
+    folder = quantized(kind)
+    name = f"model.layers.0.mlp.up_proj.{leaf}"
+    _edit(folder, lambda tensors: tensors.update({name: tensors[name].long()}))
+    with pytest.raises(CheckpointError, match=rf"up_proj\.{leaf} has the type int64 and not int32"):
+        _load(folder)
+
+
 def test_a_missing_tensor_is_reported(quantized):
     folder = quantized("gptq")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.qzeros"))
