@@ -71,12 +71,12 @@ class CacheGroups:
     @classmethod
     def of(cls, tiles: Sequence[tuple[Lifetime, int]], *, block_size: int) -> "CacheGroups":
         """tiles: the lifetime of each tile, and its bytes for a block or state. Groups come in the order of their
-        first tiles. A model without tiles has one group, whose pages have no bytes."""
+        first tiles."""
         sizes: dict[Lifetime, list[int]] = {}
         for lifetime, size in tiles:
             sizes.setdefault(lifetime, []).append(padded(size))
         if not sizes:
-            return cls(0, (CacheGroup(Lifetime(), 1),), ())
+            return ONE_GROUP
         page_bytes = choose_page_bytes(sizes, block_size=block_size)
         groups, places, first_table = [], {}, 0
         for number, (lifetime, of_group) in enumerate(sizes.items()):
@@ -101,6 +101,11 @@ class CacheGroups:
     def pages(self, positions: int, *, block_size: int) -> int:
         """The pages that a row of so many positions holds."""
         return sum(group.pages * group.lifetime.blocks(positions, block_size) for group in self.groups)
+
+
+FULL = Lifetime()
+ONE_GROUP = CacheGroups(0, (CacheGroup(FULL, 1),), ())
+"""Of a model without tiles. Its pages have no bytes."""
 
 
 def padded(size: int) -> int:

@@ -84,10 +84,10 @@ class TritonDecoder:
         narrow = sum(module.quantized.nbytes for module in modules if module.quantized is not None)
         self.weights = narrow + sum(parameter.nbytes for parameter in decoder.parameters())  # bytes
         attention = layers[0].self_attn
-        self._heads, self._dim = attention.heads, self.kv_shape.head_dim
-        self._kv_heads = self.kv_shape.num_kv_heads
+        tile = self.kv_shape.layers[0]
+        self._heads, self._dim, self._kv_heads = attention.heads, tile.head_dim, tile.kv_heads
         self.group = self._heads // self._kv_heads  # query heads per kv head
-        self._scale = attention.scale
+        self._scale = attention.attention.scale
         self._eps = attention.eps
         self._norm = _norm(body.norm)
         self.device = device = self._norm.weight.device
@@ -123,7 +123,7 @@ class TritonDecoder:
                 out=product(layer.self_attn.o_proj),
                 post_norm=_norm(layer.post_attention_layernorm),
                 feed_forward=feed_forward(layer.mlp),
-                window=layer.self_attn.window,
+                window=layer.self_attn.attention.window,
             )
             for layer in layers
         ]
@@ -173,6 +173,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
+        assert cache.groups.num_tables == 1, "the Triton kernels' packet has one block table a row"
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:

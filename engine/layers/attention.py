@@ -4,7 +4,7 @@ attention."""
 from torch import Tensor, nn
 
 from ...kernels.ops import Ops
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, AttentionParameters
 from ..parallel.collectives import Group
 from .linear import Linear
 from .norm import RmsNorm
@@ -34,8 +34,7 @@ class Attention(nn.Module):
         self.heads = num_heads
         self._kv_heads = num_kv_heads
         self._dim = head_dim
-        self.scale = head_dim**-0.5
-        self.window = window
+        self.attention = AttentionParameters(scale=head_dim**-0.5, window=window)
         self._ops = ops
         self.eps = qk_norm_eps or 0.0
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
@@ -55,8 +54,7 @@ class Attention(nn.Module):
             turned[:, :heads],
             turned[:, heads:],
             states[:, heads + kv_heads :],
-            scale=self.scale,
-            window=self.window,
+            self.attention,
         )
         out: Tensor = self.o_proj(result.view(x.shape[0], -1))
         return out

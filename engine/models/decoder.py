@@ -162,8 +162,8 @@ class Decoder(nn.Module):
         self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
         tied = spec.tie_word_embeddings
         self.lm_head = None if tied else Vocabulary(spec.vocab_size, spec.hidden_size, group=group)
-        self.kv_shape = KvShape(
-            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
+        self.kv_shape = KvShape.uniform(
+            num_layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
         # For `engine.weights.mapping`: fused module → the checkpoint's modules and their rows.
         self.fused: dict[str, tuple[tuple[str, int], ...]] = {

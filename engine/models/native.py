@@ -26,6 +26,7 @@ class NativeDecoder:
         self._decoder = decoder
         self._kernels = kernels
         self._fields: DecoderFields | None = None
+        self._is_lacking: bool | None = None  # None: not known yet
         self._layers: ctypes.Array[LayerFields] | None = None
         self._per_token = self._hidden = 0
         self._work = torch.empty(0)
@@ -37,7 +38,7 @@ class NativeDecoder:
         return self._decoder.greedy(hidden)
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        if not isinstance(attention, NativePagedAttention):
+        if not isinstance(attention, NativePagedAttention) or self._lacks(attention):
             return self._decoder.hidden(ids, positions, attention)
         if self._fields is None:
             self._fields = self._describe(attention)
@@ -50,6 +51,13 @@ class NativeDecoder:
         out = torch.empty((tokens, self._hidden))
         self._kernels.decoder(ctypes.addressof(self._fields), ctypes.addressof(step), out.data_ptr())
         return out
+
+    def _lacks(self, attention: NativePagedAttention) -> bool:
+        """Whether the kernels lack some layer's attention."""
+        if self._is_lacking is None:
+            layers = [cast(DecoderLayer, layer).self_attn for layer in self._decoder.model.layers]
+            self._is_lacking = any(attention.lacks(i, part.attention) is not None for i, part in enumerate(layers))
+        return self._is_lacking
 
     def _describe(self, attention: NativePagedAttention) -> DecoderFields:
         """The addresses of all weights and pages. Called once, when the cache is open."""
@@ -70,7 +78,7 @@ class NativeDecoder:
             fields.post_norm = layer.post_attention_layernorm.weight.data_ptr()
             if part.q_norm is not None and part.k_norm is not None:
                 fields.q_norm, fields.k_norm = part.q_norm.weight.data_ptr(), part.k_norm.weight.data_ptr()
-            fields.pages = attention.pages(index, part.heads, part.scale, part.window, None)
+            fields.pages = attention.pages(index, part.heads, part.attention)
         first, embed = self._layers[0], _matrix(body.embed_tokens)
         cos, sin = self._decoder.rotary_table
         self._hidden = embed.k

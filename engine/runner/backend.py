@@ -58,7 +58,7 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
 
 def _compiled(weights: str, *, quantization: str | None, rounds: bool) -> Backend:
     """rounds: the inputs of products are rounded to bfloat16."""
-    from ...kernels.cpu.library import LANES, Kernels
+    from ...kernels.cpu.library import Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
@@ -67,8 +67,6 @@ def _compiled(weights: str, *, quantization: str | None, rounds: bool) -> Backen
     ops = native_ops(kernels, quantization=quantization, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:
-        if cache.pages[0][0].shape[-1] % LANES:
-            return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, rounds=rounds)
 
     def model(decoder: Decoder) -> Model:

@@ -163,12 +163,12 @@ def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "Enc
 
 def no_kv(dtype: torch.dtype) -> KvShape:
     """The shape of a model without KV: its blocks have no bytes."""
-    return KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
+    return KvShape(layers=(), dtype=dtype)
 
 
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
     """Bytes that a step of a `HostModel` may take besides weights and KV, estimated."""
-    per_layer = kv_shape.block_bytes(config.block_size) // max(1, kv_shape.num_layers)
+    per_layer = max((kv_shape.tile_bytes(tile, config.block_size) for tile in kv_shape.layers), default=0)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
@@ -177,13 +177,14 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
         num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
         vocab_size=spec.vocab_size,
         itemsize=DTYPES[config.activations].itemsize,
-        cache_bytes=blocks_needed(config) * per_layer,
+        cache_bytes=config.max_num_seqs * -(-config.max_model_len // config.block_size) * per_layer,
     )
 
 
-def blocks_needed(config: EngineConfig) -> int:
-    """Blocks for `max_num_seqs` requests of the greatest length."""
-    return config.max_num_seqs * -(-config.max_model_len // config.block_size)
+def pages_needed(config: EngineConfig, kv_shape: KvShape) -> int:
+    """Pages for `max_num_seqs` requests of the greatest length."""
+    groups = kv_shape.groups(config.block_size)
+    return config.max_num_seqs * groups.pages(config.max_model_len, block_size=config.block_size)
 
 
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -234,19 +235,20 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     if config.max_num_seqs > _MAX_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     shape = decoder.kv_shape
-    group = decoder.num_heads // shape.num_kv_heads
+    tile = shape.layers[0]
+    group = decoder.num_heads // tile.kv_heads
     limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config))
     dtype = DTYPES[config.dtype]
     triton = TritonDecoder(
         decoder,
         limits=limits,
         dtype=dtype,
-        num_programs=queue.num_programs(shape.head_dim),
+        num_programs=queue.num_programs(tile.head_dim),
         is_deterministic=config.deterministic,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # A step's temporary memory, in the graphs' pool: the states of a layer, and logits twice.
-    width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
+    width = (2 * decoder.num_heads + 2 * tile.kv_heads) * tile.head_dim + 3 * decoder.intermediate_size
     steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
     logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
     graphs = num_graphs(limits) * _GRAPH_BYTES

@@ -7,7 +7,8 @@
 void pagewire_rms_norm(const float *, const float *, const float *, float, float *, float *, long, long);
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
-void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, int);
+void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, long, long,
+                       int);
 
 typedef struct {
     Matrix qkv, o, gate_up, down;
@@ -52,7 +53,7 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
                         dim);
         const float *key = states + attended_stride, *value = key + kv_heads * dim;
         pagewire_write_kv(key, stride, value, stride, (char *)p->keys, (char *)p->values, s->slots, m, kv_heads * dim,
-                          p->bf16);
+                          p->block_size, p->page_stride, p->bf16);
         pagewire_attend(p, states, stride, s->table, s->table_stride, s->contexts, s->counts, attended, s->rows);
         pagewire_product(&l->o, attended, attended_stride, residual, h, m, ADD);
         pagewire_rms_norm(residual, 0, l->post_norm, d->eps, 0, normed, m, h);

@@ -14,6 +14,7 @@ class Pages(ctypes.Structure):
         *((name, _F) for name in ("scale", "softcap")),
         *((name, _I) for name in ("bf16", "rounds")),
         ("sinks", _P),
+        ("page_stride", _L),
     )
 
 
