@@ -70,10 +70,10 @@ class CacheGroups:
 
     @classmethod
     def of(cls, tiles: Sequence[tuple[Lifetime, int]], *, block_size: int) -> "CacheGroups":
-        """tiles: the lifetime of each tile, and its bytes for a block or state. Groups come in the order of their
-        first tiles."""
+        """tiles: the lifetime of each tile, and its bytes for a block or state. Groups come in the order of their first
+        tiles, and states last."""
         sizes: dict[Lifetime, list[int]] = {}
-        for lifetime, size in tiles:
+        for lifetime, size in sorted(tiles, key=lambda tile: tile[0].kind == "state"):
             sizes.setdefault(lifetime, []).append(padded(size))
         if not sizes:
             return ONE_GROUP

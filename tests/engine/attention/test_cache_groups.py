@@ -32,7 +32,7 @@ MODELS = {
     "gemma-3-27b": (alternating(62, 6, tile(16, 128), (Lifetime("window", 1024), tile(16, 128))), 1024, [26, 5]),
     "gpt-oss-20b": (alternating(24, 2, tile(8, 64), (Lifetime("window", 128), tile(8, 64))), 1536, [1, 1]),
     "llama-4-scout": (alternating(48, 4, tile(8, 128), (Lifetime("chunk", 8192), tile(8, 128))), 3072, [3, 1]),
-    "delta-net": (delta_net(), 2144, [24, 1]),
+    "delta-net": (delta_net(), 2144, [1, 24]),
     "lfm2-1.2b": (([(STATE, 16 * KIB)] * 10 + [(FULL, tile(8, 64))] * 6), 768, [1, 1]),
     "mamba": ([(STATE, 64 * KIB)] * 48, 48 * 64, [1]),
 }
@@ -75,6 +75,8 @@ def test_tiles_lie_in_their_pages_without_overlap(seed):
         assert not cells & taken, "two tiles overlap"
         taken |= cells
     assert {table for table, _ in taken} == set(range(groups.num_tables)), "a shelf is empty"
+    kinds = [group.lifetime for group in groups.groups]
+    assert kinds == sorted(dict.fromkeys(kind for kind, _ in tiles), key=lambda kind: kind == STATE), "states are last"
     if len(groups.groups) == 1:
         assert groups.num_tables == 1, "a model with one group has one page a block"
     # No page size of one group's first tiles saves more than 3 %.
