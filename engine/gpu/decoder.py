@@ -210,6 +210,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
+        assert cache.groups.num_tables == 1, "the Triton kernels' packet has one block table a row"
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:

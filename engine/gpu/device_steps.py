@@ -209,7 +209,7 @@ class DeviceSteps:
         picked, counts, nums = planned[order], counts[order], nums[order]
         starts = rows.num_computed[picked]
         ends = starts + counts
-        assert (ends <= rows.num_blocks[picked] * self._config.block_size).all(), f"step {plan.step}: no block"
+        assert (ends <= rows.num_positions(picked)).all(), f"step {plan.step}: no block"
         samples = samples_of(picked, ends, np.cumsum(counts), order, nums)
 
         lifted = rows.lift_minimum(samples.rows, samples.ends)
@@ -316,7 +316,7 @@ class DeviceSteps:
         total, most = int(counts.sum()), int(counts.max(initial=0))
         row_of_token = np.repeat(picked, counts)
         positions = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        num_new = rows.num_blocks[picked] - self._num_sent[picked]
+        num_new = rows.num_blocks[0, picked] - self._num_sent[picked]
         row_of_block = np.repeat(picked, num_new)
         place = np.arange(len(row_of_block)) + np.repeat(
             self._num_sent[picked] - (np.cumsum(num_new) - num_new), num_new
@@ -329,9 +329,9 @@ class DeviceSteps:
             ids=rows.ids[row_of_token, positions],
             places=self._num_sent[picked],
             num_new=num_new,
-            blocks=rows.blocks[row_of_block, place],
+            blocks=rows.tables[0, row_of_block, place],
         )
-        self._num_sent[picked] = rows.num_blocks[picked]
+        self._num_sent[picked] = rows.num_blocks[0, picked]
         packet.decode_lens[:num_decode] = starts[:num_decode] + 1
         packet.decode_lens[num_decode:] = 0
         if num_decode == len(picked):  # also if there are no rows

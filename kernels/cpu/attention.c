@@ -1,5 +1,5 @@
-/* Attention over paged keys and values, [blocks][block_size][kv_heads][dim] in float32 or bfloat16; dim is a multiple
- * of 16.
+/* Attention over paged keys and values, [pages][block_size][kv_heads][dim] in float32 or bfloat16, pages any number of
+ * bytes apart; dim is a multiple of 16.
  *
  * Every query takes the same steps in the same order, whatever else is computed with it, so its bits depend on nothing
  * but itself and the keys and values that it sees. Positions are cut at multiples of SPLIT and inside a split at
@@ -464,9 +464,9 @@ static void locate(const Attend *a, const Part *t, long chunk, Places *places)
     for (long k = 0; k < CHUNK; k++)
         places->bytes[k] = -1;
     for (long k = greatest(chunk, from), end = least(chunk + CHUNK, to); k < end;) {
-        long offset = k % p->block_size, slot = table[k / p->block_size] * p->block_size;
+        long offset = k % p->block_size, page = table[k / p->block_size] * p->page_stride;
         for (; offset < p->block_size && k < end; offset++, k++)
-            places->bytes[k - chunk] = (slot + offset) * position_bytes;
+            places->bytes[k - chunk] = page + offset * position_bytes;
     }
 }
 

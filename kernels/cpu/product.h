@@ -125,13 +125,14 @@ void pagewire_dense_sums(const float *panel, long rows, const char *w, long k, l
  * cache. */
 void pagewire_interleave(const float *const *rows, long count, long words, long padded_words, float *out);
 
-/* One layer's keys and values, [blocks][block_size][kv_heads][dim], and the parameters of its attention. */
+/* One layer's keys and values, [pages][block_size][kv_heads][dim], and the parameters of its attention. */
 typedef struct {
     const char *keys, *values;
     long heads, kv_heads, dim, block_size, window; /* window 0: none */
     float scale, softcap;                          /* softcap 0: none */
     int bf16, rounds;                              /* rounds: bfloat16 arithmetic, with a bfloat16 cache only */
     const float *sinks;                            /* [heads]: a logit each that joins the denominator; or 0 */
+    long page_stride;                              /* bytes from a page to the next */
 } Pages;
 
 /* Attention of all rows of a step; see `attention.c`. */
