@@ -308,11 +308,11 @@ typedef struct {
 
 enum { LINE = 64 };
 
-static inline void prefetch(Ahead *ahead)
+static inline void prefetch(Ahead *ahead, long lines)
 {
     if (!ahead->places)
         return;
-    for (ahead->due += 2 * LANES; ahead->due > 0 && ahead->unit < 2 * CHUNK; ahead->unit++) {
+    for (ahead->due += lines; ahead->due > 0 && ahead->unit < 2 * CHUNK; ahead->unit++) {
         long place = ahead->places->bytes[ahead->unit / 2];
         if (place < 0)
             continue;
@@ -323,21 +323,22 @@ static inline void prefetch(Ahead *ahead)
     }
 }
 
-/* The groups [from, to) of a chunk's keys, transposed. */
-static void pack_keys(const char *const *rows, long words, long from, long to, char *keys, Ahead *ahead)
+/* The groups [from, to) of a chunk's keys, transposed. lines: to prefetch for 16 keys × 16 words. */
+static void pack_keys(const char *const *rows, long words, long from, long to, char *keys, Ahead *ahead, long lines)
 {
     for (long g = from; g < to; g++)
         for (long w = 0; w < words; w += 16) {
-            prefetch(ahead);
+            prefetch(ahead, lines);
             transpose(rows + g * LANES, w, words - w < 16, keys + (w * CHUNK + g * LANES) * 4);
         }
 }
 
 /* A chunk's values in the layout of `pagewire_values`; float32 in all modes but MODE_DOT. */
-static void pack_values(enum Mode mode, const char *const *rows, long dim, char *values)
+static void pack_values(enum Mode mode, const char *const *rows, long dim, char *values, Ahead *ahead)
 {
     if (mode == MODE_DOT)
         for (long i = 0; i < CHUNK; i += 2, values += dim * 4) {
+            prefetch(ahead, dim / LANES); /* as many bytes as are read here */
             const char *a = rows[i], *b = rows[i + 1];
             long d = 0;
 #ifdef __AVX512BW__
@@ -419,7 +420,7 @@ static void add_masked(const Attend *a, const Work *w, long rows, const int *low
         const char *seen[CHUNK], *packed[CHUNK];
         for (long k = 0; k < CHUNK; k++)
             seen[k] = k >= low[i] && k < high[i] ? raw[k] : w->zeros;
-        pack_values(a->mode, seen, dim, w->masked);
+        pack_values(a->mode, seen, dim, w->masked, &(Ahead){0});
         for (long k = 0; k < CHUNK; k++)
             packed[k] = w->masked + k * dim * 4;
         memcpy(w->spare, sums + i * dim, dim * 4);
@@ -532,11 +533,12 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         keys[k] = places->bytes[k] < 0 ? w->zeros : p->keys + place;
         values[k] = places->bytes[k] < 0 ? w->zeros : p->values + place;
     }
-    pack_keys(keys, w->words, from, to, w->keys, ahead);
+    /* Where values are packed too, each fetches as much as it reads. */
+    pack_keys(keys, w->words, from, to, w->keys, ahead, a->mode == MODE_DOT ? LANES : 2 * LANES);
     enum Mode mode = a->mode;
     const char *rows[CHUNK], *const *packed = values;
     if (mode == MODE_DOT || w->tiles > 1) {
-        pack_values(mode, values, dim, w->values);
+        pack_values(mode, values, dim, w->values, ahead);
         for (long k = 0; k < CHUNK; k++)
             rows[k] = w->values + k * dim * 4;
         packed = rows;
