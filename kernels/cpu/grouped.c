@@ -278,6 +278,9 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
             prefetch_scales(w, G, first, 0);                                                                           \
         for (long group = 0; group < groups; group++) {                                                                \
             ni sum[R][N];                                                                                              \
+            Scales scales;                                                                                             \
+            if (R > 4)                                                                                                 \
+                load_scales(w, G, first, group, &scales);                                                              \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
                 UNROLL for (int j = 0; j < N; j++)                                                                     \
                     sum[i][j] = (ni){0} + p->starts[group * R + i];                                                    \
@@ -301,8 +304,8 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
                 }                                                                                                      \
                 x += (USE == USE_8 ? 1 : 2) * WORDS * R;                                                               \
             }                                                                                                          \
-            Scales scales;                                                                                             \
-            load_scales(w, G, first, group, &scales);                                                                  \
+            if (R <= 4) /* they are on their way from memory before */                                                 \
+                load_scales(w, G, first, group, &scales);                                                              \
             add_terms(w, p, R, N, &scales, group, sum[0], out, out_stride);                                            \
         }                                                                                                              \
     }
@@ -355,9 +358,10 @@ static void unpack(const Matrix *w, const char *from, long count, char *out)
 #if defined(PAGEWIRE_AMX)
 enum { PANEL_ROWS = 2 * TILE_ROWS, FEW = 4, MANY = 1 };
 #else
-enum { PANEL_ROWS = MR, FEW = MR, MANY = 2 };
+enum { PANEL_ROWS = MR, FEW = MR, MANY = WORDS == 1 ? INT32_MAX : 2 };
 #endif
-/* FEW: as many rows are not multiplied by tiles. MANY: with more panels, 4 bits are unpacked once for all of them. */
+/* FEW: as many rows are not multiplied by tiles. MANY: with more panels, 4 bits are unpacked once for all of them; where
+ * one instruction multiplies four columns, unpacking in registers hides behind it. */
 
 static inline int uses_tiles(const Matrix *w, long rows)
 {
@@ -593,7 +597,7 @@ static void sums(const Matrix *w, const void *panel, long rows, const char *weig
     }
 }
 
-const KindOps pagewire_grouped = {PANEL_ROWS, panel_bytes, pack, prepare, sums, 2};
+const KindOps pagewire_grouped = {PANEL_ROWS, panel_bytes, pack, prepare, sums, MAX_GROUPS};
 
 void pagewire_grouped_lookup(const Matrix *w, long row, float *y)
 {
