@@ -238,6 +238,9 @@ typedef struct {
     const uint32_t *x; /* [k / 4][WORDS][rows] */
     const float *scales;
     const int32_t *sums, *starts; /* each [groups][rows] */
+    /* Weights that are needed later: one of `share` equal parts is prefetched from here on. */
+    const char *next;
+    long share;
 } Panel;
 
 /* Adds the terms of one group of columns to `out`: sums [rows][N][NATIVE_LANES]. In a tile, rows and N are constants and
@@ -272,6 +275,8 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
     {                                                                                                                  \
         enum { N = G * PARTS };                                                                                        \
         long groups = w->k / w->group, all = groups * vectors, stride = all * 64, at = 0;                              \
+        long pace = 64 / p->share;                                                                                     \
+        const char *next = p->next;                                                                                    \
         const uint32_t *x = p->x;                                                                                      \
         __attribute__((unused)) nu table = load_table(w->table);                                                       \
         if (R <= 4)                                                                                                    \
@@ -289,9 +294,11 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
             for (long end = at + vectors; at < end; at++) {                                                            \
                 const char *word = weights + at * 64;                                                                  \
                 long ahead = (at + AHEAD < all ? AHEAD : AHEAD + (G - 1) * all) * 64;                                  \
-                if (R <= 4)                                                                                            \
-                    UNROLL for (int j = 0; j < G; j++)                                                                 \
+                UNROLL for (int j = 0; j < G; j++)                                                                     \
+                    if (R <= 4)                                                                                        \
                         __builtin_prefetch(word + j * stride + ahead);                                                 \
+                    else                                                                                               \
+                        __builtin_prefetch(next + (at * G + j) * pace, 0, 2);                                          \
                 UNROLL for (int step = 0; step < (USE == USE_8 ? 1 : 2) * WORDS; step++) {                             \
                     nu q[N];                                                                                           \
                     UNROLL for (int j = 0; j < N; j++) {                                                               \
@@ -327,16 +334,19 @@ static const struct {
     Tile tile[3], last[3];
 } TILES_OF[] = {EACH(ENTRY)};
 
-static void sweep(const Matrix *w, const Panel *p, long rows, const char *weights, long bits, long first, long count,
-                  vf *out, long out_stride)
+static void sweep(const Matrix *w, Panel p, long rows, const char *weights, long bits, long first, long count, vf *out,
+                  long out_stride)
 {
-    long groups = TILES_OF[rows - 1].groups, vectors = padded_group(w->group) * bits / 32, i = 0;
+    long groups = TILES_OF[rows - 1].groups, vectors = padded_group(w->group) * bits / 32;
     long stride = w->k / w->group * vectors * 64;
     int use = bits == 8 ? USE_8 : w->table ? USE_TABLE : USE_4;
-    for (; i + groups <= count; i += groups)
-        TILES_OF[rows - 1].tile[use](w, p, weights + i * stride, vectors, first + i, out + i, out_stride);
-    for (; i < count; i++)
-        TILES_OF[rows - 1].last[use](w, p, weights + i * stride, vectors, first + i, out + i, out_stride);
+    for (long i = 0, size; i < count; i += size) {
+        int is_last = i + groups > count;
+        size = is_last ? 1 : groups;
+        Tile tile = is_last ? TILES_OF[rows - 1].last[use] : TILES_OF[rows - 1].tile[use];
+        tile(w, &p, weights + i * stride, vectors, first + i, out + i, out_stride);
+        p.next += size * stride / p.share;
+    }
 }
 
 /* Weights of 4 bits in the layout of 8 bits: `count` lane groups. */
@@ -376,7 +386,14 @@ static inline long numbers_bytes(const Matrix *w, long rows)
 
 static long panel_bytes(const Matrix *w, long rows)
 {
-    return padded(numbers_bytes(w, rows), 64) + rows * w->k / w->group * 12;
+    return padded(numbers_bytes(w, rows), 64) + rows * w->k / w->group * 12 + 4;
+}
+
+/* The index of a panel in its product, rounded, since panels may differ by one row. It only decides what is
+ * prefetched. */
+static inline int32_t *index_of(const Matrix *w, void *panel, long rows)
+{
+    return (int32_t *)((char *)panel + panel_bytes(w, rows)) - 1;
 }
 
 static inline Panel open_panel(const Matrix *w, const char *panel, long rows, long first, long count)
@@ -480,6 +497,7 @@ static void pack(const Matrix *w, const Activations *a, long first, long rows, v
     }
 #endif
     char *lines = (char *)line + line_bytes;
+    *index_of(w, panel, rows) = (first + rows / 2) / rows;
     long parts = (rows + MR - 1) / MR;
     for (long part = 0; part < parts; part++) {
         long from = part * rows / parts, count = (part + 1) * rows / parts - from;
@@ -589,11 +607,17 @@ static void sums(const Matrix *w, const void *panel, long rows, const char *weig
         return;
     }
 #endif
+    /* Each panel of a block fetches its share of the lane groups that follow; one alone those of its next tile. */
+    long bytes = stride * lane_group_bytes(w), index = *index_of(w, (void *)panel, rows) % num_panels;
+    const char *next = weights + GROUPS(MR) * lane_group_bytes(w);
+    if (num_panels > 1)
+        next = w->w + to * lane_group_bytes(w) + index * bytes / num_panels;
     long parts = (rows + MR - 1) / MR;
     for (long part = 0; part < parts; part++) {
         long row = part * rows / parts, count = (part + 1) * rows / parts - row;
         Panel p = open_panel(w, panel, rows, row, count);
-        sweep(w, &p, count, weights, bits, from, stride, out + row * stride, stride);
+        p.next = next, p.share = num_panels;
+        sweep(w, p, count, weights, bits, from, stride, out + row * stride, stride);
     }
 }
 
