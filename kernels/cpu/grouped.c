@@ -208,25 +208,23 @@ typedef struct {
     };
 } Scales;
 
-static __attribute__((noinline)) void load_scales(const Matrix *w, long columns, long first, long group, Scales *out)
+/* at: the place of the first lane group's scales; stride: from one lane group to the next. */
+static __attribute__((noinline)) void load_scales(const Matrix *w, long columns, long at, long stride, Scales *out)
 {
-    long groups = w->k / w->group;
     for (long j = 0; j < columns * PARTS; j++) {
-        long at = ((first + j / PARTS) * groups + group) * LANES + j % PARTS * NATIVE_LANES;
-        out->scales[j] = stored(w->scales, w->scale_type, at);
+        long from = at + j / PARTS * stride + j % PARTS * NATIVE_LANES;
+        out->scales[j] = stored(w->scales, w->scale_type, from);
         if (w->offset_type == STORED_ZERO_POINTS)
-            out->zeros[j] = stored_zeros(w->offsets, at);
+            out->zeros[j] = stored_zeros(w->offsets, from);
         else if (w->offset_type != STORED_ONE)
-            out->offsets[j] = stored(w->offsets, w->offset_type, at);
+            out->offsets[j] = stored(w->offsets, w->offset_type, from);
     }
 }
 
 /* The scales and offsets that `load_scales` needs later. */
-static inline void prefetch_scales(const Matrix *w, long columns, long first, long group)
+static inline void prefetch_scales(const Matrix *w, long columns, long at, long stride)
 {
-    long groups = w->k / w->group;
-    for (long j = 0; j < columns; j++) {
-        long at = ((first + j) * groups + group) * LANES;
+    for (long j = 0; j < columns; j++, at += stride) {
         __builtin_prefetch((const char *)w->scales + at * (w->scale_type == STORED_F32 ? 4 : 2));
         __builtin_prefetch((const char *)w->offsets + at * (w->offset_type == STORED_ZERO_POINTS ? 1 : 4));
     }
@@ -264,7 +262,14 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
                 sums[i * N + j] = (ni)((nf)sums[i * N + j] - s->offsets[j] * (float)x_sums[i]);
     UNROLL for (long i = 0; i < rows; i++)
         UNROLL for (long j = 0; j < N; j++)
-            ((nf *)(out + i * out_stride))[j] += (nf)sums[i * N + j] * x_scales[i];
+            sums[i * N + j] = (ni)((nf)sums[i * N + j] * x_scales[i]);
+    if (group)
+        UNROLL for (long i = 0; i < rows; i++)
+            UNROLL for (long j = 0; j < N; j++)
+                sums[i * N + j] = (ni)((nf)sums[i * N + j] + ((nf *)(out + i * out_stride))[j]);
+    UNROLL for (long i = 0; i < rows; i++)
+        UNROLL for (long j = 0; j < N; j++)
+            ((nf *)(out + i * out_stride))[j] = (nf)sums[i * N + j];
 }
 
 /* R rows of a panel and the lane groups [first, first + G), whose weights begin at `weights`. vectors: of 64 bytes, in
@@ -275,22 +280,23 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
     {                                                                                                                  \
         enum { N = G * PARTS };                                                                                        \
         long groups = w->k / w->group, all = groups * vectors, stride = all * 64, at = 0;                              \
+        long scales_at = first * groups * LANES;                                                                       \
         long pace = 64 / p->share;                                                                                     \
         const char *next = p->next;                                                                                    \
         const uint32_t *x = p->x;                                                                                      \
         __attribute__((unused)) nu table = load_table(w->table);                                                       \
         if (R <= 4)                                                                                                    \
-            prefetch_scales(w, G, first, 0);                                                                           \
+            prefetch_scales(w, G, scales_at, groups * LANES);                                                          \
         for (long group = 0; group < groups; group++) {                                                                \
             ni sum[R][N];                                                                                              \
             Scales scales;                                                                                             \
             if (R > 4)                                                                                                 \
-                load_scales(w, G, first, group, &scales);                                                              \
+                load_scales(w, G, scales_at + group * LANES, groups * LANES, &scales);                                 \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
                 UNROLL for (int j = 0; j < N; j++)                                                                     \
                     sum[i][j] = (ni){0} + p->starts[group * R + i];                                                    \
             if (R <= 4 && group + 1 < groups)                                                                          \
-                prefetch_scales(w, G, first, group + 1);                                                               \
+                prefetch_scales(w, G, scales_at + (group + 1) * LANES, groups * LANES);                                \
             for (long end = at + vectors; at < end; at++) {                                                            \
                 const char *word = weights + at * 64;                                                                  \
                 long ahead = (at + AHEAD < all ? AHEAD : AHEAD + (G - 1) * all) * 64;                                  \
@@ -312,7 +318,7 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
                 x += (USE == USE_8 ? 1 : 2) * WORDS * R;                                                               \
             }                                                                                                          \
             if (R <= 4) /* they are on their way from memory before */                                                 \
-                load_scales(w, G, first, group, &scales);                                                              \
+                load_scales(w, G, scales_at + group * LANES, groups * LANES, &scales);                                 \
             add_terms(w, p, R, N, &scales, group, sum[0], out, out_stride);                                            \
         }                                                                                                              \
     }
@@ -320,11 +326,11 @@ static inline __attribute__((always_inline)) void add_terms(const Matrix *w, con
 typedef void (*Tile)(const Matrix *, const Panel *, const char *weights, long vectors, long first, vf *out,
                      long out_stride);
 #define TILES(R)                                                                                                       \
-    TILE(eight_##R, R, GROUPS(R), USE_8)                                                                                 \
+    TILE(eight_##R, R, GROUPS(R), USE_8)                                                                               \
     TILE(eight_last_##R, R, 1, USE_8)                                                                                  \
-    TILE(four_##R, R, GROUPS(R), USE_4)                                                                                  \
+    TILE(four_##R, R, GROUPS(R), USE_4)                                                                                \
     TILE(four_last_##R, R, 1, USE_4)                                                                                   \
-    TILE(table_##R, R, GROUPS(R), USE_TABLE)                                                                             \
+    TILE(table_##R, R, GROUPS(R), USE_TABLE)                                                                           \
     TILE(table_last_##R, R, 1, USE_TABLE)
 EACH(TILES)
 #define ENTRY(R)                                                                                                       \
@@ -410,6 +416,38 @@ static inline vi rounded16(vf x)
     return (vi)(x + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³ */
 }
 
+/* The greatest and the sum of 16 numbers. */
+static inline int32_t most_of(vi x)
+{
+    UNROLL for (int half = 8; half; half /= 2) {
+        vi other = __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+        x = ((x > other) & x) | ((x <= other) & other);
+    }
+    return x[0];
+}
+
+static inline int32_t total_of(vi x)
+{
+    UNROLL for (int half = 8; half; half /= 2)
+        x += __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+    return x[0];
+}
+
+/* The bits of the greatest magnitude of a group; those of infinities and NaN are above all others. */
+static inline int32_t magnitude(const float *x, long count)
+{
+    vi most = {0}, rest = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vi bits = *(const vi_any *)(x + i) & 0x7fffffff, is_more = bits > most;
+        most = (is_more & bits) | (~is_more & most);
+    }
+    memcpy(&rest, x + i, (count - i) * 4);
+    rest &= 0x7fffffff;
+    vi is_more = rest > most;
+    return most_of((is_more & rest) | (~is_more & most));
+}
+
 /* Rounds a row to [k] of 8 bits, its groups padded with zeros: x · (127 / most) in each group. Groups whose numbers are
  * all smaller than 1e-30 count as zero. A row with a number that is not finite has scales of NaN. `stride`: of the
  * scales and sums. line: 16 bytes longer than the row. */
@@ -418,17 +456,14 @@ static void round_row(const Matrix *w, const float *x, int8_t *line, float *scal
 {
     typedef int8_t v16 __attribute__((vector_size(16), aligned(1), may_alias));
     long groups = w->k / w->group, padded_columns = padded_group(w->group);
-    memset(line, 0, packed_k(w));
-    vf odd16 = {0};
-    long whole = w->k / LANES * LANES;
-    for (long i = 0; i < whole; i += LANES)
-        odd16 += *(const vf_any *)(x + i) * 0.0f; /* NaN also for infinities */
-    float odd = 0;
-    for (long i = whole; i < w->k; i++)
-        odd += x[i] * 0.0f;
-    for (int l = 0; l < LANES; l++)
-        odd += odd16[l];
-    if (odd != 0) {
+    int32_t start = BIAS - (w->offset_type == STORED_ONE ? (int32_t)w->zero : 0), greatest = 0;
+    for (long g = 0; g < groups; g++) {
+        int32_t most = magnitude(x + g * w->group, w->group);
+        greatest = most > greatest ? most : greatest;
+        memcpy(scales + g * stride, &most, 4);
+    }
+    if (greatest >= 0x7f800000) {
+        memset(line, 0, packed_k(w));
         for (long g = 0; g < groups; g++) {
             scales[g * stride] = NAN;
             sums[g * stride] = starts[g * stride] = 0;
@@ -436,31 +471,25 @@ static void round_row(const Matrix *w, const float *x, int8_t *line, float *scal
         return;
     }
     for (long g = 0; g < groups; g++, x += w->group, line += padded_columns) {
-        vf most16 = {0}, rest = {0};
-        vi sum16 = {0};
-        whole = w->group / LANES * LANES;
-        memcpy(&rest, x + whole, (w->group - whole) * 4);
-        for (long i = 0; i < whole; i += LANES)
-            most16 = max16((vf)(*(const vi_any *)(x + i) & 0x7fffffff), most16);
-        most16 = max16((vf)((vi)rest & 0x7fffffff), most16);
-        float most = 0;
-        for (int l = 0; l < LANES; l++)
-            most = most16[l] > most ? most16[l] : most;
-        float inverse = most > 1e-30f ? 127.0f / most : 0;
-        for (long i = 0; i < w->group; i += LANES) {
-            vf numbers = rest;
-            if (i < whole)
-                numbers = *(const vf_any *)(x + i);
-            vi q = rounded16(numbers * inverse);
-            sum16 += q;
+        float most = scales[g * stride], inverse = most > 1e-30f ? 127.0f / most : 0;
+        vi sum = {0};
+        long i = 0;
+        for (; i + LANES <= w->group; i += LANES) {
+            vi q = rounded16(*(const vf_any *)(x + i) * inverse);
+            sum += q;
             *(v16 *)(line + i) = __builtin_convertvector(q, v16);
         }
-        int32_t sum = 0;
-        for (int l = 0; l < LANES; l++)
-            sum += sum16[l];
+        if (i < padded_columns) {
+            vf rest = {0};
+            memcpy(&rest, x + i, (w->group - i) * 4);
+            vi q = rounded16(rest * inverse);
+            sum += q;
+            memset(line + i, 0, padded_columns - i);
+            *(v16 *)(line + i) = __builtin_convertvector(q, v16);
+        }
         scales[g * stride] = most / 127.0f;
-        sums[g * stride] = sum;
-        starts[g * stride] = sum * (BIAS - (w->offset_type == STORED_ONE ? (int32_t)w->zero : 0));
+        sums[g * stride] = total_of(sum);
+        starts[g * stride] = sums[g * stride] * start;
     }
 }
 
@@ -576,7 +605,7 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
         for (long i = 0; i < rows * count; i++)
             sums[i] += p->starts[group * rows + i / count];
         Scales scales;
-        load_scales(w, count, first, group, &scales);
+        load_scales(w, count, (first * groups + group) * LANES, groups * LANES, &scales);
         add_terms(w, p, rows, count, &scales, group, sums, out, out_stride);
     }
 }
@@ -586,8 +615,6 @@ static void sums(const Matrix *w, const void *panel, long rows, const char *weig
                  long to, vf *out)
 {
     long bits = num_panels > MANY ? 8 : w->bits, stride = to - from;
-    for (long i = 0; i < rows * stride; i++)
-        out[i] = -(vf){0}; /* -0, to which any number is added without a change */
 #if defined(PAGEWIRE_AMX)
     if (uses_tiles(w, rows)) {
         /* The sums start with BIAS · Σq for `dot`, which tiles do not need. They are there only with VNNI. */
