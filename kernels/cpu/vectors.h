@@ -24,7 +24,7 @@ enum { NATIVE = 32 };
 #else
 enum { NATIVE = 16 };
 #endif
-enum { PARTS = 64 / NATIVE };
+enum { PARTS = 64 / NATIVE, NATIVE_LANES = NATIVE / 4 };
 typedef float nf __attribute__((vector_size(NATIVE), may_alias));
 typedef float nf_any __attribute__((vector_size(NATIVE), aligned(4), may_alias));
 typedef uint32_t nu __attribute__((vector_size(NATIVE), may_alias));
