@@ -77,7 +77,7 @@ def _multiply_as_stored(folder):
         with CheckpointReader(folder) as reader:
 
             def read(name, n, k):
-                weight = read_weight(scheme, reader, name, n, k, None)
+                weight = read_weight(scheme, reader, name, n, k, (0, n), (0, k))
                 assert isinstance(weight, GroupedWeight)
                 return weight
 
