@@ -237,7 +237,8 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     shape = decoder.kv_shape
     tile = shape.layers[0]
     group = decoder.num_heads // tile.kv_heads
-    limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config))
+    tables = shape.groups(config.block_size).num_tables
+    limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config), tables=tables)
     dtype = DTYPES[config.dtype]
     triton = TritonDecoder(
         decoder,
