@@ -251,7 +251,12 @@ def _on_device(
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
     _fill(config, spec, program, progress, loaded)
     heads = program.attention[0].heads
-    limits = limits_of(config, group=heads // tile.kv_heads, draft_tokens=num_draft_tokens(config))
+    limits = limits_of(
+        config,
+        group=heads // tile.kv_heads,
+        draft_tokens=num_draft_tokens(config),
+        tables=shape.groups(config.block_size).num_tables,
+    )
     triton = TritonDecoder(
         program,
         loaded,
