@@ -48,10 +48,11 @@ class Operation(ctypes.Structure):
 
     _fields_ = (
         *((name, _L) for name in ("kind", "epilogue")),
-        *((name, Columns) for name in ("in_", "in2", "out")),
-        *((name, _L) for name in ("width", "heads", "kv_heads", "dim", "table")),
+        *((name, Columns) for name in ("x", "x2", "x3", "out")),
+        *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
+        *((name, _L) for name in ("every", "shift")),
         *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages")),
-        ("eps", _F),
+        *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
     )
 
 
