@@ -85,22 +85,27 @@ class NativeModel:
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
             return self._alone.hidden(ids, positions, attention)
-        if self._parts is None:  # the cache is open now. The compiler keeps what operations point to.
-            self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)
-            self._parts = self._compiler.parts()
+        parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
             self._work = torch.empty(tokens * self._layout.size)
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
         step, registers = Step(ids, positions, attention), None
-        for part in self._parts:
+        for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
         return self._register(program.result.register, tokens).clone()
+
+    def parts(self, attention: NativePagedAttention) -> "list[_InC | _InTorch]":
+        """The program, compiled for an open cache."""
+        if self._parts is None:
+            self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)  # keeps pointers valid
+            self._parts = self._compiler.parts()
+        return self._parts
 
     def _register(self, register: int, tokens: int) -> Tensor:
         first = self._layout.offsets[register] * tokens
@@ -109,6 +114,11 @@ class NativeModel:
 
     def _registers(self, tokens: int) -> Registers:
         return Registers([self._register(i, tokens) for i in range(len(self._reference.program.widths))])
+
+
+def in_torch(model: NativeModel, attention: NativePagedAttention) -> list[Op]:
+    """The operations of a model that C lacks."""
+    return [part.op for part in model.parts(attention) if isinstance(part, _InTorch)]
 
 
 class _Compiler:
@@ -186,7 +196,10 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_COMBINE, alpha=alpha, beta=beta)]
             case Scale(factor=factor, vector=None):
                 return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
-            case Scale(vector=vector) if vector is not None and vector.weights[0].rows == op.outs[0].width:
+            case Scale(vector=vector) if vector is not None and vector.weights[0].rows == 1:
+                factor = float(self._reference.weights.vectors[vector.key])
+                return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
+            case Scale(vector=vector) if vector is not None:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
