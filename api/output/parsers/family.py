@@ -62,4 +62,4 @@ def _thinking(opening: str, ending: str, calls: Grammar) -> Grammar:
     def reasons(prompt: str) -> bool:
         return prompt.rstrip().endswith(opening)  # further back it may be what a user wrote
 
-    return Grammar(read, (opening, *calls.leads), calls.tags, (ending,), calls.marks, reasons)
+    return calls._replace(read=read, leads=(opening, *calls.leads), reasoning_tags=(ending,), reasons=reasons)

@@ -2,15 +2,12 @@
 
 import json
 
-from ..block import PYTHON, SPACE, Block, Broken, Reads, call_name, closing, is_call_name, skip_space, value
+from ..block import PYTHON, SPACE, Block, Broken, Reads, call_name, closing, skip_space, value
 from ..family import Family
 from ..lexer import Grammar
-from ..spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, Tools, literal, one_of, repeat, rule
+from ..spelling import MAX_ARGUMENTS, CallRules, Schema, Tools, literal, named_properties, one_of, repeat, rule
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_MAX_KEYWORDS = 64  # of a call of a tool whose schema does not name them
-_OF_AN_OBJECT = {"type", "properties", "required", "additionalProperties"}  # what a row of keywords can express
-_NOTES = {"title", "description", "$schema", "$defs", "definitions", "examples", "default", "strict"}
 
 
 def _read(tag: str, block: Block) -> Reads[str]:
@@ -74,31 +71,19 @@ def _spell(tools: Tools, several: bool) -> CallRules:
 
 def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
     """`key=value, …` in the order of the properties: `first` until one was written, `next` from then on."""
-    if schema == ANY_OBJECT:
+    properties = named_properties(name, schema)
+    if properties is None:
         return _any_keywords(tool)
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if (
-        not schema.keys() <= _OF_AN_OBJECT | _NOTES
-        or not isinstance(properties, dict)
-        or not isinstance(required, list)
-        or not all(map(is_call_name, properties))
-        or not properties.keys() >= set(required)
-    ):
-        raise CannotSpell(
-            f"{name!r} cannot be forced on this model, which writes calls as Python does: its parameters must be "
-            "an object with named properties and nothing else",
-            "parameters",
-        )
     definitions: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = [rule(f"first{tool}", f"first{tool}_0")]
-    for i, (key, inner) in enumerate(properties.items()):
+    for i, (key, inner, is_required) in enumerate(properties):
         value, first, following = f"value{tool}_{i}", f"first{tool}_{i}", f"next{tool}_{i}"
         first_after, next_after = f"first{tool}_{i + 1}", f"next{tool}_{i + 1}"
         inner = {**inner, **definitions} if isinstance(inner, dict) else inner  # it may refer to them
         rules.append(rule(value, literal(f"{key}="), f"schema{tool}_{i}"))
         rules.append(rule(f"schema{tool}_{i}", "%json " + json.dumps(inner)))
-        rules.append(rule(first, value, next_after, *([] if key in required else ["|", first_after])))
-        rules.append(rule(following, literal(", "), value, next_after, *([] if key in required else ["|", next_after])))
+        rules.append(rule(first, value, next_after, *([] if is_required else ["|", first_after])))
+        rules.append(rule(following, literal(", "), value, next_after, *([] if is_required else ["|", next_after])))
     return [*rules, *(rule(f"{state}{tool}_{len(properties)}", literal("")) for state in ("first", "next"))]
 
 
@@ -106,7 +91,7 @@ def _any_keywords(tool: int) -> list[str]:
     """For a tool whose schema allows any object."""
     pair = f"pair{tool}"
     return [
-        rule(f"first{tool}", f"({pair} ({literal(', ')} {pair}){{0,{_MAX_KEYWORDS - 1}}})?"),
+        rule(f"first{tool}", f"({pair} ({literal(', ')} {pair}){{0,{MAX_ARGUMENTS - 1}}})?"),
         rule(pair, r"/[A-Za-z_][A-Za-z0-9_]{0,63}/", literal("="), f"schema{tool}_0"),
         rule(f"schema{tool}_0", "%json {}"),
     ]

@@ -1,0 +1,97 @@
+"""Forced values without quotes: whatever the rules allow is read back as a value that the schema allows."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from drawing import draw, grammars_of, json_tokenizer
+
+from pagewire.api.output.parsers.bare_spelling import End, spell_bare
+from pagewire.api.output.parsers.events import CallArguments, CallStart
+from pagewire.api.output.parsers.lexer import Lexer
+from pagewire.api.output.parsers.registry import find_family
+from pagewire.api.output.parsers.spelling import CannotSpell
+from pagewire.ipc.messages import Constraint
+
+FAMILIES = ("glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder")
+VALUES: dict[str, Any] = {
+    "short": {"type": "string", "minLength": 1, "maxLength": 3},
+    "matched": {"type": "string", "pattern": r"^[a-c]{2}\d/x$"},
+    "found": {"type": "string", "pattern": "b[/]|c", "maxLength": 6},
+    "chosen": {"enum": ["a", "", "null", None, 5, "5", " b\n"]},
+    "constant": {"const": "true"},
+    "optional": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    "listed": {"type": ["string", "integer", "array"], "maxLength": 4, "maximum": 9, "minimum": 0, "maxItems": 1},
+    "referred": {"$ref": "#/$defs/text"},
+    "wrapped": {"allOf": [{"$ref": "#/$defs/text"}], "description": "a text"},
+    "anything": {},
+    "number": {"type": "number", "minimum": 0, "maximum": 1},
+    "nested": {"type": "object", "properties": {"a": {"$ref": "#/$defs/text"}}, "additionalProperties": False},
+    "switch": {"type": "boolean"},
+}
+TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": VALUES,
+    "required": [name for name in VALUES if name != "optional"],
+    "additionalProperties": False,
+    "$defs": {"text": {"type": "string", "maxLength": 4}},
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("parser", FAMILIES)
+def test_forced_values_are_read_as_the_schema_allows(parser: str, special: bool) -> None:
+    family = find_family(parser, "none")
+    rules = family.spell_calls([("f", TOOL)], several=True)
+    assert rules is not None
+    tokenizer = json_tokenizer(rules.marks, special=special)
+    constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
+    grammars = grammars_of(tokenizer)
+    end = "</arg_value>" if "<arg_value>" in rules.marks else "</parameter>"
+    seen: dict[str, list[Any]] = {name: [] for name in VALUES}
+    for seed in range(12):
+        output = tokenizer.decode(draw(grammars.compile(constraint, ""), tokenizer, seed, 300, end), False)
+        rng, pieces, left = random.Random(seed), [], output
+        while left:
+            size = rng.randint(1, 9)
+            pieces.append(left[:size])
+            left = left[size:]
+        lexer, calls = Lexer(family.calls._replace(schemas={"f": TOOL})), []
+        for event in [*(event for piece in pieces for event in lexer.push(piece)), *lexer.flush()]:
+            match event:
+                case CallStart():
+                    calls.append("")
+                case CallArguments(text=text):
+                    calls[-1] += text
+                case _:
+                    assert not event.text.strip(), output
+        assert 1 <= len(calls) <= 16
+        for call in calls:
+            jsonschema.validate(arguments := json.loads(call), TOOL)
+            for name, value in arguments.items():
+                seen[name].append(value)
+    assert all(seen.values())
+    assert {type(value) for value in seen["optional"]} == {str, type(None)}
+    assert {type(value) for value in seen["listed"]} >= {str, int}
+    assert set(seen["chosen"]) <= {"a", "", None, 5, " b\n"}, "text that would be read as null is left out"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"type": "number"}},
+        {"type": "strng"},
+        {"const": "a</v>"},
+        {"type": "string", "pattern": "^a|b$"},
+        {"type": "string", "pattern": "a$b"},
+        {"$ref": "#/$defs/loop"},
+        {"anyOf": [{"type": "string"}], "minLength": 2},
+        False,
+    ],
+)
+def test_values_that_cannot_be_forced_are_refused(schema: object) -> None:
+    root: dict[str, object] = {"type": "object", "$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+    with pytest.raises(CannotSpell, match="writes strings without quotes"):
+        spell_bare("value0_0", "0_0", schema, root, End("</v>", "mark0"))
