@@ -76,8 +76,8 @@ def _spelling(tokenizer: Tokenizer, out: list[int], end: str) -> list[int]:
     """The ids of `end` itself, and of its next character after those that `out` ends with. None right after it: it may
     stand in a string, which has to be closed."""
     text = tokenizer.decode(out[-len(end) :], False)
-    if text.endswith(end):
+    if text.endswith(end.strip()):
         return []
     following = next(end[length] for length in range(len(end) - 1, -1, -1) if text.endswith(end[:length]))
-    texts = (end, following)
+    texts = (end.strip(), following)
     return [id for text in texts for id in range(tokenizer.vocab_size) if tokenizer.token_text(id) == text]

@@ -12,15 +12,17 @@ from .bare_values import as_json
 from .schema_types import TYPES, referred, type_of, types_of
 from .spelling import NOTES, CannotSpell, Schema, literal, rule
 
-_NOT_STRINGS = TYPES - {"string", "integer"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
 _OF_OTHERS = {
-    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems",
+    "items", "prefixItems", "minItems",
     "maxItems", "uniqueItems", "properties", "required", "additionalProperties",
 }  # fmt: skip
 _MAX_DEPTH = 8  # of references and branches
-# Whatever begins like a value that is not a string: words and numbers by themselves, and brackets with what follows.
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+# What is read as a value that is not a string: words and numbers by themselves, and brackets with what follows.
 _LIKE_A_VALUE = r"\s*((true|false|null|True|False|None|-?[0-9][-+.0-9eE]*)\s*|[{\[](?s:.*))"
+_LIKE_A_NUMBER = r"\s*[-0-9](?s:.*)"
+_NUMBERS = {"integer": "-?(0|[1-9][0-9]{0,14})", "number": r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,14})?"}
 _ANY_TEXT = "(?s:.*)"
 
 
@@ -35,11 +37,12 @@ class End(NamedTuple):
 def spell_bare(name: str, numbers: str, schema: object, root: Schema, end: End) -> list[str]:
     """The rule `name` and those it needs: a value that `schema` allows, and its end. `numbers` makes names of rules
     unique: the tool's and the argument's, as in `0_1`. Raises CannotSpell."""
-    texts, other = _split(schema, root, _MAX_DEPTH)
     types = types_of(schema, root)
+    texts, other = _split(schema, root, _MAX_DEPTH) if "string" in types else ([], schema)
+    begins = types_of(other, root) if other is not None else frozenset()
     rules: list[str] = []
     ways: list[str] = []
-    if terminals := [one for text in texts if (one := _terminal(text, types, end)) is not None]:
+    if terminals := [one for text in texts if (one := _terminal(text, types, begins, end)) is not None]:
         rules.append(f"TEXT{numbers}: {' | '.join(terminals)}")
         # A terminal takes as many characters as it can, so it has to hold an end that is text.
         rules.append(f"WHOLE{numbers}: TEXT{numbers} {literal(end.pad + end.text)}")
@@ -49,7 +52,8 @@ def spell_bare(name: str, numbers: str, schema: object, root: Schema, end: End) 
         ways.append(f"{'PADDED' if end.pad else 'TEXT'}{numbers} {end.mark}")
     if other is not None:
         definitions: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        rules.append(rule(f"schema{numbers}", "%json " + json.dumps({**other, **definitions})))
+        inner = {**other, **definitions} if isinstance(other, dict) else other
+        rules.append(rule(f"schema{numbers}", "%json " + json.dumps(inner)))
         ways.append(f"schema{numbers} {literal(end.pad)} {end.mark}" if end.pad else f"schema{numbers} {end.mark}")
     if not ways:
         raise _cannot("no value that it may have can be written")
@@ -59,33 +63,39 @@ def spell_bare(name: str, numbers: str, schema: object, root: Schema, end: End) 
 
 
 class _Text(NamedTuple):
-    """Strings that a value may be: one, or those that match a regular expression."""
+    """Texts that a value may be: one, or those that match a regular expression."""
 
     constant: str | None
     pattern: str = ""
+    is_json: bool = False  # not a string, but a value as JSON writes it
 
 
-def _terminal(text: _Text, types: frozenset[str], end: End) -> str | None:
+def _terminal(text: _Text, types: frozenset[str], begins: frozenset[str], end: End) -> str | None:
+    """A terminal for texts; None if none of them can be written. `begins`: the types of values that are `%json`. A
+    terminal takes as many characters as it can, so it must not begin as one of those."""
     if text.constant is not None:
         read = as_json(text.constant, types, end.text, end.pad)
-        if read is None or json.loads(read) != text.constant:
-            return None
-        return literal(text.constant)
+        wanted = json.loads(text.constant) if text.is_json else text.constant
+        return literal(text.constant) if read is not None and json.loads(read) == wanted else None
+    if text.is_json:
+        return f"/{text.pattern}/"
     terminal = f"/{text.pattern}/ & ~/{_ANY_TEXT}{_regex(end.text)}{_ANY_TEXT}/"
     if types != {"string"}:
         terminal += f" & ~/{_LIKE_A_VALUE}/"
+    if "integer" in begins:
+        terminal += f" & ~/{_LIKE_A_NUMBER}/"
     return f"({terminal})"
 
 
 def _split(schema: object, root: Schema, depth: int) -> tuple[list[_Text], Schema | None]:
-    """The strings that a schema allows, and the schema of all else; None if there is nothing else."""
+    """The texts that a schema of strings and other types allows, and the schema of all else; None if there is none."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict) or depth == 0:
         raise _cannot("its schema cannot be written without quotes")
     words = schema.keys() - NOTES
     types = types_of(schema, root)
-    if "string" not in types:
+    if types <= {"object", "array"}:
         return [], schema
     if words == {"$ref"}:
         return _split(referred(schema["$ref"], root), root, depth - 1)
@@ -99,16 +109,33 @@ def _split(schema: object, root: Schema, depth: int) -> tuple[list[_Text], Schem
     if words & {"enum", "const"} and words <= {"enum", "const", "type"}:
         values = _list(schema["enum"]) if "enum" in words else [schema["const"]]
         values = [value for value in values if type_of(value) in types and schema.get("const", value) == value]
-        rest = [value for value in values if not isinstance(value, str)]
-        return [_Text(value) for value in values if isinstance(value, str)], ({"enum": rest} if rest else None)
-    if words <= {"type"} | _OF_STRINGS | _OF_OTHERS:
-        named = schema.get("type", sorted(_NOT_STRINGS))
-        names = [name for name in (named if isinstance(named, list) else [named]) if name != "string"]
-        if not TYPES.issuperset(names):
-            raise _cannot("its schema names an unknown type")
-        rest_of_it: Schema = {key: schema[key] for key in schema if key not in _OF_STRINGS}
-        return [_Text(None, _text_pattern(schema))], ({**rest_of_it, "type": names} if names else None)
+        large = [value for value in values if isinstance(value, list | dict)]
+        return [_constant(value) for value in values if value not in large], ({"enum": large} if large else None)
+    if words <= {"type"} | _OF_STRINGS | _OF_OTHERS | _OF_NUMBERS:
+        return _split_types(schema)
     raise _cannot("its schema cannot be written without quotes")
+
+
+def _constant(value: object) -> _Text:
+    return _Text(value) if isinstance(value, str) else _Text(json.dumps(value), is_json=True)
+
+
+def _split_types(schema: Schema) -> tuple[list[_Text], Schema | None]:
+    """`_split` of a schema without branches."""
+    named = schema.get("type", sorted(TYPES - {"integer"}))
+    names = set(named if isinstance(named, list) else [named])
+    if not TYPES.issuperset(names):
+        raise _cannot("its schema names an unknown type")
+    texts = [_Text(None, _text_pattern(schema))] if "string" in names else []
+    texts += [_constant(None)] if "null" in names else []
+    texts += [_constant(True), _constant(False)] if "boolean" in names else []
+    rest = names & {"object", "array"}
+    if schema.keys() & _OF_NUMBERS:
+        rest |= names & _NUMBERS.keys()
+    else:
+        texts += [_Text(None, _NUMBERS[name], is_json=True) for name in sorted(names & _NUMBERS.keys())]
+    others: Schema = {key: schema[key] for key in schema if key not in _OF_STRINGS}
+    return texts, ({**others, "type": sorted(rest)} if rest else None)
 
 
 def _list(value: object) -> list[object]:

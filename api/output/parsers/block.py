@@ -16,7 +16,7 @@ from .events import CallArguments, CallStart, Event
 
 T = TypeVar("T")
 Reads = Generator[None, str, T]
-Kind = Literal["text", "reasoning"]
+Kind = Literal["text", "reasoning", "answer"]  # "answer": text between tags, which are dropped
 Give = Callable[[str], object]
 Schemas = Mapping[str, object]
 """The schema of each tool's arguments by the tool's name, as the client sent it."""

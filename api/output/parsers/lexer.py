@@ -33,13 +33,20 @@ class Grammar(NamedTuple):
     reasoning_tags: tuple[str, ...] = ()  # begin a block anywhere in reasoning
     marks: tuple[str, ...] = ()  # further tags, inside blocks
     reasons: Callable[[str], bool] = lambda prompt: False  # whether the output of a prompt with this end is reasoning
+    answer_tags: tuple[str, ...] = ()  # begin a block only in text of the kind "answer", as `tags` do there, too
     needs_schemas: bool = False  # whether the reader needs `schemas` to know the types of arguments
     schemas: Schemas = MappingProxyType({})  # of the request's tools
 
     @property
     def all_marks(self) -> tuple[str, ...]:
         """All tags. Those that are special tokens have to be kept when the output is detokenized."""
-        return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.marks)))
+        return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.answer_tags, *self.marks)))
+
+    def tags_in(self, kind: Kind) -> tuple[str, ...]:
+        """The tags that begin a block in text of this kind."""
+        if kind == "reasoning":
+            return self.reasoning_tags
+        return self.tags if kind == "text" else (*self.tags, *self.answer_tags)
 
 
 class Lexer:
@@ -111,7 +118,7 @@ class Lexer:
     def _push_words(self, text: str, events: list[Event]) -> str:
         text = self._held + text
         self._held = ""
-        tags = self._grammar.tags if self._kind == "text" else self._grammar.reasoning_tags
+        tags = self._grammar.tags_in(self._kind)
         if not any(tag[0] in text for tag in tags):  # nearly always
             self._give(text, events)
             return ""

@@ -62,6 +62,30 @@ SHOWN: dict[str, tuple[str, str, str]] = {
         "deepseek_r1",
     ),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai", "openai_gptoss"),
+    "kimi k2": ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2", "none"),
+    "kimi k2 thinking": (
+        "<think>{{ reasoning }}</think><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+        "kimi_k2",
+        "kimi_k2",
+    ),
+    "kimi vl": ("{{ text.split('◁/think▷') }}", "hermes", "kimi_vl"),
+    "nemotron nano 2": ("<TOOLCALL>[{{ calls }}]</TOOLCALL> {{ content.split('</think>') }}", "nemotron_json", "qwen3"),
+    "nemotron 3": ("<tool_call>\\n<function=f>\\n<parameter=a>\\n '</think>'", "qwen3_coder", "qwen3"),
+    "granite 3.0": ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>{{ calls }}", "granite", "none"),
+    "granite 3.3": (
+        "<|start_of_role|>system<|end_of_role|>Think in <think></think>, answer in <response></response>. "
+        "To call a tool begin with <|tool_call|>.",
+        "granite",
+        "granite",
+    ),
+    "granite 4": ("<|start_of_role|>system<|end_of_role|>\\n<tool_call>{{ call }}</tool_call>", "hermes", "none"),
+    "lfm2": ("<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "none"),
+    "lfm2.5": ("{{ content.split('</think>') }}<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "qwen3"),
+    "ernie 4.5": (
+        "<think></think><response>{{ content }}</response><tool_call>{{ call }}</tool_call>",
+        "hermes",
+        "ernie45",
+    ),
     "nothing": ("{{ message.content }}", "hermes", "none"),
 }
 

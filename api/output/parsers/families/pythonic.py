@@ -7,11 +7,9 @@ from ..family import Family
 from ..lexer import Grammar
 from ..spelling import MAX_ARGUMENTS, CallRules, Schema, Tools, literal, named_properties, one_of, repeat, rule
 
-_START, _END = "<|python_start|>", "<|python_end|>"
 
-
-def _read(tag: str, block: Block) -> Reads[str]:
-    char = tag if tag == "[" else (yield from skip_space())
+def _read_calls(block: Block, char: str) -> Reads[None]:
+    """A list of calls that begins with `char`."""
     if char != "[":
         raise Broken
     while char != "]":
@@ -44,9 +42,6 @@ def _read(tag: str, block: Block) -> Reads[str]:
         char = yield from skip_space()
         if char not in ",]":
             raise Broken
-    if tag != "[":
-        yield from closing(_END)
-    return ""
 
 
 def _identifier(char: str) -> Reads[tuple[str, str]]:
@@ -57,16 +52,15 @@ def _identifier(char: str) -> Reads[tuple[str, str]]:
     return name, (char if char not in SPACE else (yield from skip_space()))
 
 
-def _spell(tools: Tools, several: bool) -> CallRules:
-    """Values are written as JSON, which the reader takes as well."""
+def _spell_list(tools: Tools, several: bool) -> list[str]:
+    """The rule `list`. Values are written as JSON, which the reader takes as well."""
     rules = [
-        rule("calls", "list | mark0 list mark1"),
         rule("list", literal("["), repeat("call", ", ", several), literal("]")),
         *one_of("call", ["name", literal("("), "first", literal(")")], tools),
     ]
     for i, (name, schema) in enumerate(tools):
         rules += _keywords(i, name, schema)
-    return CallRules(rules, (_START, _END))
+    return rules
 
 
 def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
@@ -97,8 +91,28 @@ def _any_keywords(tool: int) -> list[str]:
     ]
 
 
-PYTHONIC = Family(
-    calls=Grammar(_read, leads=("[",), tags=(_START,), marks=(_END,)),
-    spell=_spell,
-    shows_calls=lambda template: "[func_name1(" in template or _START in template,
+def tagged_family(start: str, end: str, *, leads: bool = False) -> Family:
+    """A family that writes calls in Python between two tags; with `leads` also without, at the start of an answer."""
+
+    def read(tag: str, block: Block) -> Reads[str]:
+        char = tag if tag == "[" else (yield from skip_space())
+        yield from _read_calls(block, char)
+        if tag != "[":
+            yield from closing(end)
+        return ""
+
+    def spell(tools: Tools, several: bool) -> CallRules:
+        calls = rule("calls", "list | mark0 list mark1" if leads else "mark0 list mark1")
+        return CallRules([calls, *_spell_list(tools, several)], (start, end))
+
+    return Family(
+        calls=Grammar(read, leads=("[",) if leads else (), tags=(start,), marks=(end,)),
+        spell=spell,
+        shows_calls=lambda template: start in template,
+    )
+
+
+_LLAMA4 = tagged_family("<|python_start|>", "<|python_end|>", leads=True)
+PYTHONIC = _LLAMA4._replace(
+    shows_calls=lambda template: "[func_name1(" in template or _LLAMA4.shows_calls(template),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from drawing import draw, grammars_of, json_tokenizer
+from drawing import allowed, draw, grammars_of, json_tokenizer
 
 from pagewire.api.output.parsers.bare_spelling import End, spell_bare
 from pagewire.api.output.parsers.events import CallArguments, CallStart
@@ -44,14 +44,14 @@ TOOL: dict[str, Any] = {
 @pytest.mark.parametrize("parser", FAMILIES)
 def test_forced_values_are_read_as_the_schema_allows(parser: str, special: bool) -> None:
     family = find_family(parser, "none")
-    rules = family.spell_calls([("f", TOOL)], several=True)
+    rules = family.spell_calls([("f", TOOL)], several=False)
     assert rules is not None
     tokenizer = json_tokenizer(rules.marks, special=special)
     constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
     grammars = grammars_of(tokenizer)
-    end = "</arg_value>" if "<arg_value>" in rules.marks else "</parameter>"
+    end = "</arg_value>" if "<arg_value>" in rules.marks else "\n</parameter>"
     seen: dict[str, list[Any]] = {name: [] for name in VALUES}
-    for seed in range(12):
+    for seed in range(8):
         output = tokenizer.decode(draw(grammars.compile(constraint, ""), tokenizer, seed, 300, end), False)
         rng, pieces, left = random.Random(seed), [], output
         while left:
@@ -67,15 +67,49 @@ def test_forced_values_are_read_as_the_schema_allows(parser: str, special: bool)
                     calls[-1] += text
                 case _:
                     assert not event.text.strip(), output
-        assert 1 <= len(calls) <= 16
+        assert len(calls) == 1
         for call in calls:
             jsonschema.validate(arguments := json.loads(call), TOOL)
             for name, value in arguments.items():
                 seen[name].append(value)
-    assert all(seen.values())
-    assert {type(value) for value in seen["optional"]} == {str, type(None)}
-    assert {type(value) for value in seen["listed"]} >= {str, int}
-    assert set(seen["chosen"]) <= {"a", "", None, 5, " b\n"}, "text that would be read as null is left out"
+    assert all(values for name, values in seen.items() if name != "optional")
+    # Text that would be read as null or a number is left out.
+    assert set(seen["chosen"]) <= {"a", "", None, 5, " b\n"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_allowed"),
+    [
+        ("optional", "null", True),
+        ("optional", "nul", True),
+        ("optional", "nulls", False),
+        ("listed", "[5]", True),
+        ("listed", "9", True),
+        ("listed", "10", False),
+        ("listed", "a\nb", True),
+        ("chosen", "null", True),
+        ("chosen", "5", True),
+        ("chosen", "b", False),
+        ("anything", "True", False),
+        ("matched", "ab5/x", True),
+        ("matched", "ab5/xy", False),
+    ],
+)
+def test_which_texts_can_be_forced(name: str, text: str, is_allowed: bool) -> None:
+    schema = {**TOOL, "properties": {name: VALUES[name]}, "required": [name]}
+    rules = find_family("glm45", "none").spell_calls([("f", schema)], several=False)
+    assert rules is not None
+    tokenizer = json_tokenizer(rules.marks, special=False)
+    constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
+    matcher = grammars_of(tokenizer).compile(constraint, "")
+    whole = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    accepted = []
+    for id in tokenizer.encode(whole, False):
+        accepted.append(id in (allowed(matcher, tokenizer) or []))
+        if not accepted[-1]:
+            break
+        matcher.accept([id])
+    assert all(accepted) == is_allowed
 
 
 @pytest.mark.parametrize(

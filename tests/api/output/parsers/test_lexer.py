@@ -268,6 +268,57 @@ CODER_CASES: dict[str, tuple[str, Found]] = {
     ),
     "a json call": ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
 }
+K_OPEN, K_CALL, K_ARGS, K_END, K_CLOSE = (
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)  # fmt: skip
+KIMI_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        f'Hm.{K_OPEN}{K_CALL}functions.f:0{K_ARGS}{{"a": 1}}{K_END}{K_CALL} m.g:12 {K_ARGS} {{}}{K_END}{K_CLOSE} Done',
+        ["Hm.", ("f", '{"a": 1}'), ("m.g", "{}"), " Done"],
+    ),
+    "a colon in the name": (f"{K_CALL}functions.a:b:3{K_ARGS}{{}}{K_END}", [("a:b", "{}")]),
+    "no number": (f"{K_CALL}f{K_ARGS}{{}}{K_END}", [("f", "{}")]),
+    "broken": (f"{K_CALL}f:0{K_ARGS}[1]{K_END}", [f"{K_CALL}f:0{K_ARGS}[1]{K_END}"]),
+    "no arguments": (f"{K_CALL}f:0{K_END} it", [f"{K_CALL}f:0{K_END} it"]),
+    "cut": (f'{K_OPEN}{K_CALL}functions.f:0{K_ARGS}{{"a": "b', [("f", '{"a": "b')]),
+}
+NEMOTRON_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        'Hm.\n<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLCALL>\nDone',
+        ["Hm.", ("f", '{"a": 1}'), ("g", "{}"), "\nDone"],
+    ),
+    "an object": ('<TOOLCALL>{"name": "f"}</TOOLCALL>', ['<TOOLCALL>{"name": "f"}</TOOLCALL>']),
+    "empty": ("<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
+}
+GRANITE_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    "an object": ('Hm. <|tool_call|> {"name": "f", "arguments": {}} x', ["Hm.", ("f", "{}"), " x"]),
+    "written out": ('<tool_call>[{"name": "f", "arguments": {}}]', [("f", "{}")]),
+    "broken": ("<|tool_call|>[1]", ["<|tool_call|>[1]"]),
+}
+LFM2_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        "<|tool_call_start|>[f(a='x', b={\"c\": null}), g()]<|tool_call_end|>Looking.",
+        [("f", '{"a": "x", "b": {"c": null}}'), ("g", "{}"), "Looking."],
+    ),
+    "without tags": ("[f(a=1)]", ["[f(a=1)]"]),
+    "broken": ("<|tool_call_start|>f()<|tool_call_end|>", ["<|tool_call_start|>f()<|tool_call_end|>"]),
+}
+ANSWER_CASES: dict[str, tuple[str, Found]] = {
+    "answer": ("<think>Hm.\n</think>\n\n<response>\nYes. \n</response>\n", [{"r": "Hm."}, "Yes."]),
+    "no answer tags": ("<think>Hm.</think>\nYes</response>", [{"r": "Hm."}, "Yes</response>"]),
+    "inside": ("Say <response>a</response>", ["Say <response>a</response>"]),
+    "not closed": ("<think>Hm.</think><response>Yes", [{"r": "Hm."}, "Yes"]),
+    "a call": (f"<think>Hm.</think>\n\n\n{CALL}\n", [{"r": "Hm."}, ("f", ARGUMENTS)]),
+    "an answer and a call": (f"<response>\nYes\n</response>\n{CALL}", ["Yes", ("f", ARGUMENTS)]),
+    "in reasoning": ("<think><response>a</response></think>b", [{"r": "<response>a</response>"}, "b"]),
+}
+ANSWERS = find_grammar("ernie45", "ernie45", True)
+assert ANSWERS is not None
 HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, HARMONY = (
     find_family(name, "none").calls
     for name in ("hermes", "llama3_json", "mistral", "deepseek_v3", "pythonic", "openai")
@@ -282,10 +333,15 @@ FAMILIES: dict[str, tuple[Grammar, dict[str, tuple[str, Found]]]] = {
     "deepseek": (DEEPSEEK, DEEPSEEK_CASES),
     "think": (THINK, THINK_CASES),
     "harmony": (HARMONY, HARMONY_CASES),
+    "ernie45": (ANSWERS, ANSWER_CASES),
     **{
         name: (find_family(name, "none").calls._replace(schemas=SCHEMAS), cases)
         for name, cases in {
             "glm45": GLM_CASES,
+            "kimi_k2": KIMI_CASES,
+            "nemotron_json": NEMOTRON_CASES,
+            "granite": GRANITE_CASES,
+            "lfm2": LFM2_CASES,
             "minimax_m2": MINIMAX_CASES,
             "seed_oss": SEED_CASES,
             "qwen3_coder": CODER_CASES,

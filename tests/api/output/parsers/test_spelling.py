@@ -17,7 +17,9 @@ from pagewire.engine.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import Constraint
 
 ELEMENTS = ("glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder")
-FAMILIES = ("hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai", *ELEMENTS)
+LISTS = ("mistral", "nemotron_json", "granite")
+OBJECTS = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "openai", "kimi_k2")
+FAMILIES = (*OBJECTS, *LISTS, *ELEMENTS, "pythonic", "lfm2")
 TOOLS: list[tuple[str, dict[str, Any]]] = [
     (
         "get_weather",
