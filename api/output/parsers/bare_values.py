@@ -52,6 +52,15 @@ def bare_value(give: Give, types: frozenset[str], end: str, pad: str = "") -> Re
         yield from _undecided(char, give, types, ends)
 
 
+def bare_string(give: Give, end: str) -> Reads[None]:
+    """The rest of a string whose opening quote was read, up to `end`, given without quotes."""
+    ending = Ending((end,))
+    rest: str | None = None
+    while rest is None:
+        certain, rest = ending.push((yield))
+        give("".join(map(escaped, certain)))
+
+
 def as_json(text: str, types: frozenset[str], end: str, pad: str = "") -> str | None:
     """The JSON that a written value is read as; None if its end is not read where it is."""
     pieces: list[str] = []

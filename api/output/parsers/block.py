@@ -96,6 +96,7 @@ class Syntax(NamedTuple):
     words: Mapping[str, str]  # as written, by JSON's word
     string: Callable[[str, Give], Reads[None]]  # after the opening quote, to the closing one
     has_trailing_comma: bool
+    has_bare_keys: bool = False  # keys are written without quotes
 
 
 def skip_space(give: Give | None = None) -> Reads[str]:
@@ -159,15 +160,26 @@ def value(char: str, give: Give, syntax: Syntax) -> Reads[str]:
 
 def _key(char: str, give: Give, syntax: Syntax) -> Reads[str]:
     """A key and its colon; returns the first character of the value."""
-    if char not in syntax.quotes:
-        raise Broken
-    give('"')
-    yield from syntax.string(char, give)
-    give('"')
-    if (yield from skip_space(give)) != ":":
+    if char in syntax.quotes:
+        give('"')
+        yield from syntax.string(char, give)
+        give('"')
+        char = yield from skip_space(give)
+    elif syntax.has_bare_keys:
+        give(f'"{(yield from _bare_key(char))}"')
+        char = ":"
+    if char != ":":
         raise Broken
     give(":")
     return (yield from skip_space(give))
+
+
+def _bare_key(char: str) -> Reads[str]:
+    """A key without quotes, and its colon."""
+    name = char + (yield from until(":", MAX_NAME))
+    if not _NAME_CHARS.issuperset(name):
+        raise Broken
+    return name
 
 
 _DIGITS = "0123456789"

@@ -69,4 +69,12 @@ def _thinking(reasoning: tuple[str, str], answer: tuple[str, str] | None, calls:
 
     leads = (reasoning[0], *((answer[0],) if answer else ()), *calls.leads)
     ends = (answer[1],) if answer else ()
-    return calls._replace(read=read, leads=leads, reasoning_tags=reasoning[1:], answer_tags=ends, reasons=reasons)
+    tag, _, more = reasoning[0].partition(">")
+    return calls._replace(
+        read=read,
+        leads=leads,
+        reasoning_tags=reasoning[1:],
+        answer_tags=ends,
+        marks=(*calls.marks, tag + ">") if more else calls.marks,  # what is a special token of the first string
+        reasons=reasons,
+    )

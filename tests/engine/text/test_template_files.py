@@ -81,6 +81,11 @@ SHOWN: dict[str, tuple[str, str, str]] = {
     "granite 4": ("<|start_of_role|>system<|end_of_role|>\\n<tool_call>{{ call }}</tool_call>", "hermes", "none"),
     "lfm2": ("<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "none"),
     "lfm2.5": ("{{ content.split('</think>') }}<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "qwen3"),
+    "gemma 4": (
+        "<|channel>thought\\n<channel|><|tool_call>call:{{ name }}{ {{ arguments }} }<tool_call|>",
+        "gemma4",
+        "gemma4",
+    ),
     "ernie 4.5": (
         "<think></think><response>{{ content }}</response><tool_call>{{ call }}</tool_call>",
         "hermes",

@@ -317,6 +317,24 @@ ANSWER_CASES: dict[str, tuple[str, Found]] = {
     "an answer and a call": (f"<response>\nYes\n</response>\n{CALL}", ["Yes", ("f", ARGUMENTS)]),
     "in reasoning": ("<think><response>a</response></think>b", [{"r": "<response>a</response>"}, "b"]),
 }
+GEMMA_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        '<|channel>thought\nHm.<channel|>Well.<|tool_call>call:f{a:<|"|>x "y"\n<|"|>,b:1}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        [{"r": "Hm."}, "Well.", ("f", '{"a":"x \\"y\\"\\n","b":1}'), ("g", "{}")],
+    ),
+    "nested": (
+        '<|tool_call>call:f{a:{b:[<|"|><|<|"|>,true,None],<|"|>c d<|"|>:-1.5}}<tool_call|>',
+        [("f", '{"a":{"b":["<|",true,null],"c d":-1.5}}')],
+    ),
+    "no thoughts": ("<|channel>thought\n<channel|>Yes", ["Yes"]),
+    "another channel": ("<|channel>final\nYes", ["<|channel>final\nYes"]),
+    "cut": ('<|tool_call>call:f{a:<|"|>x<|', [("f", '{"a":"x')]),
+    "no name": ("<|tool_call>call:{}<tool_call|>", ["<|tool_call>call:{}<tool_call|>"]),
+    "broken": ("<|tool_call>call:f{a:b}<tool_call|>", [("f", '{"a":'), "b}<tool_call|>"]),
+}
+GEMMA = find_grammar("gemma4", "gemma4", True)
+assert GEMMA is not None and "<|channel>" in GEMMA.all_marks
 ANSWERS = find_grammar("ernie45", "ernie45", True)
 assert ANSWERS is not None
 HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, HARMONY = (
@@ -334,6 +352,7 @@ FAMILIES: dict[str, tuple[Grammar, dict[str, tuple[str, Found]]]] = {
     "think": (THINK, THINK_CASES),
     "harmony": (HARMONY, HARMONY_CASES),
     "ernie45": (ANSWERS, ANSWER_CASES),
+    "gemma4": (GEMMA, GEMMA_CASES),
     **{
         name: (find_family(name, "none").calls._replace(schemas=SCHEMAS), cases)
         for name, cases in {

@@ -19,7 +19,7 @@ from pagewire.ipc.messages import Constraint
 ELEMENTS = ("glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder")
 LISTS = ("mistral", "nemotron_json", "granite")
 OBJECTS = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "openai", "kimi_k2")
-FAMILIES = (*OBJECTS, *LISTS, *ELEMENTS, "pythonic", "lfm2")
+FAMILIES = (*OBJECTS, *LISTS, *ELEMENTS, "pythonic", "lfm2", "gemma4")
 TOOLS: list[tuple[str, dict[str, Any]]] = [
     (
         "get_weather",
