@@ -5,7 +5,6 @@ both, texts that would be read as another value are left out.
 """
 
 import json
-import re
 from typing import NamedTuple
 
 from .bare_values import as_json
@@ -23,6 +22,7 @@ _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 _LIKE_A_VALUE = r"\s*((true|false|null|True|False|None|-?[0-9][-+.0-9eE]*)\s*|[{\[](?s:.*))"
 _LIKE_A_NUMBER = r"\s*[-0-9](?s:.*)"
 _NUMBERS = {"integer": "-?(0|[1-9][0-9]{0,14})", "number": r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,14})?"}
+_IN_LARK = {r"\d": "[0-9]", "/": r"\/", "\n": r"\n"}  # \d would be every digit of Unicode
 _ANY_TEXT = "(?s:.*)"
 
 
@@ -154,18 +154,31 @@ def _text_pattern(schema: Schema) -> str:
 
 def _searched(pattern: str) -> str:
     """A schema's pattern, which may match anywhere in a string, as one that matches all of it."""
-    starts, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
-    inner = pattern[starts : len(pattern) - ends]
-    outside = re.sub(r"\\.|\[\^?\]?(\\.|[^\]])*\]", "", inner, flags=re.DOTALL)  # of classes and escapes
-    if re.search(r"[$^]", outside) or ((starts or ends) and "|" in re.sub(r"\([^()]*\)", "", outside)):
+    starts, ends, has_branches = pattern.startswith("^"), False, False
+    at, depth, is_class = int(starts), 0, False
+    parts: list[str] = []
+    while at < len(pattern):
+        char = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        at += len(char)
+        if is_class:
+            is_class = char != "]"
+        elif char == "$" and at == len(pattern):
+            ends = True
+            break
+        elif char in ("^", "$"):
+            raise _cannot("its pattern has anchors inside")
+        else:
+            is_class = char == "["
+            depth += (char == "(") - (char == ")")
+            has_branches |= char == "|" and depth == 0
+        parts.append(_IN_LARK.get(char, char))
+    if has_branches and (starts or ends):
         raise _cannot("its pattern has anchors inside")
-    inner = re.sub(r"\\d", "[0-9]", inner)  # and not every digit of Unicode
-    inner = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", inner).replace("\n", r"\n")
-    return f"{'' if starts else _ANY_TEXT}({inner}){'' if ends else _ANY_TEXT}"
+    return f"{'' if starts else _ANY_TEXT}({''.join(parts)}){'' if ends else _ANY_TEXT}"
 
 
 def _regex(text: str) -> str:
-    return re.sub(r"([^A-Za-z0-9 _<>:\"-])", r"\\\1", text)
+    return "".join(char if char.isalnum() or char in "<>_:" else f"\\{char}" for char in text)
 
 
 def _cannot(why: str) -> CannotSpell:

@@ -52,6 +52,7 @@ class _Values:
 
     _SCALARS: ClassVar[dict[str, str]] = {"null": '"null"', "boolean": '"true" | "false"'}
     _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    _OF_STRINGS = ("minLength", "maxLength", "pattern")
     _MAX_DEPTH = 16  # of schemas and references
 
     def __init__(self, tool: int, root: Schema) -> None:
@@ -106,9 +107,7 @@ class _Values:
         for name in names:
             match name:
                 case "string":
-                    limits: Schema = {
-                        key: schema[key] for key in ("minLength", "maxLength", "pattern") if key in schema
-                    }
+                    limits: Schema = {key: schema[key] for key in self._OF_STRINGS if key in schema}
                     text, end = f"text{numbers}", End(_QUOTE, "mark2")
                     self.rules += spell_bare(text, numbers, {**limits, "type": "string"}, self._root, end)
                     ways.append(f"mark2 {text}")
