@@ -22,7 +22,7 @@ _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 _LIKE_A_VALUE = r"\s*((true|false|null|True|False|None|-?[0-9][-+.0-9eE]*)\s*|[{\[](?s:.*))"
 _LIKE_A_NUMBER = r"\s*[-0-9](?s:.*)"
 _NUMBERS = {"integer": "-?(0|[1-9][0-9]{0,14})", "number": r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,14})?"}
-_IN_LARK = {r"\d": "[0-9]", "/": r"\/", "\n": r"\n"}  # \d would be every digit of Unicode
+_IN_LARK = {r"\d": "[0-9]", "/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # \d would be every digit of Unicode
 _ANY_TEXT = "(?s:.*)"
 
 
@@ -123,7 +123,7 @@ def _constant(value: object) -> _Text:
 def _split_types(schema: Schema) -> tuple[list[_Text], Schema | None]:
     """`_split` of a schema without branches."""
     named = schema.get("type", sorted(TYPES - {"integer"}))
-    names = set(named if isinstance(named, list) else [named])
+    names = {str(name) for name in (named if isinstance(named, list) else [named])}
     if not TYPES.issuperset(names):
         raise _cannot("its schema names an unknown type")
     texts = [_Text(None, _text_pattern(schema))] if "string" in names else []
@@ -145,6 +145,8 @@ def _list(value: object) -> list[object]:
 def _text_pattern(schema: Schema) -> str:
     """A regular expression of the library for the strings of a schema."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
+        raise _cannot("its length has bounds that are not integers")
     text = f"(?s:.{{{least},{most}}})" if least or most != "" else _ANY_TEXT
     if "pattern" not in schema:
         return text

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -129,3 +130,28 @@ def test_values_that_cannot_be_forced_are_refused(schema: object) -> None:
     root: dict[str, object] = {"type": "object", "$defs": {"loop": {"$ref": "#/$defs/loop"}}}
     with pytest.raises(CannotSpell, match="writes strings without quotes"):
         spell_bare("value0_0", "0_0", schema, root, End("</v>", "mark0"))
+
+
+@pytest.mark.parametrize("parser", [*FAMILIES, "gemma4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [{}]},
+        {"type": 5},
+        {"type": "string", "minLength": "0}/"},
+        {"type": "string", "maxLength": {}},
+        {"type": "string", "pattern": "a)|(b["},
+        {"type": "string", "pattern": "a\\\nb\n/"},
+        {"enum": 5},
+        {"anyOf": {}},
+        {"anyOf": []},
+        {"$ref": []},
+        {"type": ["array", "string"], "items": [], "minItems": {}},
+        {"enum": [[], {}, {"a": [1]}]},
+    ],
+)
+def test_invalid_schemas_are_refused_or_stay_on_their_lines(parser: str, schema: object) -> None:
+    whole: dict[str, Any] = {"type": "object", "properties": {"a": schema}, "additionalProperties": False}
+    with suppress(CannotSpell):
+        rules = find_family(parser, "none").spell_calls([("f", whole)], several=True)
+        assert rules is not None and not any("\n" in rule for rule in rules.rules)
