@@ -33,6 +33,12 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "decoder": (_P, _P, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
+    "conv": (_P, _P),
+    "scan_delta": (_P, _P),
+    "scan_mamba1": (_P, _P),
+    "scan_mamba2": (_P, _P),
+    "scan_lightning": (_P, _P),
+    "gated_norm": (_P, _L),
 }
 
 
@@ -66,6 +72,12 @@ class Kernels:
         self.decoder = function("decoder")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
+        self.conv = function("conv")
+        self.scan_delta = function("scan_delta")
+        self.scan_mamba1 = function("scan_mamba1")
+        self.scan_mamba2 = function("scan_mamba2")
+        self.scan_lightning = function("scan_lightning")
+        self.gated_norm = function("gated_norm")
         self.threads()
 
     def threads(self) -> int:
