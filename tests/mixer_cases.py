@@ -53,7 +53,7 @@ def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_ch
     dt_bias = torch.randn((value_heads, key_dim) if per_channel else (value_heads,))
 
     def run(scans: "Scans", x: Tensor, rows: StateRows, tiles: Tiles) -> Tensor:
-        q, k, v, beta, decay, _ = torch.split(x, (keys, keys, values, value_heads, value_heads * channels, 3), dim=1)
+        q, k, v, beta, decay, _ = torch.split(x, [keys, keys, values, value_heads, value_heads * channels, 3], dim=1)
         q, k, v = heads_of(q, key_dim), heads_of(k, key_dim), heads_of(v, value_dim)
         decay = heads_of(decay, key_dim) if per_channel else decay
         out: Tensor = scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
@@ -68,7 +68,7 @@ def mamba1(channels: int, n: int, has_extras: bool = True) -> Case:
     dt_bias, d = (torch.randn(channels), torch.randn(channels)) if has_extras else (None, None)
 
     def run(scans: "Scans", x: Tensor, rows: StateRows, tiles: Tiles) -> Tensor:
-        x, dt, b, c = torch.split(x, (channels, channels, n, n), dim=1)
+        x, dt, b, c = torch.split(x, [channels, channels, n, n], dim=1)
         out: Tensor = scans.scan_mamba1(x, dt, b, c, a, dt_bias, d, rows, tiles)
         return out
 
@@ -80,7 +80,7 @@ def mamba2(heads: int, groups: int, dim: int, n: int, limits: tuple[float, float
     dt_bias, d = (torch.randn(heads), torch.randn(heads)) if has_extras else (None, None)
 
     def run(scans: "Scans", x: Tensor, rows: StateRows, tiles: Tiles) -> Tensor:
-        x, b, c, dt = torch.split(x, (heads * dim, groups * n, groups * n, heads), dim=1)
+        x, b, c, dt = torch.split(x, [heads * dim, groups * n, groups * n, heads], dim=1)
         x, b, c = heads_of(x, dim), heads_of(b, n), heads_of(c, n)
         out: Tensor = scans.scan_mamba2(x, b, c, dt, a, dt_bias, d, limits, rows, tiles)
         return out

@@ -39,6 +39,9 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "scan_mamba2": (_P, _P),
     "scan_lightning": (_P, _P),
     "gated_norm": (_P, _L),
+    "absorb": (_P, _P, _L, _P, _L),
+    "expand": (_P, _P, _P, _L, _L),
+    "write_latent": (_P, _P, _L, _P, _L, _P, _L),
 }
 
 
@@ -78,6 +81,9 @@ class Kernels:
         self.scan_mamba2 = function("scan_mamba2")
         self.scan_lightning = function("scan_lightning")
         self.gated_norm = function("gated_norm")
+        self.absorb = function("absorb")
+        self.expand = function("expand")
+        self.write_latent = function("write_latent")
         self.threads()
 
     def threads(self) -> int:

@@ -153,3 +153,21 @@ class GatedNormFields(ctypes.Structure):
         *((name, _L) for name in ("num_weights", "width", "size", "act", "gate_first")),
         ("eps", _F),
     )
+
+
+class LatentFields(ctypes.Structure):
+    """`Latent` of latent.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("keys", "values")),
+        *((name, _L) for name in ("heads", "nope", "rope", "rank", "value", "width")),
+    )
+
+
+class LatentCacheFields(ctypes.Structure):
+    """`LatentCache` of latent.h."""
+
+    _fields_ = (
+        ("pages", _P),
+        *((name, _L) for name in ("block_size", "page_stride", "rank", "rope", "width", "bf16")),
+    )
