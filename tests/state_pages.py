@@ -34,12 +34,6 @@ class StatePages:
     def none(self) -> list[int]:
         return [-1] * self.k
 
-    def copy(self) -> "StatePages":
-        other = object.__new__(StatePages)
-        other.memory, other.tiles, other.k, other.free = self.memory.clone(), self.tiles, self.k, list(self.free)
-        other.random = self.random
-        return other
-
 
 def on(rows: StateRows, memory: Tensor) -> StateRows:
     """The same rows with their states in another memory."""

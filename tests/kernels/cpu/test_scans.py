@@ -46,7 +46,7 @@ def states_of(case, pages, memory, at):
     return pages.tiles.load(memory, at, (case.units, *case.unit_shape))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_step_equals_the_reference(level, case, seed):
     """Rows that begin, go on in place or from a snapshot, are kept in the midst, are not written, or have no tokens."""
     pages = pages_for(case, seed)
@@ -72,30 +72,25 @@ def test_a_step_equals_the_reference(level, case, seed):
 
 
 def steps(case, scans, x, pages, cuts, companion):
-    """The results and the last state of a sequence that is cut at `cuts`, each part in a step with other rows."""
-    memory, at, results, read = pages.memory.clone(), pages.free[0], [], pages.none
-    at = [pages.free[i] for i in range(pages.k)]
-    other = [pages.free[pages.k + i] for i in range(pages.k)]
+    """The results and the last state of a sequence that is cut at `cuts`, each part in a step between other rows."""
+    memory, results, read = pages.memory.clone(), [], pages.none
+    at, other = pages.free[: pages.k], pages.free[pages.k : 2 * pages.k]
     for first, end in zip([0, *cuts], [*cuts, x.shape[0]], strict=True):
-        parts, counts = [x[first:end]], [end - first]
-        place = 0
-        if companion is not None:
-            parts, counts = [companion[: end % 4], x[first:end], companion], [end % 4, end - first, companion.shape[0]]
-            place = end % 4
-        reads = [read] if companion is None else [pages.none, read, pages.none]
-        writes = [at] if companion is None else [pages.none, at, other]
-        rows = StateRows.of(memory, counts, reads, writes)
+        place = end % 4 if companion.shape[0] else 0
+        parts = companion[:place], x[first:end], companion
+        rows = StateRows.of(
+            memory, [len(part) for part in parts], [pages.none, read, pages.none], [pages.none, at, other]
+        )
         results.append(case.run(scans, torch.cat(parts), rows, pages.tiles)[place : place + end - first])
         read = at
     return torch.cat(results), states_of(case, pages, memory, at)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_bits_do_not_depend_on_how_a_sequence_is_cut(level, case, seed):
-    chosen, scans, pages = random.Random(seed), NativeScans(level), pages_for(case, seed)
+def test_the_bits_do_not_depend_on_how_a_sequence_is_cut(level, case):
+    chosen, scans, pages = random.Random(0), NativeScans(level), pages_for(case, 0)
     x, companion = torch.randn(67, case.width), torch.randn(9, case.width)
-    whole, last = steps(case, scans, x, pages, [], None)
-    for cuts in ([1, 2, 3], [66], sorted(chosen.sample(range(1, 67), 12)), list(range(1, 67))):
+    whole, last = steps(case, scans, x, pages, [], companion[:0])
+    for cuts in ([1, 2, 3], [66], sorted(chosen.sample(range(1, 67), 12)), list(range(1, 9))):
         parts, state = steps(case, scans, x, pages, cuts, companion)
         assert torch.equal(whole, parts) and torch.equal(last, state), f"cut at {cuts}"
 
