@@ -158,3 +158,14 @@ def test_gated_norm(level, gate_first, act, tokens, width, size, weights):
     torch.testing.assert_close(
         out, reference_scans.gated_norm(x, z, weight, size, 1e-5, act, gate_first), atol=1e-5, rtol=1e-5
     )
+
+
+def test_a_nan_in_any_input_is_seen_where_the_reference_has_one(level, case):
+    pages, rng = pages_for(case, 0), random.Random(0)
+    rows = StateRows.of(pages.memory, [3], [pages.none], [pages.none])
+    for column in [*rng.sample(range(case.width), 5), *range(case.width - 12, case.width, 2)]:
+        x = torch.randn(3, case.width)
+        x[1, column] = float("nan")
+        out = case.run(NativeScans(level), x, rows, pages.tiles)
+        expected = case.run(reference_scans, x, rows, pages.tiles)
+        assert torch.equal(out.isnan(), expected.isnan()), f"column {column}"
