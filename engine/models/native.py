@@ -53,10 +53,11 @@ class NativeDecoder:
         return out
 
     def _lacks(self, attention: NativePagedAttention) -> bool:
-        """Whether the kernels lack some layer's attention."""
+        """Whether the kernels lack some layer's attention, or its layers have several block tables."""
         if self._is_lacking is None:
             layers = [cast(DecoderLayer, layer).self_attn for layer in self._decoder.model.layers]
-            self._is_lacking = any(attention.lacks(i, part.attention) is not None for i, part in enumerate(layers))
+            lacking = (attention.lacks(i, part.attention) is not None for i, part in enumerate(layers))
+            self._is_lacking = attention.num_tables > 1 or any(lacking)
         return self._is_lacking
 
     def _describe(self, attention: NativePagedAttention) -> DecoderFields:
