@@ -213,7 +213,7 @@ def _check_gpu() -> Iterator[Finding]:
 
 
 def _check_kernels(machine: MachineFacts) -> Finding:
-    from ..kernels.cpu.build import BuildError, compiler, find, load
+    from ..kernels.cpu.build import BuildError, compiler, find
 
     cc = compiler()
     if not machine.usable_levels:
@@ -225,11 +225,9 @@ def _check_kernels(machine: MachineFacts) -> Finding:
         return Finding("note", "CPU kernels", found, advice)
     level = machine.usable_levels[0]
     try:
-        import torch  # noqa: F401  # before the kernels, so that both share one pool of threads
-
         library = find(level)
-        load(level)
-    except (BuildError, ImportError, OSError) as error:
+        library.load()
+    except (BuildError, OSError) as error:
         found = f"{level}, but {error}"
         return Finding("note", "CPU kernels", found, "torch's own kernels are used, which are slower")
     by = "" if library.origin == "from the wheel" else f" by {cc}"

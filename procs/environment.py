@@ -17,7 +17,6 @@ def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> 
     if kind(name) == "worker":
         defaults = {
             "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "3000",  # while a C file of ours uses OpenMP: it spins for 0.1 ms
             "OMP_NUM_THREADS": str(config.num_threads),
             "OPENBLAS_NUM_THREADS": "1",  # NumPy's; its threads would start with the import, before a worker is forked
             "MALLOC_MMAP_THRESHOLD_": str(2**30),

@@ -48,15 +48,12 @@ def kernels_of_level(request: pytest.FixtureRequest) -> Iterator[tuple[str, "Ker
     """A level's name, and its kernels, compiled if necessary."""
     from pagewire.kernels.cpu.library import Kernels
 
-    library = remote_kernels.RemoteLibrary(_FOREIGN[request.param]) if request.param in _FOREIGN else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_used", [request.param])
-        if library is not None:
-            patch.setattr(build, "load", lambda *_: library)
-        kernels = Kernels()
-    yield request.param, kernels
-    if library is not None:
-        library.close()
+    if request.param not in _FOREIGN:
+        yield request.param, Kernels(build.find(request.param).load())
+        return
+    library = remote_kernels.RemoteLibrary(_FOREIGN[request.param])
+    yield request.param, Kernels(library.as_cdll())
+    library.close()
 
 
 @pytest.fixture

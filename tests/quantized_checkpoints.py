@@ -5,6 +5,8 @@ Rounding is simple. The quantized files and the float copy must hold the same nu
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from pagewire.kernels import reference
+from pagewire.kernels.grouped_weight import GroupedWeight, concatenate
 
 GROUP = 32
 BLOCK = 32
@@ -93,7 +100,7 @@ def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Pa
     packed, floats = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") or ".experts." in name:
             del packed[name]
             parts, floats[name] = quantize(weight, kind)
             packed |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
@@ -102,6 +109,53 @@ def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Pa
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))
     return quantized, widened
+
+
+def multiply_as_stored(
+    model: torch.nn.Module, read: Callable[[str, int, int], GroupedWeight], *, also: tuple[str, ...] = ()
+) -> None:
+    """Replaces the projections and experts of transformers' model by `reference.TorchGroupedMatrix`, whose bits the C
+    kernels' products have. read: (a module of the checkpoint, n, k) → its weight. also: more modules."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and path.endswith(("_proj", *also)):
+            matrix = reference.TorchGroupedMatrix(read(path, *module.weight.shape))
+            setattr(module, "forward", partial(_product, matrix, module.bias))  # noqa: B010  # mypy knows forward as a method
+        elif isinstance(module, MixtralExperts | Qwen3MoeExperts):
+            setattr(module, "forward", partial(_experts, _expert_matrices(path, module, read)))  # noqa: B010
+
+
+_Pair = tuple[reference.TorchGroupedMatrix, reference.TorchGroupedMatrix]
+
+
+def _expert_matrices(
+    path: str, module: MixtralExperts | Qwen3MoeExperts, read: Callable[[str, int, int], GroupedWeight]
+) -> list[_Pair]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    if isinstance(module, MixtralExperts):
+        path, names = path.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
+    found = []
+    for i in range(module.num_experts):
+        gate, up = (read(f"{path}.{i}.{name}", module.intermediate_dim, module.hidden_dim) for name in names[:2])
+        down = read(f"{path}.{i}.{names[2]}", module.hidden_dim, module.intermediate_dim)
+        gate_up = reference.TorchGroupedMatrix(concatenate([gate, up]))
+        found.append((gate_up, reference.TorchGroupedMatrix(down)))
+    return found
+
+
+def _product(matrix: reference.TorchGroupedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+    return matrix.product(x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
+
+
+def _experts(matrices: list[_Pair], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """ids, weights: [tokens, top_k], the best first."""
+    rows = []
+    for row, row_ids, row_weights in zip(x, ids.tolist(), weights, strict=True):
+        total = torch.zeros_like(row)
+        for i, weight in zip(row_ids, row_weights, strict=True):
+            gate_up, down = matrices[i]
+            total = total + down.product(gate_up.silu_mul(row[None], None), None)[0] * weight
+        rows.append(total)
+    return torch.stack(rows)
 
 
 def quantize(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:

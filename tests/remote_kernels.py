@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from bisect import bisect_right
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -81,6 +82,10 @@ class RemoteLibrary:
             process.communicate()
         raise AssertionError("no place in memory for the driver")
 
+    def as_cdll(self) -> ctypes.CDLL:
+        """For `Kernels`, which uses no other part of a CDLL."""
+        return cast(ctypes.CDLL, self)
+
     def call(self, name: str, ints: list[int], floats: list[float], *, has_result: bool) -> int:
         """Calls the function and waits for it. Its memory is this process's."""
         message = struct.pack("4q", _CALL, len(ints), len(floats), has_result) + name.encode().ljust(_NAME_BYTES, b"\0")
@@ -130,7 +135,7 @@ class RemoteLibrary:
 
 
 class RemoteFunction:
-    """As a function of `ctypes.CDLL`."""
+    """Called like a function of `ctypes.CDLL`."""
 
     def __init__(self, library: RemoteLibrary, name: str) -> None:
         self._library, self._name = library, name

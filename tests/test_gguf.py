@@ -4,7 +4,6 @@ The files are written by the `gguf` package from tiny checkpoints. F32 and BF16 
 of the quantized types transformers gets what the package dequantizes.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import gguf_files
 import pytest
 import torch
 import vocabulary
+from quantized_checkpoints import multiply_as_stored
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.weights.gguf import GgufReader
 from pagewire.engine.weights.reader import open_checkpoint
-from pagewire.kernels import reference
+from pagewire.kernels.grouped_weight import GroupedWeight
 
 pytestmark = pytest.mark.slow
 
@@ -47,19 +47,15 @@ def check_quantized(file: Path, widened: Path) -> None:
     def quantize(model: torch.nn.Module) -> None:
         with open_checkpoint(file) as reader:
             assert isinstance(reader, GgufReader)
-            for name, module in model.named_modules():
-                if isinstance(module, torch.nn.Linear) and name.endswith(("_proj", "lm_head")):
-                    stored = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
-                    n, k = module.weight.shape
-                    matrix = reference.TorchGroupedMatrix(reader.grouped(stored, (0, n), (0, k)))
-                    setattr(module, "forward", partial(product, matrix, module.bias))  # noqa: B010  # mypy knows forward as a method
+
+            def read(name: str, n: int, k: int) -> GroupedWeight:
+                stored = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
+                return reader.grouped(stored, (0, n), (0, k))
+
+            multiply_as_stored(model, read, also=("lm_head",))
 
     expected = checkpoints.reference_greedy(widened, PROMPTS, NUM_ROUNDED, quantize)
     assert [output[:NUM_ROUNDED] for output in greedy(file)] == expected
-
-
-def product(matrix: reference.TorchGroupedMatrix, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return matrix.product(x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +81,7 @@ def test_quantized(kind: str, tmp_path: Path) -> None:
 
 
 def test_types_that_are_mixed_within_a_fused_matrix(tmp_path: Path) -> None:
-    """As in Q4_K_M files, where v and the first layers' down have more bits than the others."""
+    """The mixture of Q4_K_M files, where v and the first layers' down have more bits than the others."""
     folder = make(tmp_path / "folder", "qwen3", **gguf_files.QUANTIZED_SIZES, tie_word_embeddings=False)
     types = {"v_proj.weight": "Q6_K", "1.mlp.down_proj.weight": "Q5_K", "embed_tokens.weight": "Q8_0"}
     file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types=types, widened=tmp_path / "widened")
@@ -97,7 +93,16 @@ def test_types_that_are_mixed_within_a_fused_matrix(tmp_path: Path) -> None:
 def test_quantized_experts(tmp_path: Path) -> None:
     sizes = {**gguf_files.QUANTIZED_SIZES, "moe_intermediate_size": 256, "num_experts": 4}
     folder = make(tmp_path / "folder", "qwen3_moe", **sizes)
-    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf", "Q4_K", widened=tmp_path / "widened")
+    types = {"down_proj.weight": "Q6_K"}
+    file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types=types, widened=tmp_path / "widened")
+    check_quantized(file, tmp_path / "widened")
+
+
+def test_experts_whose_gates_and_ups_have_other_types_are_widened(tmp_path: Path) -> None:
+    sizes = {**gguf_files.QUANTIZED_SIZES, "moe_intermediate_size": 256, "num_experts": 4}
+    folder = make(tmp_path / "folder", "qwen3_moe", **sizes)
+    types = {"up_proj.weight": "Q6_K"}
+    file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types=types, widened=tmp_path / "widened")
     expected = checkpoints.reference_greedy(tmp_path / "widened", PROMPTS, MAX_TOKENS)
     assert greedy(file, cpu_kernels="torch") == expected
     assert all(len(output) == MAX_TOKENS for output in greedy(file))

@@ -87,12 +87,12 @@ def test_a_function_that_is_not_there(library: RemoteLibrary) -> None:
         library.pagewire_nothing()
 
 
-def test_bits_are_those_of_ctypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_those_of_ctypes() -> None:
     """The best level of this machine, in this process and in a driver's."""
     torch.manual_seed(0)
     weight, x = torch.randn(129, 288), torch.randn(30, 288)
-    here = NativeMatrix(Kernels(), weight).product(x, None)
-    library = RemoteLibrary(build.find().level)
-    monkeypatch.setattr(build, "load", lambda *_: library)
-    assert torch.equal(NativeMatrix(Kernels(), weight).product(x, None), here)
+    found = build.find()
+    here = NativeMatrix(Kernels(found.load()), weight).product(x, None)
+    library = RemoteLibrary(found.level)
+    assert torch.equal(NativeMatrix(Kernels(library.as_cdll()), weight).product(x, None), here)
     library.close()

@@ -1,18 +1,30 @@
 """Matrix products. Several projections of one input are fused into one product with their rows stacked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.ops import Matrix, Ops
-from ...kernels.quantized_weight import QuantizedWeight, StoredWeight
+from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate
 from ..parallel.collectives import Group
 
 
 def parameter(*size: int) -> nn.Parameter:
     """A parameter without values. Models are built on the meta device; `registry.allocate` gives them memory."""
     return nn.Parameter(torch.empty(size), requires_grad=False)
+
+
+def packed(
+    ops: Ops, parts: Sequence[StoredWeight], dtype: torch.dtype, layout: Callable[[Tensor], Matrix], *, is_gated: bool
+) -> Matrix:
+    """A matrix of quantized parts for kernels that take them. Parts that are quantized differently, or that the kernels
+    cannot represent, are dequantized to `dtype` for `layout`."""
+    assert ops.quantized is not None, "the kernels take no quantized weights"
+    try:
+        return ops.quantized(concatenate(parts), is_gated)
+    except ValueError:
+        return layout(torch.cat([part.dequantize(dtype) for part in parts]))
 
 
 class Weight(nn.Module):
@@ -38,10 +50,12 @@ class Weight(nn.Module):
         if self._matrix is None:
             self._matrix = self.layout(ops)(self.take())
 
-    def pack_quantized(self, ops: Ops, weight: StoredWeight) -> None:
-        """Passes a quantized weight to the kernels, in place of the parameter's values."""
-        assert ops.quantized is not None, "the kernels take no quantized weights"
-        self._matrix, self.weight = ops.quantized(weight, self.is_gated), None
+    def pack_quantized(self, ops: Ops, parts: Sequence[StoredWeight]) -> None:
+        """Passes a quantized weight to the kernels, in place of the parameter's values. parts: from the first rows to
+        the last."""
+        assert self.weight is not None, "packed twice"
+        self._matrix = packed(ops, parts, self.weight.dtype, self.layout(ops), is_gated=self.is_gated)
+        self.weight = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -1,12 +1,17 @@
 """The feed-forward part of a mixture of experts: each token goes through the few experts that its router chooses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Literal
 
 from torch import Tensor, nn
 
 from ...kernels.ops import Experts, Matrix, Ops
+from ...kernels.quantized_weight import StoredWeight
 from ..parallel.collectives import Group
-from .linear import Linear, parameter
+from .linear import Linear, packed, parameter
+
+Stack = Literal["gate_up", "down"]
 
 
 class Router(Linear):
@@ -47,6 +52,7 @@ class MoeMlp(nn.Module):
         self.renormalize = renormalize
         self._rounds_weights = rounds_weights
         self._matrices: tuple[Matrix, ...] = ()
+        self._quantized: dict[tuple[Stack, int], Matrix] = {}  # packed already, by stack and expert
         self._make = ops.experts
         self._experts: Experts | None = None
         self._group = group
@@ -69,9 +75,24 @@ class MoeMlp(nn.Module):
         return self._experts
 
     def pack(self, ops: Ops) -> None:
-        """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""
-        pairs = zip(*self.take(), strict=True)
-        self.matrices = tuple(made for gate_up, down in pairs for made in (ops.gated(gate_up), ops.matrix(down)))
+        """Packs the experts' weights for the kernels, except what `pack_quantized` did; the router packs itself. Two
+        copies exist for a moment."""
+        stacks = self.take()
+        quantized, self._quantized = self._quantized, {}
+
+        def made(stack: Stack, values: Tensor, pack: Callable[[Tensor], Matrix]) -> list[Matrix]:
+            experts = range(self.num_experts)
+            return [quantized[stack, i] if (stack, i) in quantized else pack(values[i]) for i in experts]
+
+        gate_up, down = made("gate_up", stacks[0], ops.gated), made("down", stacks[1], ops.matrix)
+        self.matrices = tuple(chain.from_iterable(zip(gate_up, down, strict=True)))
+
+    def pack_quantized(self, ops: Ops, stack: Stack, expert: int, parts: Sequence[StoredWeight]) -> None:
+        """Passes a quantized matrix of an expert to the kernels, in place of its values in the stack. parts: from the
+        first rows to the last."""
+        values, is_gated = self.get_parameter(stack), stack == "gate_up"
+        pack = ops.gated if is_gated else ops.matrix
+        self._quantized[stack, expert] = packed(ops, parts, values.dtype, pack, is_gated=is_gated)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The stacks; the module gives them up."""

@@ -53,7 +53,9 @@ def build_native(
 
 def allocate(model: Decoder, device: torch.device, *, without: Collection[str] = ()) -> None:
     """Gives memory to the parameters except those named in `without`."""
+    # Not `empty_like`, which imports sympy for a tensor without memory: a second of every start.
     for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if f"{path}.{leaf}" not in without:
-                setattr(module, leaf, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+                memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                setattr(module, leaf, nn.Parameter(memory, requires_grad=False))

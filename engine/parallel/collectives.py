@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StartError
-from ...kernels.cpu import sums
-from ...kernels.cpu.build import BuildError
+from ...kernels.cpu import build, sums
 from .rank import RankInfo
 from .shared_memory import SharedMemory
 
@@ -145,16 +144,17 @@ class OneShot:
         torch.ops.symm_mem.one_shot_all_reduce_out(mine, "sum", self._name, x)
 
 
-def join(rank_info: RankInfo, size: int, device: torch.device) -> Group:
-    """Waits for all ranks and returns this rank's group. Raises StartError."""
+def join(rank_info: RankInfo, size: int, device: torch.device, *, level: str | None = None) -> Group:
+    """Waits for all ranks and returns this rank's group. level: of the C kernels, which add on a CPU; None: the best
+    that works here. Raises StartError."""
     if size == 1:
         return Alone()
     if device.type == "cuda":
         return NcclGroup(rank_info, size, device)
-    return _share_memory(rank_info, size) or GlooGroup(rank_info, size)
+    return _share_memory(rank_info, size, level) or GlooGroup(rank_info, size)
 
 
-def _share_memory(rank_info: RankInfo, size: int) -> SharedMemoryGroup | None:
+def _share_memory(rank_info: RankInfo, size: int, level: str | None) -> SharedMemoryGroup | None:
     """None, on all ranks alike, if they share no memory or one of them cannot load the C kernels. Raises StartError."""
     if rank_info.memory_fd < 0:
         return None
@@ -163,8 +163,9 @@ def _share_memory(rank_info: RankInfo, size: int) -> SharedMemoryGroup | None:
     except OSError as error:
         raise StartError(f"The {size} ranks cannot share memory: {error.strerror}.") from error
     exchange = None
-    with contextlib.suppress(BuildError):  # the runner reports why there are no C kernels
-        exchange = sums.Exchange(memory.address, rank=rank_info.rank, size=size)
+    with contextlib.suppress(build.BuildError):  # the runner reports why there are no C kernels
+        library = build.find(level).load()
+        exchange = sums.Exchange(library, memory.address, rank=rank_info.rank, size=size)
     can_all = memory.meet(is_able=exchange is not None, timeout_s=_TIMEOUT.total_seconds())
     return SharedMemoryGroup(memory, exchange, rank_info.rank, size) if can_all and exchange is not None else None
 

@@ -47,23 +47,22 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
-            if config.cpu_level is not None:
-                build.use(config.cpu_level)
             rounds = config.runs_in_c and config.arithmetic == "bfloat16"
-            return _compiled(weights, quantization=config.quantization, rounds=rounds)
+            library = build.find(config.cpu_level)
+            return _compiled(library, weights, quantization=config.quantization, rounds=rounds)
         except build.BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     return Backend.reference(dtype, quantization=config.quantization, why=why)
 
 
-def _compiled(weights: str, *, quantization: str | None, rounds: bool) -> Backend:
+def _compiled(library: build.Library, weights: str, *, quantization: str | None, rounds: bool) -> Backend:
     """rounds: the inputs of products are rounded to bfloat16."""
     from ...kernels.cpu.library import Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
 
-    kernels, library = Kernels(), build.find()
+    kernels = Kernels(library.load())
     ops = native_ops(kernels, quantization=quantization, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:

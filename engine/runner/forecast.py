@@ -5,6 +5,7 @@ For `pagewire doctor` and `pagewire serve --explain`. It asks the questions of `
 except those that only weights answer. What the start measures is calculated here, and a test compares the two.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from .loading import (
     find_targets,
     host_workspace,
     keeps_quantized,
-    kept_modules,
+    kept_parameters,
     no_kv,
     pages_needed,
 )
@@ -93,19 +94,21 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     )
     if outline is None:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
-    kept: dict[str, Weight] = {}
+    kept: list[str] = []
     if config.load_format != "dummy":
         with open_checkpoint(Path(config.model.path)) as reader:
             targets = find_targets(reader, outline, spec)
             if not is_gpu and keeps_quantized(config, spec, backend.ops, dtype):
-                kept = kept_modules(reader, targets, spec, outline, is_on_device=False)
+                kept = kept_parameters(reader, targets, spec, outline, is_on_device=False)
     shape = replace(outline.kv_shape, dtype=kv_dtype)
     if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
         return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
     weights = sum(parameter.nbytes for parameter in outline.parameters())
-    for kept_one in kept.values():
-        assert spec.scheme is not None and kept_one.weight is not None
-        weights += packed_bytes(spec.scheme, *kept_one.weight.shape) - kept_one.weight.nbytes
+    for name in kept:
+        assert spec.scheme is not None
+        parameter = outline.get_parameter(name)
+        num = math.prod(parameter.shape[:-2])
+        weights += num * packed_bytes(spec.scheme, *parameter.shape[-2:]) - parameter.nbytes
     if config.quantization is not None:
         for module in outline.modules():
             if isinstance(module, MoeMlp):

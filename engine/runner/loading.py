@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from ..device.base import Device
 from ..device.cpu import available_memory
 from ..device.queue import Queue
 from ..layers.linear import Linear, Weight
-from ..layers.moe import Router
+from ..layers.moe import MoeMlp, Router, Stack
 from ..models import registry
 from ..models.decoder import Decoder, Model
 from ..parallel.collectives import Group
@@ -285,13 +285,10 @@ def _fill(
         return
     with open_checkpoint(Path(config.model.path)) as reader:
         targets = find_targets(reader, decoder, spec)
-        keep: dict[str, Callable[[Sequence[StoredWeight]], None]] = {}
+        keep: dict[str, Callable[[int, Sequence[StoredWeight]], None]] = {}
         if is_kept:
-            for name, module in kept_modules(reader, targets, spec, decoder, is_on_device=ops is None).items():
-                if ops is not None:
-                    keep[name] = partial(_keep_packed, module, ops)
-                else:
-                    keep[name] = partial(_keep, name, module, device)
+            for name in kept_parameters(reader, targets, spec, decoder, is_on_device=ops is None):
+                keep[name] = partial(_keep, name, decoder, device) if ops is None else _packs(name, decoder, ops)
         taken = () if consumer is None else consumer.names
         registry.allocate(decoder, device, without={*keep, *taken})
         load_weights(
@@ -317,19 +314,31 @@ def find_targets(reader: Reader, decoder: Decoder, spec: ModelSpec) -> dict[str,
     return targets
 
 
-def kept_modules(
+def kept_parameters(
     reader: Reader, targets: Mapping[str, Target], spec: ModelSpec, decoder: Decoder, *, is_on_device: bool
-) -> dict[str, Weight]:
-    """Parameter → the module whose weight stays as the checkpoint stores it. is_on_device: for the Triton kernels."""
+) -> list[str]:
+    """The parameters whose matrices stay as the checkpoint stores them. is_on_device: for the Triton kernels, which
+    take no quantized experts."""
     assert spec.scheme is not None
     kept = quantized_parameters(reader, targets, spec.scheme, wholly=not is_on_device)
-    kind = Linear if is_on_device else Weight
-    modules = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, kind)}
-    return {name: m for name, m in modules.items() if name in kept and (is_on_device or not isinstance(m, Router))}
+
+    def takes(module: torch.nn.Module) -> bool:
+        if is_on_device:
+            return isinstance(module, Linear)
+        return isinstance(module, Weight | MoeMlp) and not isinstance(module, Router)
+
+    return [
+        f"{path}.{leaf}"
+        for path, module in decoder.named_modules()
+        if takes(module)
+        for leaf, _ in module.named_parameters(recurse=False)
+        if f"{path}.{leaf}" in kept
+    ]
 
 
-def _keep(name: str, module: Weight, device: torch.device, parts: Sequence[StoredWeight]) -> None:
+def _keep(name: str, decoder: Decoder, device: torch.device, _: int, parts: Sequence[StoredWeight]) -> None:
     """Keeps a weight for the Triton kernels."""
+    module = cast(Weight, decoder.get_submodule(name.rpartition(".")[0]))
     try:
         weight = concatenate(parts)
         module.replace((int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(device))
@@ -337,14 +346,14 @@ def _keep(name: str, module: Weight, device: torch.device, parts: Sequence[Store
         raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
 
 
-def _keep_packed(module: Weight, ops: Ops, parts: Sequence[StoredWeight]) -> None:
-    """Keeps a weight for the C kernels; dequantized if its parts are quantized differently."""
-    try:
-        module.pack_quantized(ops, concatenate(parts))
-    except ValueError:
-        assert module.weight is not None
-        values = torch.cat([part.dequantize(module.weight.dtype) for part in parts])
-        module.weight = torch.nn.Parameter(values, requires_grad=False)
+def _packs(name: str, decoder: Decoder, ops: Ops) -> Callable[[int, Sequence[StoredWeight]], None]:
+    """Keeps a parameter's matrices for the C kernels."""
+    path, _, leaf = name.rpartition(".")
+    module = decoder.get_submodule(path)
+    if isinstance(module, MoeMlp):
+        return partial(module.pack_quantized, ops, cast(Stack, leaf))
+    weight = cast(Weight, module)
+    return lambda _, parts: weight.pack_quantized(ops, parts)
 
 
 def _load_fallback(

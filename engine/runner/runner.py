@@ -100,7 +100,7 @@ class Runner:
         spec = read_spec(Path(config.model.path))
         size = config.tensor_parallel_size
         device = choose_device(config, rank_info=rank_info)
-        group = join(rank_info, size, device.torch_device)
+        group = join(rank_info, size, device.torch_device, level=config.cpu_level)
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()

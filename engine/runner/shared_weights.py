@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -74,11 +73,8 @@ class SharedWeights:
 
 def segment_key(config: EngineConfig, rank: int, layout: str) -> bytes:
     """32 bytes that differ if the packed weights may differ. Reads the headers of the checkpoint's files."""
-    config = msgspec.structs.replace(
-        config, cpu_sets=()
-    )  # engines that share the weights are bound to CPUs of their own
-    parts = (__version__, layout, rank, fingerprint(Path(config.model.path)), torch.__version__)
-    return sha256(repr(parts).encode() + msgspec.msgpack.encode(config, order="deterministic")).digest()
+    parts = (__version__, layout, rank, fingerprint(Path(config.model.path)), torch.__version__, config.weights_key)
+    return sha256(repr(parts).encode()).digest()
 
 
 class _Packing:
@@ -97,7 +93,8 @@ class _Packing:
     def begin(self, name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
         module = self._decoder.get_submodule(path)
-        memory = torch.empty_like(module.get_parameter(leaf), device="cpu")
+        outline = module.get_parameter(leaf)
+        memory = torch.empty(outline.shape, dtype=outline.dtype)
         setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         return memory
 

@@ -33,9 +33,9 @@ _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 _NUM_WIDENED = 1 << 24  # values that are dequantized at a time, in float32
 
-Keep = Mapping[str, Callable[[Sequence[StoredWeight]], None]]
-"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint: its parts, from the
-first rows to the last."""
+Keep = Mapping[str, Callable[[int, Sequence[StoredWeight]], None]]
+"""A parameter's name → the function that takes its matrices if they are quantized in the checkpoint, each as soon as it
+is read: its number in a stack of matrices, else 0, and its parts, from the first rows to the last."""
 
 
 class Consumer(Protocol):
@@ -49,7 +49,7 @@ class Consumer(Protocol):
         """Gives the parameter memory, before the first of its tensors is read."""
 
     def end(self, name: str) -> None:
-        """It is filled."""
+        """It is filled, or a function of `Keep` has taken all of its matrices."""
 
 
 def load_weights(
@@ -66,7 +66,8 @@ def load_weights(
     """Copies every tensor to its target; returns the bytes of the parameters.
 
     scheme: of a quantized checkpoint. Quantized weights are dequantized, except those of the parameters in `keep`:
-    these are passed to its functions on the CPU, and their parameters, which may have no memory, stay as they are.
+    these are passed to its functions on the CPU, matrix by matrix, and their parameters, which may have no memory, stay
+    as they are.
     redundant: tensors that may be present and are not read, such as the lm_head of tied embeddings. progress: called
     with (bytes done, bytes in all), counted in the parameters' dtype. consumer: of parameters that have no memory yet,
     on a CPU. Raises CheckpointError, and ConfigError if a quantized weight cannot be divided among the ranks.
@@ -75,7 +76,7 @@ def load_weights(
     file_order = {name: i for i, name in enumerate(present)}
     views = {name: _view(parameters[target.parameter], target) for name, target in targets.items()}
     consumed = _Consumed(targets, consumer)
-    collected = _Collected(targets, keep)
+    collected = _Collected(targets, keep, parameters)
     total = sum(view.nbytes for view in views.values())
     done = 0
     first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
@@ -84,8 +85,7 @@ def load_weights(
         nonlocal done
         if weight is not None:
             collected.add(targets[name], weight)
-        else:
-            consumed.filled(targets[name])
+        consumed.filled(targets[name])
         done += views[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -233,31 +233,41 @@ class _Consumed:
     def filled(self, target: Target) -> None:
         name = target.parameter
         self._num_left[name] -= 1
-        if not self._num_left[name] and self._begun.pop(name, None) is not None:
-            assert self._consumer is not None
-            self._consumer.end(name)
+        if not self._num_left[name]:
+            self._begun.pop(name, None)
+            if self._consumer is not None and name in self._consumer.names:
+                self._consumer.end(name)
 
 
 class _Collected:
-    """Collects the quantized parts of fused parameters and passes each parameter on when it is complete."""
+    """Collects the quantized parts of matrices and passes each matrix on when it is complete."""
 
-    def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
-        self._num_parts = Counter(target.parameter for target in targets.values())
-        self._parts: dict[str, list[tuple[int, StoredWeight]]] = {}
+    def __init__(self, targets: Mapping[str, Target], keep: Keep, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._num_parts = Counter(self._matrix(target) for target in targets.values() if target.parameter in keep)
+        self._parts: dict[tuple[str, int], list[tuple[int, StoredWeight]]] = {}
         self._keep = keep
 
     def add(self, target: Target, weight: StoredWeight) -> None:
-        name = target.parameter
-        parts = self._parts.setdefault(name, [])
+        matrix = name, number = self._matrix(target)
+        parts = self._parts.setdefault(matrix, [])
         parts.append((0 if target.rows is None else target.rows[0], weight))
-        if len(parts) < self._num_parts[name]:
+        if len(parts) < self._num_parts[matrix]:
             return
-        del self._parts[name]
-        self._keep[name]([part for _, part in sorted(parts, key=lambda part: part[0])])
+        del self._parts[matrix]
+        self._keep[name](number, [part for _, part in sorted(parts, key=lambda part: part[0])])
 
     def refuse_halves(self) -> None:
         if self._parts:
-            raise CheckpointError(f"Some parts of {next(iter(self._parts))} are quantized and some are not.")
+            name, _ = next(iter(self._parts))
+            raise CheckpointError(f"Some parts of {name} are quantized and some are not.")
+
+    def _matrix(self, target: Target) -> tuple[str, int]:
+        """The parameter, and the number of the target's matrix in it."""
+        shape = self._parameters[target.parameter].shape
+        if target.rows is None or len(shape) < 3:
+            return target.parameter, 0
+        return target.parameter, target.rows[0] // shape[1]
 
 
 def _view(parameter: Tensor, target: Target) -> Tensor:

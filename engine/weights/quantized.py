@@ -48,7 +48,6 @@ _FP8_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")  
 _UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "q_scale", "k_scale", "v_scale")
 # Of MXFP4: twice the numbers, which are 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, and 12.
 _MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantized_modules(scheme: Scheme, reader: Reader) -> set[str]:
@@ -163,6 +162,10 @@ class _Part:
     def tensor(self, leaf: str, first: slice, second: slice) -> Tensor:
         return self._reader.tensor(f"{self.module}.{leaf}", (first, second))
 
+    def words(self, leaf: str, first: slice, second: slice) -> Tensor:
+        """Of packed numbers: int32."""
+        return _typed(self, leaf, self.tensor(leaf, first, second), torch.int32)
+
     def row_slice(self, share: int, n: int | None = None) -> slice:
         """The slice of rows that are stored or scaled `share` at a time. n: end, where the last share may be
         smaller."""
@@ -205,12 +208,12 @@ def _int4(scheme: Int4Scheme, part: _Part, k: int) -> GroupedWeight:
     eighths = part.row_slice(8)
     group = scheme.group_size or k
     groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
-    zeros = _unpack(part.tensor("qzeros", groups, eighths), scheme.layout) + scheme.zero_offset
+    zeros = _unpack(part.words("qzeros", groups, eighths), scheme.layout) + scheme.zero_offset
     scales = part.tensor("scales", groups, slice(n_first, n_last)).float()
     if scheme.layout == "awq":
-        numbers = _unpack(part.tensor("qweight", slice(*part.columns), eighths), "awq").t()
+        numbers = _unpack(part.words("qweight", slice(*part.columns), eighths), "awq").t()
     else:
-        words = part.tensor("qweight", part.column_slice(8), slice(n_first, n_last))
+        words = part.words("qweight", part.column_slice(8), slice(n_first, n_last))
         numbers = _unpack(words.t(), "gptq")
     order = _order(part.whole("g_idx"), group, part, k) if part.has("g_idx") else None
     if order is not None:
@@ -238,10 +241,10 @@ def _compressed(scheme: CompressedScheme, part: _Part, n: int, k: int) -> Groupe
             zeros = _per_row(part.whole("weight_zero_point"), n, rows, groups).int() + half
     else:
         share = 32 // scheme.bits
-        words = part.tensor("weight_packed", rows, part.column_slice(share, k))
+        words = part.words("weight_packed", rows, part.column_slice(share, k))
         numbers = _unpack(words, bits=scheme.bits)[:, : part.columns[1] - part.columns[0]]
         if not scheme.is_symmetric:
-            words = part.tensor("weight_zero_point", part.row_slice(share, n), groups)
+            words = part.words("weight_zero_point", part.row_slice(share, n), groups)
             zeros = _unpack(words.t(), bits=scheme.bits)[:, : part.rows[1] - part.rows[0]]
     order = _order(part.whole("weight_g_idx"), group, part, k) if part.has("weight_g_idx") else None
     if order is not None:
@@ -265,11 +268,11 @@ def _typed(part: _Part, leaf: str, tensor: Tensor, dtype: torch.dtype) -> Tensor
 
 def _unpack(words: Tensor, layout: str = "gptq", *, bits: int = 4) -> Tensor:
     """int32 [rows, columns / 8] → uint8 [rows, columns]; with 8 bits [rows, columns / 4]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    numbers = (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8)
+    octets = words.contiguous().view(torch.uint8)  # of a word the lowest first
+    numbers = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
     if layout == "awq":
-        numbers = numbers[:, :, torch.tensor(_AWQ_ORDER).argsort()]
-    return numbers.reshape(words.shape[0], -1)
+        numbers = numbers.view(words.shape[0], -1, 2, 4).transpose(2, 3).flatten(1)  # a word has the even columns first
+    return numbers
 
 
 def _order(groups: Tensor, size: int, part: _Part, k: int) -> Tensor | None:

@@ -43,24 +43,15 @@ class Library:
     path: Path
     origin: str  # for the operator: "from the wheel", "compiled in 2.5 s", "compiled before"
 
-
-_used: list[str] = []
-
-
-def use(name: str) -> None:
-    """Makes `load()` load this level in this process."""
-    _used[:] = [name]
-
-
-def load(name: str | None = None) -> ctypes.CDLL:
-    """The library of a level; None: of the level that `use` named, or else of the best that works here. Call it after
-    torch is imported. Raises BuildError."""
-    return ctypes.CDLL(str(find(name).path))
+    def load(self) -> ctypes.CDLL:
+        """Its functions, and its pool of threads, which all callers in this process share."""
+        return ctypes.CDLL(str(self.path))
 
 
 def find(name: str | None = None) -> Library:
-    """Where `load` finds the library, which is compiled now if that was not done before. Raises BuildError."""
-    return _find(name or (_used[0] if _used else levels.levels_here()[0].name))
+    """The library of a level; None: of the best that works here. It is compiled now if that was not done before. Raises
+    BuildError."""
+    return _find(name or levels.levels_here()[0].name)
 
 
 @cache

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from . import build
-
 LANES = 16
 """Floats in a vector: the head dimension must be a multiple of it."""
 
@@ -37,10 +35,10 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
 
 
 class Kernels:
-    """The compiled functions, with the arguments of the C files. Raises `build.BuildError`."""
+    """The compiled functions of a level, with the arguments of the C files."""
 
-    def __init__(self) -> None:
-        library = build.load()
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """library: what `build.Library.load` returns."""
         self.name = Path(library._name).name  # has a digest of the sources, the flags and the CPU
 
         def function(name: str) -> Call:

@@ -20,7 +20,7 @@ enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS 
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
-#define TALL(R) ((R) == 1 ? 4 * WIDE : (R) <= 4 ? 2 * WIDE : WIDE)
+#define TALL(R) ((R) <= 4 ? 2 * WIDE : WIDE)
 
 /* DO(1) to DO(MR). */
 #ifdef __AVX512F__
@@ -73,6 +73,10 @@ typedef struct {
     void (*sums)(const Matrix *, const void *panel, long rows, const char *w, long num_panels, long from, long to,
                  vf *out);
     long groups; /* how many groups `sums` is called for at once, if there are several panels */
+    /* `sums` for few panels, or 0. The index-th panel brings its share of the weights of as many groups from `next` on
+     * into the cache: otherwise the first panel would wait for memory, and memory for the others. */
+    void (*sums_ahead)(const Matrix *, const void *panel, long rows, const char *w, long num_panels, long from, long to,
+                       vf *out, long index, long next);
 } KindOps;
 
 extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot, pagewire_grouped, pagewire_fp8, pagewire_fp8_f32;

@@ -3,8 +3,6 @@
 import ctypes
 from typing import Literal
 
-from . import build
-
 FLAG_BYTES = 128
 """Of a rank's `Flag` in sums.c."""
 SLOT_BYTES = 1 << 18
@@ -33,9 +31,9 @@ def memory_bytes(size: int) -> int:
 class Exchange:
     """This rank's side. All ranks call in the same order with tensors of one shape."""
 
-    def __init__(self, address: int, *, rank: int, size: int) -> None:
-        """address: of `memory_bytes(size)` bytes, aligned to 64. Raises build.BuildError."""
-        self._call = build.load().pagewire_exchange
+    def __init__(self, library: ctypes.CDLL, address: int, *, rank: int, size: int) -> None:
+        """library: of a level of the C kernels. address: of `memory_bytes(size)` bytes, aligned to 64."""
+        self._call = library.pagewire_exchange
         self._call.argtypes, self._call.restype = (_P, _P, _P, _L, _L, _I, _I), _I
         self._ranks = _Ranks(address, address + size * FLAG_BYTES, rank, size, SLOT_BYTES, 0)
         self._at = ctypes.addressof(self._ranks)

@@ -172,14 +172,15 @@ void pagewire_run(long n, Task task, const void *about)
     atomic_store(&pool.task, task);
     atomic_store(&pool.about, about);
     atomic_store(&pool.done, 0);
-    if (atomic_load(&pool.limit) != limit) {
+    int is_other_limit = atomic_load(&pool.limit) != limit;
+    if (is_other_limit) {
         atomic_store(&pool.limit, (uint32_t)limit);
         wake(&pool.limit, INT_MAX);
     }
     atomic_store(&pool.ticket, loop << 32);
     atomic_fetch_add(&pool.loops, 1);
     if (atomic_load(&pool.num_asleep))
-        wake(&pool.loops, n - 1); /* no more than there are tasks for */
+        wake(&pool.loops, is_other_limit ? INT_MAX : n - 1); /* those that the loop does not have may sleep among them */
     work();
     uint32_t done;
     while ((done = atomic_load(&pool.done)) != (uint32_t)n)

@@ -29,7 +29,7 @@ def test_invalid_overrides_are_refused(text: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there are no affinities")
 def test_the_affinity_of_this_process_counts() -> None:
-    """As `taskset` and a container's cpuset set it."""
+    """The affinity that `taskset` or a container's cpuset sets."""
     cpu = min(os.sched_getaffinity(0))
     code = f"""
 import os

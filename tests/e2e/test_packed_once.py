@@ -11,9 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import httpx
 import psutil
 import pytest
+import quantized_checkpoints
+import vocabulary
 from defaults import COMPILED, machine
 from waiting import until
 
@@ -111,6 +114,21 @@ def test_a_replaced_worker_maps_the_weights(folder: Path, start: Start) -> None:
     assert successor.pid != worker.pid and mapped(successor) == segments
     assert answer(server) == expected
     assert not mapped(server.supervisor), "the supervisor holds the memory without mapping it"
+
+
+@pytest.mark.long
+def test_a_replaced_worker_maps_quantized_experts(tmp_path: Path, start: Start) -> None:
+    source = checkpoints.make_checkpoint(tmp_path / "float", "mixtral")
+    vocabulary.add_tokenizer(source)
+    folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
+    server = start(str(folder), "--kv-cache-memory", "64M").wait_ready()
+    expected, worker = answer(server), server.of_kind("worker")[0]
+    segments = mapped(worker)
+    damage(folder, is_noticed=False)
+    worker.kill()
+    assert mapped(replaced(server, worker)) == segments and len(segments) == 1
+    assert answer(server) == expected
+    assert "a checkpoint of 4 bits (awq)" in (said := server.announced()) and "widened" not in said
 
 
 def test_a_checkpoint_that_changed_is_packed_anew(folder: Path, start: Start) -> None:

@@ -4,6 +4,7 @@ import json
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -27,10 +28,11 @@ def _complete(server: Server) -> list[list[int]]:
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 64})])
 def test_two_ranks_of_an_awq_checkpoint_give_the_tokens_of_one_rank(
-    tmp_path: Path, start: Callable[..., Server]
+    family: str, sizes: dict[str, Any], tmp_path: Path, start: Callable[..., Server]
 ) -> None:
-    source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3", intermediate_size=128)
+    source = checkpoints.make_checkpoint(tmp_path / "float", family, intermediate_size=128, **sizes)
     vocabulary.add_tokenizer(source)
     folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

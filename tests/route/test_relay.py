@@ -306,7 +306,7 @@ def test_a_request_that_kills_engines_is_given_up(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
 def test_a_request_on_which_engines_fail_is_given_up(stack: ExitStack, fields: dict[str, Any]) -> None:
-    """As above, but the engines report their failure before their connections close."""
+    """The engines report their failure before their connections close."""
     mortal = [MortalEngine(PIECES, dies_at=0) for _ in range(3)]
     engines = serve(stack, *mortal)
     for engine in mortal:

@@ -207,7 +207,7 @@ def test_a_broken_call_is_text(stream: bool) -> None:
 
 
 def chat_with(engine: FakeEngine, parsers: dict[str, Any], **fields: Any) -> Answer:
-    """As `chat`, with the server's parsers."""
+    """Like `chat`, with the server's parsers."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     return request(engine, "/v1/chat/completions", body, **parsers)
 

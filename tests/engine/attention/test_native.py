@@ -21,7 +21,7 @@ from pagewire.kernels.cpu.structs import Pages
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
 
 _SOURCES = ("attention.c", "attention_products.c", "dense.c", "threads.c")
-_FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
+_FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-w")
 _LEVELS = {
     "native": ("-march=native",),
     "tiles": ("-march=native", "-DPAGEWIRE_AMX", "-DPAGEWIRE_EMULATE_TILES"),

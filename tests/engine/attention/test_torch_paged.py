@@ -26,7 +26,7 @@ BACKENDS = ["torch"] if build.compiler() is None else ["torch", "native"]
 def _backend(kind: str, cache: KvCache) -> AttentionBackend:
     if kind == "torch":
         return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=cache.shape.dtype)
-    kernels = Kernels()
+    kernels = Kernels(build.find().load())
     return NativePagedAttention(cache=cache, ops=native_ops(kernels), kernels=kernels)
 
 

@@ -96,7 +96,7 @@ def test_a_cached_model_is_found_offline_under_hf_home(tmp_path: Path) -> None:
 
 
 def test_a_cached_quantization_is_found_offline(tmp_path: Path) -> None:
-    """As huggingface_hub lays it out: files are links to blobs, which have no suffix."""
+    """The layout of huggingface_hub: files are links to blobs, which have no suffix."""
     repo = tmp_path / "hub" / "models--someone--tiny-GGUF"
     snapshot = repo / "snapshots" / ("a" * 40)
     (snapshot / "Q8_0").mkdir(parents=True)

@@ -17,7 +17,9 @@ from pagewire.kernels.cpu.operations import native_ops
 from pagewire.kernels.ops import reference_ops
 
 HIDDEN, INTER = 64, 48
-OPS = {"torch": reference_ops()} | ({"native": native_ops(Kernels())} if build.compiler() is not None else {})
+OPS = {"torch": reference_ops()}
+if build.compiler() is not None:
+    OPS["native"] = native_ops(Kernels(build.find().load()))
 
 
 class Case:
@@ -117,7 +119,9 @@ def test_packed_weights_are_counted_and_replace_the_parameters(ops):
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
 @pytest.mark.parametrize("native", [False, True])
 def test_8_bits_leave_the_router_exact(native):
-    ops = native_ops(Kernels(), quantization="int8") if native else reference_ops(quantization="int8")
+    ops = (
+        native_ops(Kernels(build.find().load()), quantization="int8") if native else reference_ops(quantization="int8")
+    )
     case = Case(ops)
     assert sum(matrix.nbytes for matrix in case.layer.matrices) < 0.4 * (case.gate_up.nbytes + case.down.nbytes)
     x = torch.randn(60, HIDDEN)

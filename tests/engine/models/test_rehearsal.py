@@ -86,7 +86,7 @@ def test_equal_logits_pass_and_different_ones_are_refused() -> None:
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("step", [0, 1])
 def test_wrong_logits_of_one_request_in_one_step_are_refused(row: int, step: int) -> None:
-    """As if attention lost what the previous step cached, or the positions of one request."""
+    """Attention that loses what the previous step cached, or the positions of one request."""
     expected, wrong = random_logits(), random_logits()
     first = dict(STEPS[0])[row]
     wrong[row, slice(0, first) if step == 0 else slice(first, None)] += torch.linspace(-1, 1, 50)

@@ -16,6 +16,7 @@ from pagewire.config.machine import machine_facts
 from pagewire.engine.parallel.collectives import GlooGroup, SharedMemoryGroup, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import SharedMemory, make_memory
+from pagewire.kernels.cpu import build, levels
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Elements: one, no multiple of a vector, exactly a round of float32, two rounds and a rest.
@@ -65,6 +66,16 @@ def take_part(rank: int, size: int, fd: int, folder: Path) -> None:
         group.all_reduce(many)
         many.fmod_(97.0)
     torch.save([*got, many], folder / f"rank-{rank}.pt")
+
+
+def sum_at_a_level(rank: int, size: int, fd: int, folder: Path) -> None:
+    """With the kernels that the engine was told to use, and no others."""
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"), level="portable")
+    x = torch.ones(1000)
+    group.all_reduce(x)
+    assert isinstance(group, SharedMemoryGroup) and x.tolist() == [size] * 1000
+    maps = Path("/proc/self/maps").read_text()
+    assert str(build.find("portable").path) in maps and str(build.find().path) not in maps
 
 
 def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -179,6 +190,14 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
         for _ in range(1999):
             total = total % 97.0 * size
         assert many.item() == total % 97.0
+
+
+@pytest.mark.skipif(len(levels.levels_here()) == 1, reason="the CPU has one level")
+def test_ranks_add_with_the_kernels_of_the_engine(tmp_path: Path) -> None:
+    with ranks(tmp_path, *["sum_at_a_level"] * 2) as processes:
+        for process in processes:
+            _, text = process.communicate(timeout=60)
+            assert process.returncode == 0, text
 
 
 def test_a_rank_that_is_killed_ends_the_sums_of_the_others(tmp_path: Path) -> None:

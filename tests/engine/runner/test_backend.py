@@ -34,10 +34,10 @@ def checkpoint(checkpoint):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    def load():
+    def find(_):
         raise build.BuildError("there is no C compiler (cc, gcc or clang)")
 
-    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(build, "find", find)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,8 +55,7 @@ def test_a_note_says_why_torch_kernels_are_used(checkpoint, resolved, no_compile
     assert note.startswith("kernels of torch, because there is no C compiler (cc, gcc or clang); tokens may depend on")
 
 
-def test_the_operator_is_told_which_level_computes(checkpoint, resolved, monkeypatch):
-    monkeypatch.setattr(build, "_used", [])
+def test_the_operator_is_told_which_level_computes(checkpoint, resolved):
     for name in ("auto", "portable", "amx-emulated"):
         runner = Runner.load(resolved(checkpoint("llama"), dtype="float32", cpu_kernels=name))
         level = levels.levels_here()[0].name if name == "auto" else name

@@ -4,6 +4,7 @@ import random
 
 import checkpoints
 import pytest
+from quantized_checkpoints import quantize_checkpoint
 from runner_driver import Request, arrays
 
 from pagewire.errors import ConfigError
@@ -27,11 +28,23 @@ def _prompt(seed, length):
         ("qwen3", {"dtype": "bfloat16"}),
         ("mistral", {"quantization": "int8"}),
         ("qwen3_moe", {}),
+        ("qwen3_moe", {"quantization": "int8"}),
+        ("mixtral", {"quantization": "int4"}),
     ],
 )
 def test_a_request_gets_the_same_bits_in_any_batch(kind, flags, checkpoint, driver):
-    served = driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags)
+    _check_bits(driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags))
 
+
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "awq"), ("mixtral", "fp8-channel"), ("qwen3", "packed-8")])
+def test_a_request_of_a_quantized_checkpoint_gets_the_same_bits_in_any_batch(
+    family, kind, checkpoint, driver, tmp_path
+):
+    folder, _ = quantize_checkpoint(checkpoint(family), tmp_path, kind)
+    _check_bits(driver(folder, num_blocks=600, **FLAGS))
+
+
+def _check_bits(served):
     def results(lengths, chunk, seed):
         probe = Request(_prompt(0, 137), sampling=SCORING, max_new=6)
         sampled = Sampling(temperature=1)
@@ -83,9 +96,9 @@ def test_a_cached_prefix_changes_no_bit(kind, checkpoint, driver):
 def test_a_compiler_that_fails_is_reported_as_a_config_error(checkpoint, driver, monkeypatch):
     """`resolve` sees that a compiler exists; only the worker finds out that it fails."""
 
-    def load():
+    def find(_):
         raise build.BuildError("cc failed: no such header")
 
-    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(build, "find", find)
     with pytest.raises(ConfigError, match="--deterministic excludes kernels of torch, because cc failed"):
         driver(checkpoint("qwen3"), **FLAGS)

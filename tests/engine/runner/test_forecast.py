@@ -48,12 +48,13 @@ def test_integers_instead_of_floats(
 
 @pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["fp8-block", "awq", "packed", "int8", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_quantized_checkpoints(
-    kind: str, cpu_kernels: str, checkpoint: Checkpoint, resolved: Resolved, tmp_path: Path
+    family: str, kind: str, cpu_kernels: str, checkpoint: Checkpoint, resolved: Resolved, tmp_path: Path
 ) -> None:
     """The C kernels keep them as they are, torch's widen them."""
     sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
-    folder, _ = quantize_checkpoint(checkpoint("llama", **sizes_of), tmp_path, kind)
+    folder, _ = quantize_checkpoint(checkpoint(family, **sizes_of), tmp_path, kind)
     check(resolved(folder, dtype="float32", cpu_kernels=cpu_kernels, kv_cache_memory=1 << 20))
 
 

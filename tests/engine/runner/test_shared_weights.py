@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantized_checkpoints import quantize_checkpoint
 from runner_driver import Driver, Request, engine_config
 from waiting import until
 
@@ -67,6 +68,23 @@ def test_the_second_runner_reads_no_tensor(
     assert load(folder, -1, quantization=quantization)[1] != expected, "a runner that reads the checkpoint notices"
 
 
+@pytest.mark.parametrize("kind", ["awq", "gptq-v2-ordered", "int8", "mxfp4", "fp8-channel"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_quantized_checkpoints_are_packed_once(
+    family: str, kind: str, fd: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized, widened = quantize_checkpoint(checkpoint(family, hidden_size=128, intermediate_size=128), tmp_path, kind)
+    alone, expected = load(quantized, -1)
+    first, tokens = load(quantized, fd)
+    assert tokens == expected and first.memory == alone.memory
+    size = os.fstat(fd).st_size
+    assert size == pytest.approx(first.memory.weights, rel=0.1, abs=64 << 10), "the segment holds what is counted"
+    assert size < 0.45 * sum(file.stat().st_size for file in widened.glob("*.safetensors"))
+    damage(quantized)
+    second, tokens = load(quantized, fd)
+    assert tokens == expected and second.weights_fit and second.memory == alone.memory
+
+
 def test_a_changed_checkpoint_is_read_again(
     fd: int, checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +108,14 @@ def test_other_options_other_ranks_and_other_models_do_not_fit(fd: int, checkpoi
     ):
         runner, tokens = load(folder, fd, **flags)
         assert not runner.weights_fit and tokens == load(folder, -1, **flags)[1]
+
+
+def test_engines_with_other_limits_share_the_weights(fd: int, checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("qwen3")
+    _, expected = load(folder, fd, served_model_name=["a"])
+    for flags in ({"served_model_name": ["b"]}, {"max_num_seqs": 9}, {"max_model_len": 100}):
+        runner, tokens = load(folder, fd, **flags)
+        assert runner.weights_fit and tokens == expected
 
 
 def test_kernels_of_torch_leave_the_segment_alone(fd: int, checkpoint: Callable[..., Path]) -> None:

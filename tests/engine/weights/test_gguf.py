@@ -56,7 +56,7 @@ def test_plausible_weights_are_equal_bit_for_bit(kind):
 
 
 def test_parts_of_one_type_can_be_fused():
-    """As the kept weights of qkv_proj will be."""
+    """The kept weights of qkv_proj are concatenated in this way."""
     parts = [decode("Q4_K", torch.from_numpy(gguf_files.random_blocks("Q4_K", (n, 512), n)), n) for n in (8, 4, 4)]
     whole = concatenate(parts).dequantize(torch.float32)
     assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -43,16 +44,29 @@ def _load(folder, dtype=torch.float32, group=_ALONE, kept=None, **options):
     registry.allocate(model, cpu)
     parameters = dict(model.named_parameters())
     if kept is not None:  # parameters that stay quantized take no memory
-        parameters |= {name: p.to("meta") for name, p in parameters.items() if "proj" in name}
-        options["keep"] = {name: partial(_keep, kept, name) for name in parameters if "proj" in name}
+        names = [name for name in parameters if "proj" in name or name.endswith((".gate_up", ".down"))]
+        parameters |= {name: parameters[name].to("meta") for name in names}
+        options["keep"] = {name: partial(_keep, kept, name) for name in names}
     with CheckpointReader(folder) as reader:
-        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
         load_weights(reader, parameters, targets, scheme=spec.scheme, redundant=model.redundant, **options)
     return parameters
 
 
-def _keep(kept, name, parts):
-    kept[name] = concatenate(parts)
+def _keep(kept, name, number, parts):
+    matrices = kept.setdefault(name, {})
+    assert number not in matrices, f"matrix {number} of {name} came twice"
+    matrices[number] = concatenate(parts)
+
+
+def _check_kept(kept, expected):
+    """The matrices of each parameter have its values; those of a stack are complete."""
+    for name, matrices in kept.items():
+        values = expected[name].view(-1, *expected[name].shape[-2:])
+        assert sorted(matrices) == list(range(len(values))), name
+        for number, weight in matrices.items():
+            assert torch.equal(weight.dequantize(torch.float32), values[number]), (name, number)
+            assert weight.nbytes < values[number].nbytes / 3
 
 
 def _edit(folder, change):
@@ -106,11 +120,24 @@ def test_weights_that_stay_quantized_have_the_same_values(kind, made):
     layer = "model.layers.0."
     projections = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert kept.keys() == {f"{layer}{name}.weight" for name in projections}
-    for name, weight in kept.items():
-        assert torch.equal(weight.dequantize(torch.float32), expected[name]), name
-        assert weight.shape == expected[name].shape and weight.nbytes < expected[name].nbytes / 3
+    _check_kept(kept, expected)
     for name in parameters.keys() - kept.keys():
         assert torch.equal(parameters[name], expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_stay_quantized_have_the_same_values(family, kind, tmp_path):
+    """Whole, and cut by columns and by rows for two ranks."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "head_dim": 32, "intermediate_size": 128}
+    sizes |= {"moe_intermediate_size": 128, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+    source = checkpoints.make_checkpoint(tmp_path / "float", family, **sizes)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    for group in [_ALONE] if "ordered" in kind else [_ALONE, _Rank(0), _Rank(1)]:
+        kept = {}
+        _load(narrow, group=group, kept=kept)
+        assert {"model.layers.0.mlp.gate_up", "model.layers.0.mlp.down"} < kept.keys()
+        _check_kept(kept, _load(wide, group=group))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,8 +169,7 @@ def test_each_of_two_ranks_loads_its_shards(kind, rank, tmp_path, monkeypatch):
         assert torch.equal(parameter, expected[name]), name
     kept = {}
     _load(narrow, group=_Rank(rank), kept=kept)
-    for name, weight in kept.items():
-        assert torch.equal(weight.dequantize(torch.float32), expected[name]), name
+    _check_kept(kept, expected)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +269,15 @@ def test_wrong_shapes_are_reported(kind, leaf, shape, quantized):
         _load(folder)
 
 
+@pytest.mark.parametrize(("kind", "leaf"), [("awq", "qweight"), ("gptq", "qzeros"), ("packed-8", "weight_packed")])
+def test_packed_numbers_of_another_type_are_reported(kind, leaf, quantized):
+    folder = quantized(kind)
+    name = f"model.layers.0.mlp.up_proj.{leaf}"
+    _edit(folder, lambda tensors: tensors.update({name: tensors[name].long()}))
+    with pytest.raises(CheckpointError, match=rf"up_proj\.{leaf} has the type int64 and not int32"):
+        _load(folder)
+
+
 def test_a_missing_tensor_is_reported(quantized):
     folder = quantized("gptq")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.qzeros"))
@@ -280,8 +315,8 @@ def test_a_fused_weight_must_not_be_partly_quantized(quantized):
         _load(folder, kept={})
 
 
-def test_weight_bytes_of_a_4_bit_checkpoint_are_estimated_as_16_bit(made):
+def test_weight_bytes_of_a_4_bit_checkpoint(made):
     narrow, _ = made("awq")
-    size = (narrow / "model.safetensors").stat().st_size
-    spec = read_spec(narrow)
-    assert model_facts(spec, narrow, "x").weight_bytes == 4 * size
+    facts = model_facts(read_spec(narrow), narrow, "x")
+    stored = sum(tensor.nbytes for tensor in load_file(narrow / "model.safetensors").values())
+    assert facts.weight_bytes == stored and facts.wide_bytes == 4 * stored

@@ -1,11 +1,11 @@
 """Quantized checkpoints in the engine give the tokens of transformers with the dequantized weights."""
 
 import random
-from functools import partial
 
 import checkpoints
 import pytest
 import quantized_checkpoints
+import torch
 import vocabulary
 
 from pagewire import LLM, SamplingParams
@@ -13,7 +13,7 @@ from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.weights.quantized import read_weight
 from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import ConfigError
-from pagewire.kernels import reference
+from pagewire.kernels.grouped_weight import GroupedWeight
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -31,7 +31,8 @@ def _tokens(folder, **options):
 @pytest.fixture
 def make(tmp_path):
     def make(architecture, kind):
-        source = checkpoints.make_checkpoint(tmp_path / "float", architecture)
+        sizes = {"moe_intermediate_size": 64} if architecture == "qwen3_moe" else {}
+        source = checkpoints.make_checkpoint(tmp_path / "float", architecture, **sizes)
         vocabulary.add_tokenizer(source)
         return quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
 
@@ -48,6 +49,8 @@ def make(tmp_path):
         ("gptq", "qwen3"),
         ("gptq-v2-ordered", "llama"),
         ("fp8-tensor", "qwen3_moe"),
+        ("fp8-block", "mixtral"),
+        ("fp8-channel", "qwen3_moe"),
         ("packed-zeros", "qwen3"),
         ("int8", "llama"),
         ("mxfp4", "llama"),
@@ -66,22 +69,30 @@ def test_greedy_tokens_are_those_of_the_same_weights_as_floats(kind, architectur
 INTEGERS = [kind for kind in quantized_checkpoints.CONFIGS if not kind.startswith("fp8")]
 
 
+def _multiply_as_stored(folder):
+    """A change to transformers' model: it multiplies as the C kernels do."""
+    scheme = read_spec(folder).scheme
+
+    def change(model):
+        with CheckpointReader(folder) as reader:
+
+            def read(name, n, k):
+                weight = read_weight(scheme, reader, name, n, k, None)
+                assert isinstance(weight, GroupedWeight)
+                return weight
+
+            quantized_checkpoints.multiply_as_stored(model, read)
+
+    return change
+
+
 @pytest.mark.usefixtures("c_kernels")
 @pytest.mark.parametrize(("architecture", "kind"), [*(("llama", kind) for kind in INTEGERS), ("qwen3", "gptq")])
 def test_integers_that_are_kept_give_the_tokens_of_their_specification(kind, architecture, make):
     """Those of transformers whose projections are `reference.TorchGroupedMatrix`, and nearly the probabilities of the
     weights as floats."""
     quantized, widened = make(architecture, kind)
-    scheme = read_spec(quantized).scheme
-
-    def quantize(model):
-        with CheckpointReader(quantized) as reader:
-            for name, module in model.named_modules():
-                if name.endswith("_proj"):
-                    weight = read_weight(scheme, reader, name, *module.weight.shape, None)
-                    module.forward = partial(_product, reference.TorchGroupedMatrix(weight), module.bias)
-
-    expected = checkpoints.reference_greedy(widened, _prompts(), 10, quantize)
+    expected = checkpoints.reference_greedy(widened, _prompts(), 10, _multiply_as_stored(quantized))
     assert len({tuple(output) for output in expected}) == len(expected), "the outputs should differ by prompt"
     assert _tokens(quantized, dtype="float32") == expected
     kept, floats = _logprobs(quantized, dtype="float32"), _logprobs(widened, dtype="float32")
@@ -89,8 +100,29 @@ def test_integers_that_are_kept_give_the_tokens_of_their_specification(kind, arc
     assert 0 < sum(distances) / len(distances) < 0.15
 
 
-def _product(matrix, bias, x):
-    return matrix.product(x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
+@pytest.mark.usefixtures("c_kernels")
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [*(("qwen3_moe", kind) for kind in INTEGERS), *(("mixtral", kind) for kind in ("awq", "gptq-v2-ordered", "int8"))],
+)
+def test_experts_that_are_kept_give_the_logits_of_their_specification(kind, architecture, make):
+    """As above, for the tokens of many short prompts: an activation that lies between two roundings, which the last bit
+    of a sum decides, may send a few of them to other experts."""
+    quantized, widened = make(architecture, kind)
+    model = checkpoints.load_reference(widened)
+    _multiply_as_stored(quantized)(model)
+    prompts = torch.randint(3, checkpoints.VOCAB_SIZE, (24, 6), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logprobs = model(prompts).logits.log_softmax(-1)[:, :-1].gather(2, prompts[:, 1:, None])[:, :, 0]
+    llm = LLM(str(quantized), threads=1, kv_cache_memory="16M", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    rows = [output.prompt_logprobs[1:] for output in llm.generate(prompts.tolist(), params, use_tqdm=False)]
+    found = [
+        [entry[token].logprob for entry, token in zip(row, prompt[1:], strict=True)]
+        for row, prompt in zip(rows, prompts.tolist(), strict=True)
+    ]
+    is_near = (torch.tensor(found) - logprobs).abs() < 1e-4
+    assert is_near.float().mean() > 0.9, "rounding to 8 bits changes a logprob by about 1e-2"
 
 
 def _logprobs(folder, **options):

@@ -58,6 +58,11 @@ def test_every_task_runs_once(any_driver, case, seed):
     run(any_driver, case, seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_every_thread_that_has_a_task_is_woken(any_driver, seed):
+    run(any_driver, "meetings", seed)
+
+
 @pytest.mark.parametrize("case", ["tiny", "scratches"])
 def test_loops_and_memory(any_driver, case):
     run(any_driver, case)
@@ -105,6 +110,11 @@ class Threads:
     def wait_for_sleep(self) -> None:
         until(lambda: all(other["State"].startswith("S") for other in self.others().values()), "sleeping threads")
 
+    def cpu_ns(self) -> int:
+        """The CPU time of the other threads."""
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        return sum(int((tasks / str(thread) / "schedstat").read_text().split()[0]) for thread in self.others())
+
     def switches(self) -> list[int]:
         """How often each of the other threads has left a core. One that runs in between leaves it afterwards."""
         names = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
@@ -130,6 +140,17 @@ def test_threads_without_work_sleep(threads):
     threads.run(6, 20, 50)
     threads.wait_for_sleep()
     assert threads.switches() != before
+
+
+def test_threads_without_work_spin_only_briefly(threads):
+    """They spin for 20 µs after a loop; a longer time takes the CPU from other programs."""
+    threads.run(3, 20, 50)
+    threads.wait_for_sleep()
+    before = threads.cpu_ns()
+    for _ in range(50):
+        threads.run(3, 1, 2)
+        threads.wait_for_sleep()
+    assert threads.cpu_ns() - before < 50 * 2 * 300_000
 
 
 def test_threads_that_later_loops_do_not_have_are_not_woken(threads):
@@ -180,5 +201,6 @@ def test_results_are_equal_for_any_number_of_threads(level: Kernels, dtype, rows
 def test_weights_are_packed_by_all_threads():
     """Before the first step, which sets the number of threads again."""
     with torch_threads(3):
-        Kernels()
-        assert build.load().pagewire_num_threads() == 3
+        library = build.find().load()
+        Kernels(library)
+        assert library.pagewire_num_threads() == 3

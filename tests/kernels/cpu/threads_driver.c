@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <malloc.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -198,6 +199,33 @@ static void lines(void)
     }
 }
 
+typedef struct {
+    long n;
+    atomic_long begun;
+} Meeting;
+
+static void meet(const void *about, long i)
+{
+    Meeting *meeting = (Meeting *)about;
+    (void)i;
+    atomic_fetch_add(&meeting->begun, 1);
+    while (atomic_load(&meeting->begun) < meeting->n)
+        sched_yield();
+}
+
+/* Tasks that wait for each other: every thread that a loop has tasks for must take part, asleep or not. */
+static void meetings(uint64_t seed)
+{
+    for (int i = 0; i < 400; i++) {
+        long threads = 2 + draw(&seed, MOST_THREADS - 1);
+        pagewire_set_threads(threads);
+        Meeting meeting = {.n = draw(&seed, 2) ? threads : 2 + (long)draw(&seed, threads - 1)};
+        pagewire_run(meeting.n, meet, &meeting);
+        if (draw(&seed, 2))
+            run(1, 100000, 0); /* meanwhile the other threads fall asleep */
+    }
+}
+
 static void nothing(const void *about, long i)
 {
     (void)about;
@@ -214,6 +242,8 @@ int main(int count, char **arguments)
         tiny();
     else if (!strcmp(what, "callers"))
         callers(seed);
+    else if (!strcmp(what, "meetings"))
+        meetings(seed);
     else if (!strcmp(what, "forks"))
         forks();
     else if (!strcmp(what, "scratches"))

@@ -1,0 +1,87 @@
+"""Experts of every kind of matrix, together in one list of tasks, against `reference.TorchExperts`."""
+
+import pytest
+import torch
+
+from pagewire.kernels import reference
+from pagewire.kernels.cpu.dense import NativeMatrix
+from pagewire.kernels.cpu.experts import NativeExperts
+from pagewire.kernels.cpu.quantized import NativeFp8Matrix, NativeGroupedMatrix
+from pagewire.kernels.grouped_weight import GroupedWeight, quantize
+from pagewire.kernels.quantized_weight import Fp8Weight
+
+HIDDEN, INNER, EXPERTS = 96, 72, 6  # INNER is no multiple of the 16 lanes
+KINDS = ("4 bits", "4 bits, ordered", "4 bits, table", "8 bits", "fp8", "bfloat16")
+TABLE = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make(kernels, kind, n, k, *, is_gated):
+    """The matrix and its specification."""
+    weight = torch.randn(n, k) / k**0.5
+    group = next(size for size in (128, 32, 24) if k % size == 0)
+    if kind == "bfloat16":
+        wide = weight.bfloat16()
+        return NativeMatrix(kernels, wide, is_gated=is_gated), reference.TorchMatrix(wide.float())
+    if kind == "fp8":
+        scale = weight.abs().amax(dim=1) / 448
+        fp8 = Fp8Weight((weight / scale[:, None]).to(torch.float8_e4m3fn), scale)
+        specified = reference.TorchMatrix(fp8.dequantize(torch.float32))
+        return NativeFp8Matrix(kernels, fp8, is_gated=is_gated), specified
+    if kind == "8 bits":
+        grouped = quantize(weight, 8, k)
+    elif kind == "4 bits, table":
+        scales = weight.unflatten(1, (-1, group)).abs().amax(dim=2).t() / 12
+        grouped = GroupedWeight(torch.randint(0, 16, (n, k), dtype=torch.uint8), scales, 12 * scales, 4, table=TABLE)
+    else:
+        order = torch.randperm(k).int() if "ordered" in kind else None
+        grouped = quantize(weight, 4, group)
+        grouped = GroupedWeight(grouped.numbers, grouped.scales, grouped.offsets, 4, order=order)
+    return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated), reference.TorchGroupedMatrix(grouped)
+
+
+def layer(kernels, kinds, *, hidden=HIDDEN, inner=INNER):
+    """(ours, the specification) of experts whose matrices are of these kinds, in turn."""
+    pairs = []
+    for i in range(EXPERTS):
+        gate_up = make(kernels, kinds[i % len(kinds)], 2 * inner, hidden, is_gated=True)
+        down = make(kernels, kinds[(i // 2) % len(kinds)], hidden, inner, is_gated=False)
+        pairs.append((gate_up, down))
+    ours, theirs = ([(gate_up[i], down[i]) for gate_up, down in pairs] for i in range(2))
+    return (
+        NativeExperts(kernels, ours, top_k=3, renormalize=True),
+        reference.TorchExperts(theirs, 3, True, False),
+    )
+
+
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_a_layer_is_that_of_the_reference(level, kinds, tokens):
+    """Rows in which an activation falls to the other side of a rounding differ a little more; they are few."""
+    ours, theirs = layer(level, kinds)
+    x, logits = torch.randn(tokens, HIDDEN), torch.randn(tokens, EXPERTS)
+    found, expected = ours.forward(x, logits), theirs.forward(x, logits)
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < 0.01
+    assert (errors < 1e-5).float().mean() > (0.9 if tokens > 5 else 0.7)
+
+
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS], ids=str)
+def test_a_row_has_the_same_bits_among_any_others(level, kinds):
+    experts, _ = layer(level, kinds)
+    x, logits = torch.randn(70, HIDDEN), torch.randn(70, EXPERTS)
+    together = experts.forward(x, logits)
+    for first, count in ((0, 1), (3, 2), (7, 12), (69, 1), (20, 40)):
+        rows = slice(first, first + count)
+        assert torch.equal(experts.forward(x[rows], logits[rows]), together[rows])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("4 bits", 4 + 24 / 128), ("8 bits", 8 + 32 / 256), ("fp8", 8 + 32 / 256)])
+def test_bytes_are_those_of_the_quantized_numbers(level, kind, bits):
+    """And their scales: one for 128 columns with a zero point, or one for a row of 256."""
+    experts, _ = layer(level, (kind,), hidden=256, inner=256)
+    assert experts.nbytes == EXPERTS * 3 * 256 * 256 * bits / 8
