@@ -25,6 +25,9 @@ class Groups:
         self.moving = [g for g in range(self.num_tables) if shapes[g].span]  # whose blocks are released behind a row
         self.unit = sum(self.sizes[: self.num_tables])  # pages that a row takes for each block of positions
 
+    def __repr__(self) -> str:
+        return " ".join(f"{shape.kind}({shape.span})×{shape.pages}" for shape in self.shapes)
+
     @property
     def is_plain(self) -> bool:
         """One full group with one page a block: blocks are pages."""

@@ -87,11 +87,11 @@ class _Lookup:
         """Whether each group has what the positions from `num` on read of those before."""
         place, rest = divmod(num, self._size)
         for group in range(self._groups.num_tables):
-            first = self._groups.need_from(group, num)
-            if group in self._present and place - first // self._size > self._present[group][place]:
+            first = self._groups.need_from(group, num) // self._size
+            if group in self._present and place - first > self._present[group][place]:
                 return False
-            if rest and first < num and self.source(group, place)[0] < rest:
-                return False
+            if rest and self.source(group, place)[0] < rest:
+                return False  # even if nothing of the block is read: all of it gets a key once it is full
         return True
 
     def longest(self, copies: bool) -> int:
@@ -114,13 +114,12 @@ class _Lookup:
         tables: list[Table] = []
         sources: list[int | None] = []
         for group in range(self._groups.num_tables):
-            need_from = self._groups.need_from(group, num)
-            first = need_from // self._size
+            first = self._groups.need_from(group, num) // self._size
             blocks = self._matched[:place] if group == self._groups.full else []
             if group != self._groups.full:
                 blocks = self._pool.match(self.keys[first:place], group)
             tables.append(Table(blocks, first))
-            sources.append(self.source(group, place)[1] if rest and need_from < num else None)
+            sources.append(self.source(group, place)[1] if rest else None)
         return Found(num, tables, sources, (*self.whole(self.run), *self.beginnings(self.run)[-1:]))
 
 

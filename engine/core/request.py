@@ -384,7 +384,7 @@ class Request:
 
     def has_dropped(self, groups: Groups) -> bool:
         """Whether it has released a block that the positions after the computed ones read."""
-        return any(
+        return bool(self.tables) and any(
             groups.need_from(group, self.num_computed) // self.block_size < self.tables[group].first
             for group in groups.moving
         )

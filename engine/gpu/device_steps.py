@@ -198,7 +198,7 @@ class DeviceSteps:
             self._num_opens[opened.row] += 1
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
         rows.mask(plan)
-        rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        rows.grow(plan)
         packet = slot.packet
         write_opens(plan.open, packet.opens)
         begun = self._queue.mark()

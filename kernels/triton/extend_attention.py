@@ -145,22 +145,22 @@ def _add_pages(
     # One iteration ahead, see `_decode_kernel`.
     next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
     for page in range(first_page, last_page):
-        at = next_block.to(tl.int64) * page_stride
+        at = next_block.to(tl.int64) * page_stride + in_page
         next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
         if MASKED:
             key = page * BLOCK_SIZE + offsets
             written = (key < stop)[:, None]  # a NaN in a stale slot would spoil the sums even with a weight of 0
-            k = tl.load(k_head + at + in_page, mask=written, other=0.0).to(q.dtype)
+            k = tl.load(k_head + at, mask=written, other=0.0).to(q.dtype)
             scores = tile_scores(q, k, score_scale, cap)
             seen = key[None, :] <= position[:, None]
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            v = tl.load(v_head + at + in_page, mask=written, other=0.0).to(q.dtype)
+            v = tl.load(v_head + at, mask=written, other=0.0).to(q.dtype)
         else:
-            k = tl.load(k_head + at + in_page).to(q.dtype)
+            k = tl.load(k_head + at).to(q.dtype)
             scores = tile_scores(q, k, score_scale, cap)
-            v = tl.load(v_head + at + in_page).to(q.dtype)
+            v = tl.load(v_head + at).to(q.dtype)
         acc, most, total = softmax_step(acc, most, total, scores, v)
     return acc, most, total
 

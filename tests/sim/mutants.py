@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from fakes import FakeRow, FakeWorker, kv_of, next_token
+from fakes import FakeRow, FakeWorker, next_token
 from msgspec.structs import replace
 
 from pagewire.engine.core import kv_events, planner, scheduler
@@ -12,10 +12,11 @@ from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
+from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
-from pagewire.engine.core.prefix import PrefixCache
+from pagewire.engine.core.prefix import PrefixCache, _Lookup
 from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
 from pagewire.engine.core.scheduler import Scheduler
@@ -41,6 +42,11 @@ _apply_each = Request.apply_each
 _apply_drafted = Request.apply_drafted
 _builder_init = PlanBuilder.__init__
 _builder_finish = PlanBuilder.finish
+_builder_copy = PlanBuilder.copy
+_builder_grow = PlanBuilder.grow
+_need_from = Groups.need_from
+_restores = _Lookup.restores
+_drop_behind = Request.drop_behind
 _prefix_find = PrefixCache.find
 _prefix_events = PrefixCache.take_events
 _loads_start = Loads.start
@@ -201,7 +207,7 @@ def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[in
     tokens = _speculate(self, state, draft_tokens)
     if len(tokens) <= len(draft_tokens):
         state.num_computed += 1
-        state.ids.append(next_token(kv_of(state.ids), state.sampling.seed))
+        state.ids.append(next_token(self._reads(state, len(state.ids)), state.sampling.seed))
         tokens.append(state.ids[-1])
     return tokens
 
@@ -324,6 +330,49 @@ def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
     self.mask = mask
 
 
+def _drop_a_block_early(self: Request, groups: Groups) -> list[int]:
+    computed, self.num_computed = self.num_computed, self.num_computed + self.block_size
+    dropped = _drop_behind(self, groups)
+    self.num_computed = computed
+    return dropped
+
+
+def _drop_by_planned_positions(self: Request, groups: Groups) -> list[int]:
+    computed, self.num_computed = self.num_computed, self.num_planned
+    dropped = _drop_behind(self, groups)
+    self.num_computed = computed
+    return dropped
+
+
+def _restores_the_longest(self: _Lookup, num: int) -> bool:
+    """A prefix is found if one of the groups has it."""
+    self._present = {group: list(range(self.run + 1)) for group in self._present}
+    return _restores(self, num)
+
+
+def _chunk_one_too_late(self: Groups, group: int, position: int) -> int:
+    first = _need_from(self, group, position)
+    return min(position, first + 1) if self.shapes[group].kind == "chunk" else first
+
+
+def _copy_in_one_group(self: PlanBuilder, source: list[int], target: list[int]) -> None:
+    if not self.copies:
+        _builder_copy(self, source, target)
+
+
+def _grow_only_one_group(self: PlanBuilder, rows: list[int], group: int, pages: list[int]) -> None:
+    if not group:
+        _builder_grow(self, rows, group, pages)
+
+
+def _free_the_first_page(self: BlockPool, block: int) -> None:
+    self._empty.append(block)
+
+
+def _free_all_but_one_page(self: BlockPool, block: int) -> None:
+    self._empty += [block, *self._rest.pop(block, ())][:1]
+
+
 def _nothing(*_: object) -> None:
     """Replaces a method by nothing."""
 
@@ -390,6 +439,15 @@ MUTANTS: dict[str, Patch] = {
     "a step without memory counts as computed": (InFlight, "emptied", lambda self: self),
     "plans continue after a step without memory": (PlanBuilder, "finish", _know_every_fault),
     "a row with log-probabilities gets draft tokens": (Request, "__init__", _speculate_for_all),
+    "a block of a window is released early": (Request, "drop_behind", _drop_a_block_early),
+    "a window is released by planned positions": (Request, "drop_behind", _drop_by_planned_positions),
+    "a row goes on behind a released block": (Request, "has_dropped", lambda self, groups: False),
+    "a prefix is found that one group lacks": (_Lookup, "restores", _restores_the_longest),
+    "a chunk begins one position late": (Groups, "need_from", _chunk_one_too_late),
+    "a block is copied in one group only": (PlanBuilder, "copy", _copy_in_one_group),
+    "a table grows in one group only": (PlanBuilder, "grow", _grow_only_one_group),
+    "a block is freed in part": (BlockPool, "_empty_out", _free_the_first_page),
+    "pages of a block leak": (BlockPool, "_empty_out", _free_all_but_one_page),
 }
 
 

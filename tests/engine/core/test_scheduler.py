@@ -13,6 +13,7 @@ BLOCK_SIZE = 4
 
 def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth: int = 1, **more: object) -> Scheduler:
     options = {
+        "pool": BlockPool(num_pages=num_blocks),
         "max_model_len": 100,
         "max_queued_requests": 100,
         "max_queued_tokens": 10**6,
@@ -20,7 +21,6 @@ def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth
         **more,
     }
     return Scheduler(
-        pool=BlockPool(num_pages=num_blocks),
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
