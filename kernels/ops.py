@@ -68,7 +68,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     storage: Storage | None = None  # None: its matrices cannot be stored
 

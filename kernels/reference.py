@@ -137,28 +137,53 @@ def round_activations(x: Tensor, group: int, order: Tensor | None) -> tuple[Tens
     return numbers.flatten(1), torch.where(is_finite, most / 127, torch.nan)
 
 
-def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Writes the keys and values of a step's tokens to the cache.
 
-    key, value: [tokens, kv_heads, dim]; k_pages, v_pages: [blocks, block_size, kv_heads, dim], changed in place;
-    slots: [tokens] int64, block · block_size + offset. Values are rounded to the pages' type.
+    key, value: [tokens, kv_heads, dim], without a value only keys; k_pages, v_pages: [pages, block_size, kv_heads,
+    dim], pages of any stride, changed in place; slots: [tokens] int64, page · block_size + offset. Values are rounded
+    to the pages' type.
     """
-    width = key.shape[1] * key.shape[2]
-    k_pages.view(-1, width).index_copy_(0, slots, key.reshape(-1, width).to(k_pages.dtype))
-    v_pages.view(-1, width).index_copy_(0, slots, value.reshape(-1, width).to(v_pages.dtype))
+    at = (slots // k_pages.shape[1], slots % k_pages.shape[1])
+    k_pages.index_put_(at, key.to(k_pages.dtype))
+    if value is not None:
+        v_pages.index_put_(at, value.to(v_pages.dtype))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(query · keyᵀ · scale + mask) · value. All [batch, heads, positions, dim] (key and value may be expanded).
 
-    mask: broadcasts to [batch, heads, queries, keys], 0 or -inf, in query's dtype. Masked keys and values must be
-    finite too: 0 · NaN is NaN. With `softcap` c the scores become c · tanh(scores / c) before the mask.
+    mask: broadcasts to [batch, heads, queries, keys], in query's dtype, -inf for what is not seen. Masked keys and
+    values must be finite too: 0 · NaN is NaN. With `softcap` c the scores become c · tanh(scores / c) before the mask.
+    sinks: broadcasts to [batch, heads, queries, 1]; a logit that takes part in the softmax and has no value.
     """
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scale)
-    scores = scores.div_(softcap).tanh_().mul_(softcap).add_(mask)
-    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[-2]]
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def alibi_bias(slopes: Tensor, keys: Tensor, queries: Tensor, rounded: bool) -> Tensor:
+    """What ALiBi adds to the scores: slope · (key position - query position), or with `rounded` slope · key position in
+    bfloat16. slopes: [heads]; keys, queries: positions, which broadcast to [..., queries, keys]. Result float32
+    [..., heads, queries, keys]."""
+    if rounded:
+        return (slopes.bfloat16()[:, None, None] * keys.unsqueeze(-3).bfloat16()).float()
+    return slopes.float()[:, None, None] * (keys - queries).unsqueeze(-3).float()
 
 
 def paged_attention(
@@ -171,26 +196,45 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    *,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    before_scale: bool = False,
+    rounded: bool = False,
 ) -> Tensor:
     """Causal attention of several rows over paged KV, one query at a time: the specification of attention backends.
 
-    query: [tokens, heads, dim], row after row; k_pages, v_pages: [blocks, block_size, kv_heads, dim]; block_table:
-    [rows, max blocks]; context_lens: [rows], keys of each row, whose last query_lens keys are those of its queries.
-    With `window` w a query sees itself and the w - 1 positions before it. Result as query, computed in float32.
+    query: [tokens, heads, dim], row after row; k_pages, v_pages: [pages, block_size, kv_heads, dim] (values may have
+    another dim); block_table: [rows, max blocks]; context_lens: [rows], keys of each row, whose last query_lens keys
+    are those of its queries. With `window` w a query sees itself and the w - 1 positions before it; with `chunk` n the
+    positions before it since a multiple of n. sinks, slopes: [heads]; see `attend` and `alibi_bias`; before_scale: the
+    bias is multiplied by the scale. Result [tokens, heads, dim of values] in query's type, computed in float32.
     """
-    kv_heads, dim = k_pages.shape[2:]
+    kv_heads, value_dim = v_pages.shape[2:]
     group = query.shape[1] // kv_heads
-    out = torch.empty_like(query)
+    out = query.new_empty((*query.shape[:2], value_dim))
     token = 0
     for row, (context, count) in enumerate(zip(context_lens.tolist(), query_lens.tolist(), strict=True)):
-        keys = k_pages[block_table[row].long()].reshape(-1, kv_heads, dim).float().repeat_interleave(group, dim=1)
-        values = v_pages[block_table[row].long()].reshape(-1, kv_heads, dim).float().repeat_interleave(group, dim=1)
+        blocks = block_table[row, : -(-context // k_pages.shape[1])].long()
+        keys, values = (
+            pages[blocks].flatten(0, 1).float().repeat_interleave(group, dim=1) for pages in (k_pages, v_pages)
+        )
         for position in range(context - count, context):
-            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            first = 0 if window is None else max(0, position + 1 - window)
+            first = first if chunk is None else position - position % chunk
+            seen = slice(first, position + 1)
             scores = torch.einsum("hd,khd->hk", query[token].float(), keys[seen]) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[token] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
+            if slopes is not None:
+                at = torch.arange(first, position + 1)[None]
+                bias = alibi_bias(slopes, at, torch.tensor([[position]]), rounded)[:, 0]
+                scores = scores + bias * (scale if before_scale else 1.0)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None].float()), dim=1)
+            weights = scores.softmax(dim=-1)[:, : position + 1 - first]
+            out[token] = torch.einsum("hk,khd->hd", weights, values[seen]).to(out.dtype)
             token += 1
     return out
 

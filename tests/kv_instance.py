@@ -19,9 +19,9 @@ from pagewire.engine.kv_connector.block_copy import BlockCopier
 from pagewire.engine.kv_connector.registry import core_connector, worker_connector
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
-SHAPE = KvShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
+SHAPE = KvShape.uniform(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.bfloat16)
 SIZE = 4  # positions of a block
-BLOCK_BYTES = SHAPE.block_bytes(SIZE)
+BLOCK_BYTES = SHAPE.groups(SIZE).page_bytes
 FILE_BYTES = BLOCK_BYTES + 80  # with its header
 FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"model".ljust(32))
 DEADLINE_S = 20.0
@@ -66,12 +66,12 @@ class Instance:
         assert core is not None and worker is not None
         self.core: CoreConnector = core
         self.worker: WorkerConnector = worker
-        self.cache = KvCache(shape=SHAPE, num_blocks=num_blocks, block_size=SIZE, device=torch.device("cpu"))
+        self.cache = KvCache(shape=SHAPE, num_pages=num_blocks, block_size=SIZE, device=torch.device("cpu"))
         for keys, values in self.cache.pages:
             keys.fill_(-1.0)
             values.fill_(-1.0)
         self.worker.register_kv_caches(self.cache)
-        self.pool = BlockPool(num_blocks=num_blocks)
+        self.pool = BlockPool(num_pages=num_blocks)
         self.copier = BlockCopier(self.cache)
         self.loading: dict[int, tuple[Running, int]] = {}  # rid → request, its first block that is being loaded
         self.to_compute: list[Running] = []  # with the next plan
@@ -179,7 +179,7 @@ class Instance:
 
     def fill_device(self, rid: int) -> None:
         """Evicts all idle blocks of the device."""
-        self.serve(sequence(rid, (rid, self.pool.num_blocks * SIZE)))
+        self.serve(sequence(rid, (rid, self.pool.num_pages * SIZE)))
 
     def close(self) -> None:
         self.core.close()

@@ -42,7 +42,7 @@ class RecordingWorker:
 
     def register_kv_caches(self, cache: KvCache) -> None:
         self.cache = cache
-        self._note("register", cache.num_blocks)
+        self._note("register", cache.num_pages)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
         self._note("bind", metadata)

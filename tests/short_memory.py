@@ -1,11 +1,10 @@
 """A plan extension whose attention runs out of memory in every Nth call: `short_memory:ShortMemory,every=N`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from pagewire.engine.attention.base import AttentionBackend, AttentionStep
+from pagewire.engine.attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.extension import Options
 
@@ -40,11 +39,17 @@ class ShortAttention:
         self._inner.begin(step)
 
     def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+        self,
+        tile: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        parameters: AttentionParameters,
     ) -> torch.Tensor:
         ShortMemory.calls += 1
         if ShortMemory.calls % self._every == 0:
-            for pages in self._cache.pages[layer]:
-                pages.flatten(0, 1)[self._step.slots] = 1e4
+            slots, size = self._step.slots[self._cache.tables[tile]], self._cache.block_size
+            for pages in self._cache.pages[tile]:
+                pages[slots // size, slots % size] = 1e4
             raise MemoryError
-        return self._inner.forward(layer, query, key, value, **more)
+        return self._inner.forward(tile, query, key, value, parameters)

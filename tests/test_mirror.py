@@ -55,7 +55,6 @@ ELSEWHERE = {
     "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts are not useful alone",
     "engine.gpu.products": "engine/gpu/test_quantized.py: with a model",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
-    "engine.kv_connector.block_copy": "engine/kv_connector/test_host_worker.py: with the tier that copies",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",

@@ -127,7 +127,7 @@ def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
     import torch
 
     memory = stepper.runner.memory
-    accounted = memory.weights + memory.workspace + memory.graphs + stepper.num_blocks * memory.block
+    accounted = memory.weights + memory.workspace + memory.graphs + stepper.num_blocks * memory.page_bytes
     taken = torch.cuda.max_memory_reserved() / accounted
     yield Figure(name="most memory taken, of what was accounted for", value=100 * taken, unit="%", most=100)
     stepper.decode_ms(rows, context, 1)

@@ -12,13 +12,11 @@ implementation would store them beside the pages and update those of the blocks 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.engine.attention.base import AttentionBackend, AttentionStep
+from pagewire.engine.attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
 
 
@@ -38,41 +36,31 @@ class TopkAttention:
         self._inner.begin(step)
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters
     ) -> Tensor:
         """Computes every row over its whole table, which also writes the keys; then again, over fewer blocks, the rows
         that are to leave some out."""
         assert self._step is not None, "forward before begin"
-        out = self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        out = self._inner.forward(tile, query, key, value, parameters)
         step, size = self._step, self._cache.block_size
         num_blocks = -(-step.context_lens[: step.num_decode] // size)
         rows = np.flatnonzero(num_blocks > self._budget[: step.num_decode])
-        if len(rows) and window is None:
-            tables = [self._best_blocks(layer, query[row], int(row)) for row in rows]
+        if len(rows) and parameters.window is None:
+            tables = [self._best_blocks(tile, query[row], int(row)) for row in rows]
             short = self._shortened(step, rows, tables)
             self._inner.begin(short)
             order = torch.from_numpy(rows[short.order]).to(query.device)
-            out[order] = self._inner.forward(
-                layer, query[order], key[order], value[order], scale=scale, softcap=softcap
-            )
-            self._inner.begin(replace(step, fresh_blocks=None))  # for the next layer; without clearing blocks again
+            out[order] = self._inner.forward(tile, query[order], None, None, parameters)  # the keys are written
+            self._inner.begin(step)  # for the next layer
         return out
 
-    def _best_blocks(self, layer: int, query: Tensor, row: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _best_blocks(self, tile: int, query: Tensor, row: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The blocks that a row keeps, in the order of its context. query: [heads, dim]."""
         assert self._step is not None
         size, context = self._cache.block_size, int(self._step.context_lens[row])
-        table = self._step.block_table[row, : -(-context // size)]
+        table = self._step.tables[0, row, : -(-context // size)]
         full = torch.from_numpy(table[:-1].astype(np.int64)).to(query.device)
-        keys = self._cache.pages[layer][0][full]  # [blocks, block_size, kv_heads, dim]
+        keys = self._cache.pages[tile][0][full]  # [blocks, block_size, kv_heads, dim]
         grouped = query.view(keys.shape[2], -1, keys.shape[3])  # [kv_heads, heads per key head, dim]
         smallest, largest = keys.amin(1)[:, :, None], keys.amax(1)[:, :, None]
         bound = torch.maximum(grouped * smallest, grouped * largest).sum(-1)  # [blocks, kv_heads, heads per key head]
@@ -89,15 +77,14 @@ class TopkAttention:
             [len(t) * size - -int(step.context_lens[row]) % size for row, t in zip(rows, tables, strict=True)]
         )
         order = np.argsort(lens, kind="stable")  # decode rows come in ascending order of context
-        block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)
+        short = np.zeros((1, len(rows), max(map(len, tables))), np.int32)
         for place, i in enumerate(order):
-            block_table[place, : len(tables[i])] = tables[i]
+            short[0, place, : len(tables[i])] = tables[i]
         return AttentionStep(
             num_decode=len(rows),
             context_lens=lens[order],
             query_lens=np.ones(len(rows), np.int64),
-            block_table=block_table,
-            slots=step.slots[torch.from_numpy(rows[order]).to(step.slots.device)],
-            fresh_blocks=None,
+            tables=short,
+            slots=step.slots[:, torch.from_numpy(rows[order]).to(step.slots.device)],
             order=order,
         )

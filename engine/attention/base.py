@@ -1,4 +1,4 @@
-"""The interface of attention backends, and the description of a step that they get.
+"""The interface of attention backends, and the descriptions of a step and of a layer that they get.
 
 The runner describes each step once with an `AttentionStep` and calls `begin`; the model's layers then call `forward`
 with their queries, keys and values. Nothing here knows requests.
@@ -17,16 +17,43 @@ class AttentionStep:
     """The rows of one step, whose tokens follow each other row by row; the first `num_decode` rows have one token each.
 
     Decode rows come in ascending order of context, so that rows of similar length can share one padded computation.
+    Tables, slots and states are those of `CacheGroups.places`: one for each shelf of each group.
     """
 
     num_decode: int
     context_lens: NDArray[np.int64]  # [rows] keys each row sees, this step's tokens included
     query_lens: NDArray[np.int64]  # [rows] tokens of each row in this step
-    block_table: NDArray[np.int32]  # [rows, max blocks]; any values beyond a row's own blocks
-    slots: Tensor  # [tokens] int64: where each token's key and value are written
-    fresh_blocks: Tensor | None  # int64: blocks that this step begins and leaves partly empty
+    tables: NDArray[np.int32]  # [tables, rows, max blocks] pages; any values where a row needs no block
+    slots: Tensor  # [tables, tokens] int64: where each token's key and value are written
     order: NDArray[np.int64]  # [rows] index of each row into the plan's rows
+    states: NDArray[np.int32] | None = None  # [tables, rows, 2] of state groups: the page read (-1: zeros) and written
     extension: bytes = b""  # `StepPlan.extension`, for backends of plan extensions
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi:
+    """Scores grow by slope · (key position - query position)."""
+
+    slopes: Tensor  # [heads] float32
+    before_scale: bool = False  # the term is multiplied by the scale, too
+    rounded: bool = False  # slope · key position instead, both and the product rounded to bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionParameters:
+    """What distinguishes one layer's attention from another's. A layer keeps one such object: backends prepare for it
+    once. Heads are those of this rank."""
+
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    chunk: int | None = None  # a token sees the tokens before it since a multiple of `chunk`
+    softcap: float | None = None  # scores become softcap · tanh(score / softcap)
+    sinks: Tensor | None = None  # [heads] float32: a logit that takes part in the softmax and has no value
+    alibi: Alibi | None = None
+    latent: int = 0  # > 0: the values are the first `latent` numbers of the keys, and the tile has no values
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.chunk is None, self
 
 
 class AttentionBackend(Protocol):
@@ -37,14 +64,12 @@ class AttentionBackend(Protocol):
 
     def forward(
         self,
-        layer: int,
+        tile: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        key: Tensor | None,
+        value: Tensor | None,
+        parameters: AttentionParameters,
     ) -> Tensor:
-        """Causal attention of one layer. query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim]. Returns a
-        new tensor like query. With `window` w a token sees itself and the w - 1 tokens before it."""
+        """Causal attention of one layer. tile: of the cache, where its keys and values are; query: [tokens, heads,
+        head_dim]; key: [tokens, kv_heads, head_dim]; value: [tokens, kv_heads, value_dim], None if `latent`; without
+        a key the layer reads what another one has written. Returns a new tensor [tokens, heads, value_dim]."""

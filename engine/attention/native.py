@@ -1,4 +1,4 @@
-"""Attention over the paged cache by the C kernels, which read it in place, block by block, without gathering."""
+"""Attention over the paged cache by the C kernels, which read it in place, page by page, without gathering."""
 
 import ctypes
 
@@ -7,17 +7,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.library import Kernels
-from ...kernels.cpu.operations import dense
+from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.operations import dense, page_stride
 from ...kernels.cpu.structs import Pages, StepFields
-from ...kernels.ops import Ops
-from .base import AttentionStep
+from ...kernels.ops import Ops, reference_ops
+from .base import AttentionParameters, AttentionStep
 from .kv_cache import KvCache
+from .torch_paged import TorchPagedAttention
 
 
 class NativePagedAttention:
     """Queries are float32; keys and values have the cache's type. A query's result has the same bits whether it is
-    computed alone, in a chunk of any size, or beside other rows."""
+    computed alone, in a chunk of any size, or beside other rows. Plain torch computes the layers that the kernels
+    lack."""
 
     def __init__(self, *, cache: KvCache, ops: Ops, kernels: Kernels, rounds: bool = False) -> None:
         """rounds: queries and softmax weights are rounded to bfloat16, if that is the cache's type; faster where the
@@ -26,63 +28,81 @@ class NativePagedAttention:
         self._rounds = rounds
         self._write_kv = ops.write_kv
         self._kernels = kernels
-        self._pages: dict[tuple[int, int, float, int | None, float | None], tuple[Pages, int]] = {}
+        self._reference = TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
+        self._layers: dict[tuple[int, AttentionParameters], tuple[Pages, int] | None] = {}  # None: the reference's
         self._slots: Tensor | None = None
-        self._table: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+        self._tables: NDArray[np.int32] = np.zeros((0, 0, 0), np.int32)
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._counts = self._contexts
 
     def begin(self, step: AttentionStep) -> None:
         self._slots = step.slots
-        self._table = np.ascontiguousarray(step.block_table)
+        self._tables = np.ascontiguousarray(step.tables)
         self._contexts = np.ascontiguousarray(step.context_lens)
         self._counts = np.ascontiguousarray(step.query_lens)
+        self._reference.begin(step)
         self._kernels.threads()
 
+    def lacks(self, tile: int, parameters: AttentionParameters) -> str | None:
+        """Why the kernels cannot compute such a layer; None: they can."""
+        keys, values = self._cache.pages[tile]
+        if keys.shape != values.shape or parameters.latent:
+            return f"values of another size than keys ({parameters.latent or values.shape[3]}, {keys.shape[3]})"
+        if keys.shape[3] % LANES:
+            return f"a head size that is no multiple of {LANES} ({keys.shape[3]})"
+        if parameters.chunk is not None:
+            return "chunked attention"
+        return "ALiBi" if parameters.alibi is not None else None
+
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters
     ) -> Tensor:
         assert self._slots is not None, "forward before begin"
-        k_pages, v_pages = self._cache.pages[layer]
-        self._write_kv(key, value, k_pages, v_pages, self._slots)
+        about = (tile, parameters)
+        if about not in self._layers:
+            self._layers[about] = None
+            if self.lacks(tile, parameters) is None:
+                pages = self.pages(tile, query.shape[1], parameters)
+                self._layers[about] = pages, ctypes.addressof(pages)
+        layer = self._layers[about]
+        if layer is None:
+            return self._reference.forward(tile, query, key, value, parameters)
+        table = self._cache.tables[tile]
+        if key is not None:
+            self._write_kv(key, value, *self._cache.pages[tile], self._slots[table])
         query = dense(query)
-        what = (layer, query.shape[1], scale, window, softcap)
-        if what not in self._pages:
-            pages = self.pages(*what)
-            self._pages[what] = pages, ctypes.addressof(pages)
-        _, pages_at = self._pages[what]
         out = torch.empty(query.shape)
         self._kernels.attend(
-            pages_at, query.data_ptr(), query.stride(0), self._table.ctypes.data, self._table.shape[1],
+            layer[1], query.data_ptr(), query.stride(0), self._tables[table].ctypes.data, self._tables.shape[2],
             self._contexts.ctypes.data, self._counts.ctypes.data, out.data_ptr(), len(self._counts),
         )  # fmt: skip
         return out
 
-    def pages(self, layer: int, heads: int, scale: float, window: int | None, softcap: float | None) -> Pages:
-        """A layer's pages, as the C kernels get them."""
-        keys, values = self._cache.pages[layer]
+    def pages(self, tile: int, heads: int, parameters: AttentionParameters) -> Pages:
+        """A layer's pages and parameters, as the C kernels get them; both must stay alive. The kernels must not lack
+        the parameters."""
+        keys, values = self._cache.pages[tile]
+        sinks = parameters.sinks
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), sinks
         return Pages(
             keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size,
-            window or 0, scale, softcap or 0.0, keys.dtype == torch.bfloat16, self._rounds,
+            parameters.window or 0, parameters.scale, parameters.softcap or 0.0, keys.dtype == torch.bfloat16,
+            self._rounds, None if sinks is None else sinks.data_ptr(), page_stride(keys),
         )  # fmt: skip
 
+    def table(self, tile: int) -> int:
+        """Which block table, and slots, a tile has."""
+        return self._cache.tables[tile]
+
     def step_fields(self) -> StepFields:
-        """The step, as the C decoder gets it; the caller fills in the tokens."""
+        """The step, as the C program gets it; the caller fills in the tokens."""
         assert self._slots is not None, "step_fields before begin"
         return StepFields(
             slots=self._slots.data_ptr(),
-            table=self._table.ctypes.data,
+            tables=self._tables.ctypes.data,
             contexts=self._contexts.ctypes.data,
             counts=self._counts.ctypes.data,
-            tokens=self._slots.shape[0],
+            tokens=self._slots.shape[1],
             rows=len(self._contexts),
-            table_stride=self._table.shape[1],
+            table_stride=self._tables.shape[2],
         )

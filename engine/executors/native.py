@@ -215,17 +215,14 @@ class _Compiler:
 
     def _attend(self, op: Op, args: Attend) -> tuple[Operation, int] | None:
         views = op.ins
-        if len(views) < 3 or args.head_dim != args.value_dim or args.head_dim % LANES:
+        parameters = self._reference.attention(args)
+        if len(views) < 3 or self._attention.lacks(args.tile, parameters) is not None:
             return None
         for before, after in pairwise(views):
             if (before.register, before.first + before.width) != (after.register, after.first):
                 return None
-        if args.reach.kind == "chunk" or args.sinks is not None or args.alibi is not None:
-            return None
-        pages = self._attention.pages(
-            args.tile, args.heads, args.scale, args.reach.positions or None, args.softcap or None
-        )
-        return self._operation(op, _ATTEND, pages=self._address(pages)), 1
+        pages = self._attention.pages(args.tile, args.heads, parameters)
+        return self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile)), 1
 
     def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[Operation, int] | None:
         op, router = ops[0], args.router
@@ -262,6 +259,7 @@ class _Compiler:
         cos: int = 0,
         sin: int = 0,
         pages: int = 0,
+        table: int = 0,
         eps: float = 0.0,
     ) -> Operation:
         """x, out: those of the operation if not given. The others: fields of C."""
@@ -273,7 +271,7 @@ class _Compiler:
             in2=self._columns(second),
             out=self._columns(out or op.outs[0]),
             width=width, heads=heads, kv_heads=kv_heads, dim=dim,
-            matrix=matrix, experts=experts, weight=weight, cos=cos, sin=sin, pages=pages, eps=eps,
+            matrix=matrix, experts=experts, weight=weight, cos=cos, sin=sin, pages=pages, table=table, eps=eps,
         )  # fmt: skip
 
     def _columns(self, view: View) -> Columns:

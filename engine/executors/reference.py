@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.base import AttentionBackend
+from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..models.description import Rope
 from ..models.program import (
@@ -93,7 +93,8 @@ class Reference:
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
         rounded."""
         self.program, self.weights = program, weights
-        self._dtype, self._weight_dtype, self._group = dtype, weight_dtype, group
+        self._weight_dtype, self._device, self._group = weight_dtype, device, group
+        self._attention: dict[Attend, AttentionParameters] = {}
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
         self.rotary: Mapping[Rope, RotaryTable] = {
             rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes
@@ -222,18 +223,30 @@ class Reference:
     def _attend(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Attend)
-        q, k, v = (registers.get(view) for view in op.ins)
-        assert args.reach.kind != "chunk" and args.sinks is None and args.alibi is None, "not built yet"
-        out = step.attention.forward(
-            args.tile,
-            q.contiguous().view(-1, args.heads, args.head_dim),
-            k.view(k.shape[0], args.kv_heads, -1),
-            v.view(v.shape[0], args.kv_heads, -1),
-            scale=args.scale,
-            window=args.reach.positions or None,
-            softcap=args.softcap or None,
-        )
-        return out.flatten(1)
+        q, *kv = (registers.get(view) for view in op.ins)
+        key, value = (part.view(part.shape[0], args.kv_heads, -1) for part in kv) if kv else (None, None)
+        query = q.view(q.shape[0], args.heads, -1)
+        return step.attention.forward(args.tile, query, key, value, self.attention(args)).flatten(1)
+
+    def attention(self, args: Attend) -> AttentionParameters:
+        """The parameters of a layer; the same object for the same layer."""
+        if args not in self._attention:
+            alibi = args.alibi
+            self._attention[args] = AttentionParameters(
+                scale=args.scale,
+                window=args.reach.positions if args.reach.kind == "window" else None,
+                chunk=args.reach.positions if args.reach.kind == "chunk" else None,
+                softcap=args.softcap or None,
+                sinks=self.weights.vector(args.sinks),
+                alibi=None
+                if alibi is None
+                else Alibi(
+                    torch.tensor(alibi.slopes, device=self._device),
+                    before_scale=alibi.before_scale,
+                    rounded=alibi.is_rounded,
+                ),
+            )
+        return self._attention[args]
 
     def _mixture(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args

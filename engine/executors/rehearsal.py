@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedModel
 from ...kernels.reference import attend
-from ..attention.base import AttentionStep
+from ..attention.base import AttentionParameters, AttentionStep
 
 # (request, tokens) in the order of a step. The second step swaps the requests, and each continues where it was cut.
 STEPS = (((0, 4), (1, 3)), ((1, 4), (0, 3)))
@@ -83,13 +83,11 @@ class Rehearsal:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        key: Tensor | None,
+        value: Tensor | None,
+        parameters: AttentionParameters,
     ) -> Tensor:
+        assert key is not None and value is not None, "transformers' layers have keys and values of their own"
         if layer in self._seen:
             raise UnsupportedModel(
                 self._name,
@@ -104,7 +102,8 @@ class Rehearsal:
                 f"for {num} tokens layer {layer} computes {query.shape[0]} queries "
                 f"and {key.shape[0]} keys, and pagewire's attention takes one of each per token",
             )
-        call = Call(query.shape[1], key.shape[1], key.shape[2], scale, window, softcap)
+        reach = parameters.scale, parameters.window, parameters.softcap
+        call = Call(query.shape[1], key.shape[1], key.shape[2], *reach)
         if self.calls.setdefault(layer, call) != call:
             raise UnsupportedModel(
                 self._name,

@@ -30,7 +30,8 @@ def inverse_frequencies(rope: Rope) -> Tensor:
             return _yarn(base, rope, dim)
         case "ntk_alpha":
             theta = rope.theta * rope.factor ** (dim / (dim - 2))
-            return torch.ones(()) / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+            found: Tensor = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+            return found
         case "proportional":
             turning = int(rope.high * dim // 2)
             return torch.where(torch.arange(dim // 2, device="cpu") < turning, base / rope.factor, torch.zeros(()))

@@ -15,6 +15,7 @@ Imported only when such a model is loaded: transformers takes seconds to import.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 from ...kernels import reference
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..checkpoint.purpose import refuse_own_code
 from ..checkpoint.spec import ModelSpec
@@ -157,7 +158,7 @@ class TransformersModel:
         self._whole = model
         self._config = model.config
         self._name, self._dtype, self._device = name, dtype, device
-        self.kv_shape = KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
+        self.kv_shape = KvShape(layers=(), dtype=dtype)
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         output = self._body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{_KEYWORD: attention})
@@ -238,7 +239,7 @@ class TransformersModel:
                 "for all layers",
             )
         ((num_kv_heads, head_dim),) = sizes
-        return KvShape(num_layers=len(calls), num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self._dtype)
+        return KvShape.uniform(num_layers=len(calls), kv_heads=num_kv_heads, head_dim=head_dim, dtype=self._dtype)
 
 
 _KEYWORD = "pagewire_attention"
@@ -312,11 +313,15 @@ def _attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
+        _parameters(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap),
     )
     return out[None], None
+
+
+@cache
+def _parameters(scale: float, window: int | None, softcap: float | None) -> AttentionParameters:
+    """The same object for equal values, as backends expect of a layer."""
+    return AttentionParameters(scale=scale, window=window, softcap=softcap)
 
 
 def _architecture(module: nn.Module) -> str:

@@ -177,8 +177,9 @@ class TritonDecoder:
 
         rope = layers[0].rope
         self._rotary = rotary_table(inverse_frequencies(rope).to(device), rope.cos_scale, max_len)
-        self._ids, self._positions, self._slots = (integers(limits.tokens) for _ in range(3))
-        self._context_lens, self._tables = integers(limits.rows), integers(limits.rows, limits.blocks)
+        self._ids, self._positions = integers(limits.tokens), integers(limits.tokens)
+        self._slots, self._context_lens = integers(limits.tables, limits.tokens), integers(limits.rows)
+        self._tables = integers(limits.tables, limits.rows, limits.blocks)
         self._stream = torch.zeros((limits.tokens, hidden), dtype=dtype, device=device)  # the residual stream
         self._windows: dict[int | None, DecodeWorkspace] = {
             window: workspace_decode(
@@ -210,6 +211,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
+        assert cache.groups.num_tables == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
@@ -217,8 +219,8 @@ class TritonDecoder:
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
-        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:tokens]
-        lens, tables = self._context_lens[:rows], self._tables[:rows]
+        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
+        lens, tables = self._context_lens[:rows], self._tables[:, :rows]
         block_size = cache.block_size
         prepare_step(packet.step, state.last_ids, state.tables, ids, positions, slots, lens, tables, block_size)
         decode_lens = packet.decode_lens[:rows]
@@ -239,14 +241,15 @@ class TritonDecoder:
         num_tokens = packet.step[1:2]
 
         def attend(number: int, layer: _Layer) -> None:
-            k_pages, v_pages = cache.pages[number]
-            norm_rotary_write(qkv, layer.head_norms, self._eps, self._rotary, positions, slots, query, k_pages, v_pages)
+            (k_pages, v_pages), table = cache.pages[number], cache.tables[number]
+            own = slots[table]
+            norm_rotary_write(qkv, layer.head_norms, self._eps, self._rotary, positions, own, query, k_pages, v_pages)
             decode_attention(
                 attended[:rows],
                 query[:rows],
                 k_pages,
                 v_pages,
-                tables,
+                tables[table],
                 self._windows[layer.window],
                 scale=self._scale,
                 num_programs=self._num_programs,
@@ -257,7 +260,7 @@ class TritonDecoder:
                     query,
                     k_pages,
                     v_pages,
-                    tables,
+                    tables[table],
                     lens,
                     tiles,
                     scale=self._scale,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..attention.base import AttentionBackend, AttentionStep
+from ..attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from .base import WorkerConnector
 
 
@@ -18,19 +18,12 @@ class ConnectorAttention:
         self._inner.begin(step)
 
     def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters
     ) -> Tensor:
         if not self.is_active:
-            return self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        self._connector.wait_for_layer_load(layer)
-        out = self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        self._connector.save_kv_layer(layer)
+            return self._inner.forward(tile, query, key, value, parameters)
+        self._connector.wait_for_layer_load(tile)
+        out = self._inner.forward(tile, query, key, value, parameters)
+        if key is not None:
+            self._connector.save_kv_layer(tile)
         return out

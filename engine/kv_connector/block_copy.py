@@ -1,7 +1,8 @@
 """Copies whole blocks out of the KV cache and into it.
 
-Outside the cache a block is a row of bytes, [layer][keys, values][position][head][dim], the same on every device. Both
-directions work in chunks, so that they take at most `_CHUNK_BYTES` of device memory beside the cache.
+Outside the cache a block is the bytes of its page: for each layer the keys and then the values, [position][head][dim],
+on a GPU [head][position][dim]. Both directions work in chunks, so that they take at most `_CHUNK_BYTES` of device
+memory beside the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,10 @@ class BlockCopier:
     """Copies blocks of one cache. It has no state, so any thread may write blocks that nothing else reads or writes."""
 
     def __init__(self, cache: KvCache) -> None:
-        keys, _ = cache.pages[0]
-        self._pages = [page for pair in cache.pages for page in pair]
-        self._page = keys.shape[1:]  # of one block in one page
-        self._dtype = keys.dtype
-        self._num_blocks = cache.num_blocks
-        self.device = keys.device
-        self.block_bytes = len(self._pages) * self._page.numel() * keys.element_size()
+        self._words = cache.words
+        self._num_blocks = cache.num_pages
+        self.device = cache.device
+        self.block_bytes = cache.groups.page_bytes
         self.chunk = max(1, _CHUNK_BYTES // self.block_bytes)  # blocks per chunk
 
     def read(self, blocks: Sequence[int]) -> Iterator[Tensor]:
@@ -32,11 +30,7 @@ class BlockCopier:
         self._check(blocks)
         for start in range(0, len(blocks), self.chunk):
             ids = torch.tensor(blocks[start : start + self.chunk], dtype=torch.int64, device=self.device)
-            size = (len(ids), len(self._pages), *self._page)
-            out = torch.empty(size, dtype=self._dtype, device=self.device)
-            for i, page in enumerate(self._pages):
-                out[:, i] = page.index_select(0, ids)
-            yield out.flatten(1).view(torch.uint8).cpu()
+            yield self._words.index_select(0, ids).cpu().view(torch.uint8)
 
     def write(self, blocks: Sequence[int], rows: Tensor) -> None:
         """Fills these blocks, each at most once. rows: uint8 [len(blocks), block_bytes] on the CPU."""
@@ -44,10 +38,8 @@ class BlockCopier:
         self._check(blocks)
         for start in range(0, len(blocks), self.chunk):
             ids = torch.tensor(blocks[start : start + self.chunk], dtype=torch.int64, device=self.device)
-            chunk = rows[start : start + self.chunk].to(self.device).view(self._dtype)
-            chunk = chunk.view(len(ids), len(self._pages), *self._page)
-            for i, page in enumerate(self._pages):
-                page.index_copy_(0, ids, chunk[:, i])
+            chunk = rows[start : start + self.chunk].view(torch.int64).to(self.device)
+            self._words.index_copy_(0, ids, chunk)
 
     def _check(self, blocks: Sequence[int]) -> None:
         """Raises ValueError for an index out of range, which on some devices would end the process."""

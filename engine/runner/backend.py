@@ -59,7 +59,7 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
 
 def _compiled(library: build.Library, weights: str, *, quantization: str | None, rounds: bool) -> Backend:
     """rounds: the inputs of products are rounded to bfloat16."""
-    from ...kernels.cpu.library import LANES, Kernels
+    from ...kernels.cpu.library import Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
     from ..executors.native import NativeModel
@@ -68,8 +68,6 @@ def _compiled(library: build.Library, weights: str, *, quantization: str | None,
     ops = native_ops(kernels, quantization=quantization, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:
-        if cache.pages[0][0].shape[-1] % LANES:
-            return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, rounds=rounds)
 
     def model(reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape) -> Model:

@@ -25,12 +25,12 @@ from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
 from .loading import (
     DTYPES,
-    blocks_needed,
     check_positions,
     count_numbers,
     host_workspace,
     keeps_quantized,
     no_kv,
+    pages_needed,
     program_of,
     shape_of,
 )
@@ -38,8 +38,8 @@ from .memory import MemoryPlan
 
 
 def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
-    """The memory of one rank, and how many KV blocks it would offer. The memory of recorded steps on a GPU is left out.
-    Raises ConfigError and CheckpointError for a model that cannot be served."""
+    """The memory of one rank, and how many pages of KV it would offer, without that of recorded steps on a GPU. Raises
+    ConfigError and CheckpointError for a model that cannot be served."""
     spec = read_spec(Path(config.model.path))
     if not spec.purpose.is_encoder:
         check_positions(config, spec)
@@ -48,17 +48,17 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     plan = MemoryPlan(
         weights=weights,
         workspace=host_workspace(config, spec, shape),
-        block=shape.block_bytes(config.block_size),
+        groups=shape.groups(config.block_size),
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         num_sharers=config.data_parallel_size if config.runs_in_c else 1,
     )
-    if not plan.block:
-        return plan, blocks_needed(config)
+    if not plan.page_bytes:
+        return plan, pages_needed(config, shape)
     if config.kv_cache_memory is not None:
-        return plan, plan.num_blocks(config.kv_cache_memory)
-    num_blocks = plan.num_blocks(device.cache_memory(taken=plan.weights + plan.workspace))
-    return plan, min(num_blocks, blocks_needed(config))
+        return plan, plan.num_pages(config.kv_cache_memory)
+    num_pages = plan.num_pages(device.cache_memory(taken=plan.weights + plan.workspace))
+    return plan, min(num_pages, pages_needed(config, shape))
 
 
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
@@ -113,4 +113,4 @@ def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -
     shape = outline(spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype)
     if shape is not None:
         return shape
-    return KvShape(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)
+    return KvShape.uniform(num_layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)

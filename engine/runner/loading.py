@@ -12,7 +12,7 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
-from ..attention.kv_cache import KvShape
+from ..attention.kv_cache import KvShape, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
@@ -160,12 +160,12 @@ def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "Enc
 
 def no_kv(dtype: torch.dtype) -> KvShape:
     """The shape of a model without KV: its blocks have no bytes."""
-    return KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
+    return KvShape(layers=(), dtype=dtype)
 
 
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
     """Bytes that a step of a `HostModel` may take besides weights and KV, estimated."""
-    per_layer = kv_shape.block_bytes(config.block_size) // max(1, kv_shape.num_layers)
+    per_layer = max((kv_shape.tile_bytes(tile, config.block_size) for tile in kv_shape.layers), default=0)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
@@ -174,7 +174,7 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
         num_experts_per_tok=_top_k(spec),
         vocab_size=spec.vocab_size,
         itemsize=DTYPES[config.activations].itemsize,
-        cache_bytes=blocks_needed(config) * per_layer,
+        cache_bytes=config.max_num_seqs * -(-config.max_model_len // config.block_size) * per_layer,
     )
 
 
@@ -185,9 +185,10 @@ def _top_k(spec: ModelSpec) -> int:
     return max((op.args.router.top_k for op in program_of(spec, 0, 1).ops if isinstance(op.args, Mixture)), default=0)
 
 
-def blocks_needed(config: EngineConfig) -> int:
-    """Blocks for `max_num_seqs` requests of the greatest length."""
-    return config.max_num_seqs * -(-config.max_model_len // config.block_size)
+def pages_needed(config: EngineConfig, kv_shape: KvShape) -> int:
+    """Pages for `max_num_seqs` requests of the greatest length."""
+    groups = kv_shape.groups(config.block_size)
+    return config.max_num_seqs * groups.pages(config.max_model_len, block_size=config.block_size)
 
 
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -245,11 +246,17 @@ def _on_device(
 
     if config.max_num_seqs > _MAX_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
+    tile = shape.layers[0]
     dtype = DTYPES[config.dtype]
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
     _fill(config, spec, program, progress, loaded)
     heads = program.attention[0].heads
-    limits = limits_of(config, group=heads // shape.num_kv_heads, draft_tokens=num_draft_tokens(config))
+    limits = limits_of(
+        config,
+        group=heads // tile.kv_heads,
+        draft_tokens=num_draft_tokens(config),
+        tables=shape.groups(config.block_size).num_tables,
+    )
     triton = TritonDecoder(
         program,
         loaded,
@@ -258,12 +265,12 @@ def _on_device(
         max_len=config.max_model_len,
         limits=limits,
         dtype=dtype,
-        num_programs=queue.num_programs(shape.head_dim),
+        num_programs=queue.num_programs(tile.head_dim),
         is_deterministic=config.deterministic,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # A step's temporary memory, in the graphs' pool: the states of a layer, and logits twice.
-    width = (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * spec.intermediate_size // group.size
+    width = (2 * heads + 2 * tile.kv_heads) * tile.head_dim + 3 * spec.intermediate_size // group.size
     steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
     logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
     graphs = num_graphs(limits) * _GRAPH_BYTES
@@ -289,9 +296,8 @@ def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
 
 def shape_of(program: Program) -> KvShape:
     """The KV of a program, in float32."""
-    sizes = {(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in program.tiles}
-    ((kv_heads, head_dim, _),) = sizes
-    return KvShape(num_layers=len(program.tiles), num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32)
+    tiles = tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in program.tiles)
+    return KvShape(layers=tiles, dtype=torch.float32)
 
 
 def _fill(

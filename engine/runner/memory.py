@@ -2,29 +2,36 @@
 
 from msgspec import Struct
 
+from ..attention.cache_groups import CacheGroup, CacheGroups
+
 _GATHER_BYTES = 64 << 20  # expected limit of the buffers that attention keeps
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """All values but the last three are bytes of one device."""
+    """Bytes of one device, unless another unit is given."""
 
     weights: int
     workspace: int  # what a step may take, estimated
     graphs: int = 0  # what recorded steps may take on a GPU, estimated
-    block: int  # one KV block of all layers
+    groups: CacheGroups  # of the KV cache
     block_size: int  # positions
-    max_model_len: int
+    max_model_len: int  # positions
     num_sharers: int = 1  # engines of this launch that share the weights
 
-    def num_blocks(self, budget: int) -> int:
-        """Blocks that fit into `budget` bytes, at least one. Only for a model with KV."""
-        return max(1, budget // self.block)
+    @property
+    def page_bytes(self) -> int:
+        """Of the KV cache; 0: a model without one."""
+        return self.groups.page_bytes
 
-    def lines(self, num_blocks: int) -> tuple[str, ...]:
+    def num_pages(self, budget: int) -> int:
+        """Pages that fit into `budget` bytes, at least one. Only for a model with KV."""
+        return max(1, budget // self.page_bytes)
+
+    def lines(self, num_pages: int) -> tuple[str, ...]:
         shared = f" (one copy for {self.num_sharers} engines)" if self.num_sharers > 1 else ""
-        if not self.block:
+        if not self.page_bytes:
             return (f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)} | no KV cache",)
-        whole = num_blocks // -(-self.max_model_len // self.block_size)
+        whole = num_pages // self.groups.pages(self.max_model_len, block_size=self.block_size)
         requests = (
             f"{whole:,} request{'' if whole == 1 else 's'} of {self.max_model_len:,} tokens"
             if whole
@@ -33,8 +40,21 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
         graphs = f" | graphs {size(self.graphs)}" if self.graphs else ""
         return (
             f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)}{graphs} | KV cache "
-            f"{size(num_blocks * self.block)} = {num_blocks:,} blocks of {self.block_size} tokens, {requests}",
+            f"{size(num_pages * self.page_bytes)} = {num_pages:,} {self._unit()}, {requests}",
         )
+
+    def _unit(self) -> str:
+        groups = self.groups.groups
+        if len(groups) == 1 and groups[0].lifetime.kind != "state":
+            return f"blocks of {self.block_size} tokens"
+        return f"pages of {size(self.page_bytes)} ({'; '.join(self._described(group) for group in groups)})"
+
+    def _described(self, group: CacheGroup) -> str:
+        pages, span = f"{group.pages} page{'' if group.pages == 1 else 's'}", group.lifetime.span
+        if group.lifetime.kind == "state":
+            return f"state: {pages} a request"
+        name = {"full": "full attention", "window": f"windows of {span:,}", "chunk": f"chunks of {span:,}"}
+        return f"{name[group.lifetime.kind]}: {pages} for {self.block_size} tokens"
 
 
 def workspace_bytes(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config.config import EngineConfig
+from ...errors import ConfigError
 from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
@@ -29,7 +30,7 @@ from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
-from .loading import HostModel, blocks_needed, load_model
+from .loading import HostModel, load_model, pages_needed
 from .memory import MemoryPlan
 from .shared_weights import SharedWeights
 
@@ -66,12 +67,12 @@ class Runner:
             weights=model.weights,
             workspace=model.workspace,
             graphs=model.graphs,
-            block=model.kv_shape.block_bytes(config.block_size),
+            groups=model.kv_shape.groups(config.block_size),
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             num_sharers=config.data_parallel_size if shared is not None and shared.fits else 1,
         )
-        self._num_blocks = 0  # of the cache, once it is open
+        self._num_pages = 0  # of the cache, once it is open
         self._cache: KvCache | None = None
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
@@ -114,7 +115,7 @@ class Runner:
         """Lines for the operator, with the KV cache as it was opened, or as it would be offered."""
         size = self._group.size
         ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
-        return (*ranks, self._model.note, *self._memory.lines(self._num_blocks or self.offer()))
+        return (*ranks, self._model.note, *self._memory.lines(self._num_pages or self.offer()))
 
     @property
     def memory(self) -> MemoryPlan:
@@ -123,8 +124,8 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block, all layers."""
-        return self._memory.block
+        """Bytes of one page of KV: of a block, all layers, if the model has one group."""
+        return self._memory.page_bytes
 
     @property
     def num_pending(self) -> int:
@@ -137,35 +138,41 @@ class Runner:
         return 0 if self._connector is None else self._connector.num_pending
 
     def offer(self) -> int:
-        """The number of KV blocks, at least one: as many as `kv_cache_memory` holds, or as many as `max_num_seqs`
-        requests can use and the device's memory allows. Without KV, blocks have no bytes and are never short."""
-        if self._num_blocks:
-            return self._num_blocks
-        if not self._memory.block:
-            return blocks_needed(self._config)
+        """The number of pages of KV, at least one: as many as `kv_cache_memory` holds, or as many as `max_num_seqs`
+        requests can use and the device's memory allows. Without KV, pages have no bytes and are never short."""
+        if self._num_pages:
+            return self._num_pages
+        if not self._memory.page_bytes:
+            return pages_needed(self._config, self._model.kv_shape)
         if self._config.kv_cache_memory is not None:
-            return self._memory.num_blocks(self._config.kv_cache_memory)
+            return self._memory.num_pages(self._config.kv_cache_memory)
         memory = self._memory
         budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
-        return min(self._memory.num_blocks(budget), blocks_needed(self._config))
+        return min(self._memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
 
-    def open_cache(self, num_blocks: int) -> None:
+    def open_cache(self, num_pages: int) -> None:
         """Allocates the KV cache and starts the KV connector and the extension, before the first `launch`. Does nothing
         if it is open, as after a restart of the core. Raises ConfigError."""
         if self._steps is not None:
-            assert num_blocks == self._num_blocks, (num_blocks, self._num_blocks)
+            assert num_pages == self._num_pages, (num_pages, self._num_pages)
             return
         config, model = self._config, self._model
         cache = KvCache(
             shape=model.kv_shape,
-            num_blocks=num_blocks,
+            num_pages=num_pages,
             block_size=config.block_size,
             device=self._device.torch_device,
             head_major=model.head_major,
         )
-        self._num_blocks = num_blocks
+        self._num_pages = num_pages
         self._cache = cache
         if config.kv_connector:
+            num_groups = len(cache.groups.groups)
+            if num_groups > 1:
+                raise ConfigError(
+                    f"--kv-connector needs a model whose layers keep one kind of KV, and this one's keep {num_groups}. "
+                    "Leave the flag out."
+                )
             facts = ConnectorFacts(
                 block_size=config.block_size, block_bytes=self.block_bytes, model_key=config.kv_model_key
             )
@@ -253,7 +260,7 @@ class Runner:
         lose their contents. Returns the freed bytes."""
         cache = self._cache
         assert cache is not None and not self._order, "sleep before open_cache, or with plans pending"
-        num_bytes = self._num_blocks * self._memory.block
+        num_bytes = self._num_pages * self._memory.page_bytes
         self._opened().forget_addresses()
         cache.drop()
         if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
@@ -307,8 +314,8 @@ class Runner:
             self._connector = None
 
     def _for_layers(self, call: Callable[[int], None]) -> None:
-        for layer in range(self._model.kv_shape.num_layers):
-            call(layer)
+        for tile in range(len(self._model.kv_shape.layers)):
+            call(tile)
 
     def _opened(self) -> Steps:
         assert self._steps is not None, "launch before open_cache"

@@ -60,6 +60,5 @@ class ImmediateSteps:
 
 def copy_blocks(plan: StepPlan, cache: KvCache) -> None:
     if plan.copies:
-        device = cache.pages[0][0].device
-        pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64)).to(device)
+        pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64)).to(cache.device)
         cache.copy(pairs[::2], pairs[1::2])

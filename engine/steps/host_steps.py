@@ -42,13 +42,14 @@ class HostSteps(ImmediateSteps):
         self._model = model
         self._cache = cache
         self._attention = attention
-        self._device = cache.pages[0][0].device
+        self._device = cache.device
         self._synchronize = synchronize
         self._rows = Rows(
             num_rows=config.max_num_seqs,
             max_len=config.max_model_len,
             block_size=config.block_size,
             vocab_size=config.model.vocab_size,
+            groups=cache.groups,
         )
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
@@ -71,7 +72,8 @@ class HostSteps(ImmediateSteps):
         for row in plan.open:
             index, first = divmod(row.num_computed, self._config.block_size)
             if first:
-                self._cache.clear_rest(int(self._rows.blocks[row.row, index]), first)
+                for table, page in self._rows.pages_of_block(row.row, index):
+                    self._cache.clear_rest(table, page, first)
 
     def _run(self, plan: StepPlan) -> Sampled:
         """Runs the forward pass, samples, and updates the rows."""
@@ -81,6 +83,8 @@ class HostSteps(ImmediateSteps):
         speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
         draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
         step = step_inputs(plan, rows, draft_tokens, block_size=self._config.block_size, device=device)
+        if step.fresh_pages is not None:
+            self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
         hidden = self._model.hidden(step.ids, step.positions, self._attention)
 
@@ -94,6 +98,7 @@ class HostSteps(ImmediateSteps):
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
         )
         rows.num_computed[step.rows] += step.counts
+        rows.keep_states(step.rows)
         samples = step.sampled
         if not len(samples.rows):
             return Sampled(prompt, vectors=vectors)

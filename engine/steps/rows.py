@@ -2,14 +2,19 @@
 
 A row is the slot of one running request. The core decides which request has which row; this file keeps what the core
 sent and what was sampled since. All columns are NumPy arrays, so that a step over many rows runs no Python per row.
+
+A row has a block table for each shelf of each group of the cache (`attention/cache_groups.py`). The table of a state is
+not used; `states` has its pages.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...ipc.messages import RowOpen, Sampling, StepPlan
+from ..attention.cache_groups import ONE_GROUP, CacheGroups
 
 _FIRST_LEVEL = 1  # of `draft_level`: a row drafts only after silent drafts were right
 
@@ -17,12 +22,22 @@ _FIRST_LEVEL = 1  # of `draft_level`: a row drafts only after silent drafts were
 class Rows:
     """`num_rows` rows of at most `max_len` positions, plus the id that may be sampled after the last of them."""
 
-    def __init__(self, *, num_rows: int, max_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, num_rows: int, max_len: int, block_size: int, vocab_size: int, groups: CacheGroups = ONE_GROUP
+    ) -> None:
         self._vocab_size = vocab_size
+        self._block_size = block_size
+        is_state = [group.lifetime.kind == "state" for group in groups.groups]
+        self._group_tables = [groups.tables(number) for number in range(len(groups.groups))]
+        self._position_groups = [number for number, state in enumerate(is_state) if not state]
+        self.position_tables = [table for number in self._position_groups for table in self._group_tables[number]]
+        self.has_states = any(is_state)
         # The system zeroes the two large columns lazily: they take memory only where rows write.
         self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
-        self.blocks: NDArray[np.int32] = np.zeros((num_rows, -(-(max_len + 1) // block_size)), np.int32)
-        self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        num_tables, max_blocks = groups.num_tables, -(-(max_len + 1) // block_size)
+        self.tables: NDArray[np.int32] = np.zeros((num_tables, num_rows, max_blocks), np.int32)  # pages
+        self.num_blocks: NDArray[np.int64] = np.zeros((len(is_state), num_rows), np.int64)  # released ones included
+        self.states: NDArray[np.int32] = np.zeros((num_tables, num_rows, 2), np.int32)  # page read (-1: zeros), written
         self.num_ids: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # ids known; those beyond are stale
         self.num_prompt: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # positions whose KV is in the cache
@@ -55,13 +70,11 @@ class Rows:
         """Replaces what the row held by the message."""
         i, sampling = row.row, row.sampling
         ids = np.frombuffer(row.ids, "<i4")
-        blocks = np.frombuffer(row.block_ids, "<i4")
         self.ids[i, : len(ids)] = ids
         self.num_ids[i] = len(ids)
         self.num_prompt[i] = row.num_prompt
         self.num_computed[i] = row.num_computed
-        self.blocks[i, : len(blocks)] = blocks
-        self.num_blocks[i] = len(blocks)
+        self.set_table(i, 0, np.frombuffer(row.block_ids, "<i4"))
         self.temperature[i] = sampling.temperature
         self.top_k[i] = sampling.top_k
         self.top_p[i] = sampling.top_p
@@ -80,11 +93,47 @@ class Rows:
         self.draft_wait[i] = 0
         self.silent_draft[i] = -1
 
-    def grow(self, rows: NDArray[np.int32], blocks: NDArray[np.int32]) -> None:
-        """Appends a block to each row's table; a row may appear several times."""
-        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            self.blocks[row, self.num_blocks[row]] = block
-            self.num_blocks[row] += 1
+    def set_table(self, row: int, group: int, pages: NDArray[np.int32], *, first: int = 0) -> None:
+        """The row's blocks from number `first` on; those before it are released. pages: those of a block next to each
+        other."""
+        tables = self._group_tables[group]
+        blocks = pages.reshape(-1, len(tables))
+        self.num_blocks[group, row] = first + len(blocks)
+        self.tables[tables.start : tables.stop, row, first : first + len(blocks)] = blocks.T
+
+    def set_state(self, row: int, group: int, pages: Sequence[int], source: Sequence[int]) -> None:
+        """The pages that hold the row's state from the next pass on, and those that this pass reads; none: zeros."""
+        tables = self._group_tables[group]
+        self.states[tables.start : tables.stop, row, 0] = source if len(source) else -1
+        self.states[tables.start : tables.stop, row, 1] = pages
+
+    def keep_states(self, rows: NDArray[np.int64]) -> None:
+        """After a pass: the next one reads the states that it wrote."""
+        if self.has_states:
+            self.states[:, rows, 0] = self.states[:, rows, 1]
+
+    def grow(self, rows: NDArray[np.int32], pages: NDArray[np.int32], groups: NDArray[np.int32] | None = None) -> None:
+        """Appends a block to each row's table of a group; a row may appear several times. pages: those of each block
+        next to each other. groups: None: the first one."""
+        at = 0
+        for row, group in zip(rows.tolist(), [0] * len(rows) if groups is None else groups.tolist(), strict=True):
+            tables = self._group_tables[group]
+            self.tables[tables.start : tables.stop, row, self.num_blocks[group, row]] = pages[at : at + len(tables)]
+            self.num_blocks[group, row] += 1
+            at += len(tables)
+        assert at == len(pages), f"{len(pages)} pages for {len(rows)} blocks"
+
+    def num_positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The positions for which each row has blocks."""
+        if not self._position_groups:
+            return np.full(len(rows), self.ids.shape[1], np.int64)
+        least: NDArray[np.int64] = self.num_blocks[self._position_groups][:, rows].min(axis=0)
+        return least * self._block_size
+
+    def pages_of_block(self, row: int, block: int) -> Iterator[tuple[int, int]]:
+        """(table, page) of one of the row's blocks, for all groups of positions."""
+        for table in self.position_tables:
+            yield table, int(self.tables[table, row, block])
 
     def mask(self, plan: StepPlan) -> None:
         """Sets the masks of this step."""

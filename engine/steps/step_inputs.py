@@ -37,6 +37,7 @@ class StepInputs:
     sampled: "Samples"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
+    fresh_pages: Tensor | None  # [n] int64: pages that this step begins and leaves partly empty
     attention: AttentionStep
 
 
@@ -57,16 +58,17 @@ def step_inputs(
     planned, counts, starts = planned[order], counts[order], starts[order]
     ends = starts + counts
     assert (ends <= num_ids[order]).all(), f"step {plan.step} computes positions whose ids are not known"
-    assert (ends <= rows.num_blocks[planned] * block_size).all(), f"step {plan.step} computes positions without a block"
+    assert (ends <= rows.num_positions(planned)).all(), f"step {plan.step} computes positions without a block"
 
     bounds = np.cumsum(counts)
     row_of_token = np.repeat(planned, counts)
     positions = np.arange(bounds[-1]) + np.repeat(starts - (bounds - counts), counts)
-    slots = rows.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    slots = rows.tables[:, row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    # A block that this step begins and does not fill still holds the values of its previous owner.
+    # A page that this step begins and does not fill still holds the values of its previous owner.
     partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
-    fresh = rows.blocks[planned[partly], ends[partly] // block_size].astype(np.int64)
+    begun = rows.tables[rows.position_tables][:, planned[partly], ends[partly] // block_size]
+    fresh = begun.astype(np.int64).flatten()
     return StepInputs(
         order=order,
         rows=planned,
@@ -75,14 +77,15 @@ def step_inputs(
         sampled=samples_of(planned, ends, bounds, order, samples[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
+        fresh_pages=torch.from_numpy(fresh).to(device) if len(fresh) else None,
         attention=AttentionStep(
             num_decode=int(np.count_nonzero(counts == 1)),
             context_lens=ends,
             query_lens=counts,
-            block_table=rows.blocks[planned, : -(-int(ends.max()) // block_size)],
-            slots=torch.from_numpy(slots).to(device),
-            fresh_blocks=torch.from_numpy(fresh).to(device) if len(fresh) else None,
+            tables=rows.tables[:, planned, : -(-int(ends.max()) // block_size)],
+            slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             order=order,
+            states=rows.states[:, planned] if rows.has_states else None,
             extension=plan.extension,
         ),
     )

@@ -140,11 +140,7 @@ class _Loading:
     ) -> None:
         self._reader, self._found, self._sink = reader, found, sink
         self._scheme, self._progress = scheme, progress
-        self._sources = [
-            (target, source)
-            for target in program.targets
-            for source in found.names.sources(target)
-        ]
+        self._sources = [(target, source) for target in program.targets for source in found.names.sources(target)]
         self._num_left = Counter(target.key for target, _ in self._sources)
         matrices = {target.key: target for target, _ in self._sources if isinstance(target, Matrix)}
         self._kept = {key for key in kept_matrices(program, found) if sink.keeps(matrices[key])}

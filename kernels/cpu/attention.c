@@ -1,5 +1,5 @@
-/* Attention over paged keys and values, [blocks][block_size][kv_heads][dim] in float32 or bfloat16; dim is a multiple
- * of 16.
+/* Attention over paged keys and values, [pages][block_size][kv_heads][dim] in float32 or bfloat16, pages any number of
+ * bytes apart; dim is a multiple of 16.
  *
  * Every query takes the same steps in the same order, whatever else is computed with it, so its bits depend on nothing
  * but itself and the keys and values that it sees. Positions are cut at multiples of SPLIT and inside a split at
@@ -18,18 +18,11 @@
  */
 #include "attention.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include <math.h>
 #include <stdatomic.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 enum { SPLIT = 1024 };
-enum { TASK_ROWS = 192 }; /* most queries of a task, unless the group is larger: their sums stay in the L2 cache */
+enum { TASK_ROWS = 512 }; /* most queries of a task, unless the group is larger: their sums stay in the L2 cache */
 enum { PACK_ROWS = 8 };   /* reading and transposing a key takes about as long as this many queries */
 #define LEAST_WORK 1e6    /* of a task: keys · queries · dim, about 20 µs */
 
@@ -90,27 +83,38 @@ static inline long up(long a, long b)
     return (a + b - 1) / b;
 }
 
-/* The greatest of 16 numbers, none of which is NaN. */
-static inline float max_of(vf x)
+/* out[i] = the greatest of 16 numbers, none of which is NaN, for 16 vectors. */
+static inline vf greatest_of_each(const vf *x)
 {
 #ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)x);
+    __m512 a[8], b[4], c[2];
+    UNROLL for (int i = 0; i < 8; i++)
+        a[i] = _mm512_max_ps(_mm512_shuffle_f32x4((__m512)x[i], (__m512)x[i + 8], 0x44),
+                             _mm512_shuffle_f32x4((__m512)x[i], (__m512)x[i + 8], 0xee));
+    UNROLL for (int i = 0; i < 4; i++) /* the quarters are of x[i], x[i + 8], x[i + 4], x[i + 12] */
+        b[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+    UNROLL for (int i = 0; i < 2; i++)
+        c[i] = _mm512_max_ps(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
+    __m512 d = _mm512_max_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
+    return (vf)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), d);
 #else
-    float most = x[0];
-    for (int l = 1; l < LANES; l++)
-        most = x[l] > most ? x[l] : most;
-    return most;
+    vf out;
+    for (int i = 0; i < LANES; i++) {
+        float most = x[i][0];
+        for (int l = 1; l < LANES; l++)
+            most = x[i][l] > most ? x[i][l] : most;
+        out[i] = most;
+    }
+    return out;
 #endif
 }
 
 static inline float sum_of(vf x)
 {
-    float sum[LANES];
-    memcpy(sum, &x, sizeof sum);
-    for (int n = LANES / 2; n; n /= 2)
-        for (int l = 0; l < n; l++)
-            sum[l] += sum[l + n];
-    return sum[0];
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return x[0] + x[1];
 }
 
 /* The numbers as bfloat16 in the upper half of a word, to nearest with ties to even. */
@@ -126,57 +130,99 @@ static inline vf softcapped(vf x, float cap)
     return select16(x != x, x, capped);
 }
 
+/* The weights e^x of one register of scores, and their bfloat16 to `halves` if it is not 0. NaN stays NaN. */
+static inline nf weights_of(nf x, int rounds, uint16_t *halves)
+{
+    nf e = exp_below(x);
+    if (!rounds)
+        return e;
+#ifdef __AVX512BF16__
+    __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)e);
+    if (halves)
+        _mm256_store_si256((__m256i *)halves, half);
+    return (nf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#else
+    nu bits = (nu)e;
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    e = select_native(e != e, (nf)((nu){0} + 0x7fc00000u), (nf)bits);
+    typedef uint16_t vh __attribute__((vector_size(NATIVE / 2), may_alias));
+    if (halves)
+        *(vh *)halves = __builtin_convertvector((nu)e >> 16, vh);
+    return e;
+#endif
+}
+
+/* Turns a query's scores of the groups [from, to) into weights, left in bfloat16 in `halves` if it `stores` them there,
+ * and else in place of the scores. Returns their sum by lanes. */
+static inline __attribute__((always_inline)) vf weigh(nf *row, long from, long to, float scale, float base,
+                                                      const int rounds, const int stores, uint16_t *halves)
+{
+    vf sum = {0};
+    for (long g = from; g < to; g++)
+        UNROLL for (int j = 0; j < PARTS; j++) {
+            nf *score = row + g * PARTS + j;
+            nf e = weights_of(*score * scale - base, rounds, stores ? halves + g * LANES + j * (LANES / PARTS) : 0);
+            if (!stores)
+                *score = e;
+            ((nf *)&sum)[j] += e;
+        }
+    return sum;
+}
+
 /* Turns the scores of a tile into weights and updates the queries' maxima and sums of weights. Query i sees the keys
- * [low[i], high[i]) of the chunk; only the groups [from, to) are read and written, with AMX the others become zero.
- * weights: where to leave them in bfloat16, or 0. factors: what the sums so far have to be multiplied with. A NaN
- * among the scores makes weights and sums NaN, but not the maximum. */
+ * [low[i], high[i]) of the chunk, or all keys if low is 0; only the groups [from, to) are read and written, with AMX the
+ * others become zero. weights: where to leave them in bfloat16, or 0. factors: what the sums so far have to be
+ * multiplied with. A NaN among the scores makes weights and sums NaN, but not the maximum.
+ *
+ * A weight is e^(score · scale - maximum) with one rounding of the exponent where the scale is positive and there is no
+ * soft cap; the maximum is that of the scores, times the scale. */
 static void soften(const Pages *p, int rounds, long rows, long from, long to, const int *low, const int *high,
                    float *scores, uint16_t *weights, float *most, vf *totals, float *factors)
 {
     const vf none = (vf){0} - INFINITY;
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    _Alignas(64) float tops[MAX_TILE], bases[MAX_TILE];
-    for (long i = 0; i < (rows + LANES - 1) / LANES; i++)
-        ((vf *)tops)[i] = none;
-    for (long i = 0; i < rows; i++) {
-        vf *row = (vf *)(scores + i * CHUNK), top = none;
-        int sees_all = low[i] <= from * LANES && high[i] >= to * LANES;
-        for (long g = from; g < to; g++) {
-            vf s = row[g] * p->scale;
-            if (p->softcap > 0)
-                s = softcapped(s, p->softcap);
-            if (!sees_all) {
-                vi key = lane + (int32_t)(g * LANES);
-                s = select16((key >= low[i]) & (key < high[i]), s, none);
-            }
-            row[g] = s;
-            top = max16(s, top);
-        }
-        tops[i] = max_of(top);
-    }
-    for (long i = 0; i < rows; i += LANES) {
-        vf old = *(vf *)(most + i), new = max16(*(vf *)(tops + i), old);
-        vf base = select16(new == none, (vf){0}, new); /* where nothing is seen yet */
-        *(vf *)(most + i) = new;
-        *(vf *)(bases + i) = base;
-        *(vf *)(factors + i) = exp16(old - base);
-    }
-    for (long i = 0; i < rows; i++) {
-        vf *row = (vf *)(scores + i * CHUNK), sum = {0};
-        for (long g = from; g < to; g++) {
-            vf x = row[g] - bases[i], e = exp16(x);
-            e = select16(x != x, x, e);
-            if (rounds) {
-                vu half = rounded16(e);
-                e = (vf)half;
-                if (weights) {
-                    typedef uint16_t vh __attribute__((vector_size(32), may_alias));
-                    ((vh *)(weights + i * CHUNK))[g] = __builtin_convertvector(half >> 16, vh);
+    _Alignas(64) float bases[MAX_TILE];
+    vf top_of[LANES];
+    int is_late = p->softcap <= 0 && p->scale > 0; /* the scale is multiplied late */
+    float scale = is_late ? p->scale : 1;
+    for (long begin = 0; begin < rows; begin += LANES) {
+        long end = least(rows - begin, LANES);
+        for (long i = 0; i < end; i++) {
+            vf *row = (vf *)(scores + (begin + i) * CHUNK), top = none;
+            int sees_all = !low || (low[begin + i] <= from * LANES && high[begin + i] >= to * LANES);
+            if (is_late && sees_all)
+                for (long g = from; g < to; g++)
+                    top = max16(row[g], top);
+            else
+                for (long g = from; g < to; g++) {
+                    vf s = row[g];
+                    if (!is_late)
+                        s *= p->scale;
+                    if (p->softcap > 0)
+                        s = softcapped(s, p->softcap);
+                    if (!sees_all) {
+                        vi key = lane + (int32_t)(g * LANES);
+                        s = select16((key >= low[begin + i]) & (key < high[begin + i]), s, none);
+                    }
+                    row[g] = s;
+                    top = max16(s, top);
                 }
-            }
-            row[g] = e;
-            sum += e;
+            top_of[i] = top;
         }
+        for (long i = end; i < LANES; i++)
+            top_of[i] = none;
+        vf old = *(vf *)(most + begin), new = max16(greatest_of_each(top_of) * scale, old);
+        vf base = select16(new == none, (vf){0}, new); /* where nothing is seen yet */
+        *(vf *)(most + begin) = new;
+        *(vf *)(bases + begin) = base;
+        *(vf *)(factors + begin) = exp16(old - base);
+    }
+    for (long i = 0; i < rows; i++) {
+        nf *row = (nf *)(scores + i * CHUNK);
+        uint16_t *halves = weights ? weights + i * CHUNK : 0;
+        vf sum = !rounds    ? weigh(row, from, to, scale, bases[i], 0, 0, 0)
+                 : !weights ? weigh(row, from, to, scale, bases[i], 1, 0, 0)
+                            : weigh(row, from, to, scale, bases[i], 1, 1, halves);
         totals[i] = totals[i] * factors[i] + sum;
 #ifdef PAGEWIRE_AMX
         if (weights) { /* a tile takes 32 keys */
@@ -262,11 +308,11 @@ typedef struct {
 
 enum { LINE = 64 };
 
-static inline void prefetch(Ahead *ahead)
+static inline void prefetch(Ahead *ahead, long lines)
 {
     if (!ahead->places)
         return;
-    for (ahead->due += 2 * LANES; ahead->due > 0 && ahead->unit < 2 * CHUNK; ahead->unit++) {
+    for (ahead->due += lines; ahead->due > 0 && ahead->unit < 2 * CHUNK; ahead->unit++) {
         long place = ahead->places->bytes[ahead->unit / 2];
         if (place < 0)
             continue;
@@ -277,21 +323,22 @@ static inline void prefetch(Ahead *ahead)
     }
 }
 
-/* The groups [from, to) of a chunk's keys, transposed. */
-static void pack_keys(const char *const *rows, long words, long from, long to, char *keys, Ahead *ahead)
+/* The groups [from, to) of a chunk's keys, transposed. lines: to prefetch for 16 keys × 16 words. */
+static void pack_keys(const char *const *rows, long words, long from, long to, char *keys, Ahead *ahead, long lines)
 {
     for (long g = from; g < to; g++)
         for (long w = 0; w < words; w += 16) {
-            prefetch(ahead);
+            prefetch(ahead, lines);
             transpose(rows + g * LANES, w, words - w < 16, keys + (w * CHUNK + g * LANES) * 4);
         }
 }
 
 /* A chunk's values in the layout of `pagewire_values`; float32 in all modes but MODE_DOT. */
-static void pack_values(enum Mode mode, const char *const *rows, long dim, char *values)
+static void pack_values(enum Mode mode, const char *const *rows, long dim, char *values, Ahead *ahead)
 {
     if (mode == MODE_DOT)
         for (long i = 0; i < CHUNK; i += 2, values += dim * 4) {
+            prefetch(ahead, dim / LANES); /* as many bytes as are read here */
             const char *a = rows[i], *b = rows[i + 1];
             long d = 0;
 #ifdef __AVX512BW__
@@ -342,7 +389,7 @@ static void pack_queries(const Attend *a, const Part *t, const Work *w, long hea
             char *rounded = line + i * dim * 4;
             for (long d = 0; d < dim; d += LANES)
                 if (a->mode == MODE_DOT)
-                    store_bf16(*(const vf_any *)(q + d), rounded + 2 * d);
+                    round_bf16(*(const vf_any *)(q + d), rounded + 2 * d);
                 else
                     *(vu *)(rounded + 4 * d) = rounded16(*(const vf_any *)(q + d));
             pointers[i] = (const float *)rounded;
@@ -373,7 +420,7 @@ static void add_masked(const Attend *a, const Work *w, long rows, const int *low
         const char *seen[CHUNK], *packed[CHUNK];
         for (long k = 0; k < CHUNK; k++)
             seen[k] = k >= low[i] && k < high[i] ? raw[k] : w->zeros;
-        pack_values(a->mode, seen, dim, w->masked);
+        pack_values(a->mode, seen, dim, w->masked, &(Ahead){0});
         for (long k = 0; k < CHUNK; k++)
             packed[k] = w->masked + k * dim * 4;
         memcpy(w->spare, sums + i * dim, dim * 4);
@@ -464,9 +511,9 @@ static void locate(const Attend *a, const Part *t, long chunk, Places *places)
     for (long k = 0; k < CHUNK; k++)
         places->bytes[k] = -1;
     for (long k = greatest(chunk, from), end = least(chunk + CHUNK, to); k < end;) {
-        long offset = k % p->block_size, slot = table[k / p->block_size] * p->block_size;
+        long offset = k % p->block_size, page = table[k / p->block_size] * p->page_stride;
         for (; offset < p->block_size && k < end; offset++, k++)
-            places->bytes[k - chunk] = (slot + offset) * position_bytes;
+            places->bytes[k - chunk] = page + offset * position_bytes;
     }
 }
 
@@ -486,11 +533,12 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         keys[k] = places->bytes[k] < 0 ? w->zeros : p->keys + place;
         values[k] = places->bytes[k] < 0 ? w->zeros : p->values + place;
     }
-    pack_keys(keys, w->words, from, to, w->keys, ahead);
+    /* Where values are packed too, each fetches as much as it reads. */
+    pack_keys(keys, w->words, from, to, w->keys, ahead, a->mode == MODE_DOT ? LANES : 2 * LANES);
     enum Mode mode = a->mode;
     const char *rows[CHUNK], *const *packed = values;
     if (mode == MODE_DOT || w->tiles > 1) {
-        pack_values(mode, values, dim, w->values);
+        pack_values(mode, values, dim, w->values, ahead);
         for (long k = 0; k < CHUNK; k++)
             rows[k] = w->values + k * dim * 4;
         packed = rows;
@@ -501,7 +549,13 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         long begin = tile * w->rows / w->tiles, num = (tile + 1) * w->rows / w->tiles - begin;
         long place = h * w->padded_rows + tile * w->tile_rows, lowest = CHUNK, highest = 0;
         int low[MAX_TILE], high[MAX_TILE], differ = 0;
-        for (long i = 0; i < num; i++) {
+        long first_end = past + t->first + begin / group + 1, last_end = past + t->first + (begin + num - 1) / group + 1;
+        int sees_all = first_end >= position + CHUNK && (!p->window || last_end - p->window <= position);
+        if (sees_all) {
+            lowest = 0;
+            highest = CHUNK;
+        }
+        for (long i = 0; i < num && !sees_all; i++) {
             long end = past + t->first + (begin + i) / group + 1;
             long start = p->window && end > p->window ? end - p->window : 0;
             low[i] = greatest(0, least(start - position, CHUNK));
@@ -520,7 +574,7 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         float *sums = w->sums + place * dim;
         uint16_t *weights = mode == MODE_DOT ? w->weights : 0;
         pagewire_scores(a->mode, queries, num, w->keys, w->words, first, last, w->scores);
-        soften(p, rounds, num, first, last, low, high, w->scores, weights, w->most + place, w->totals + place, factors);
+        soften(p, rounds, num, first, last, sees_all ? 0 : low, high, w->scores, weights, w->most + place, w->totals + place, factors);
         long unit = mode == MODE_DOT ? 2 : 1;
         const void *used = weights ? (const void *)weights : w->scores;
         if (differ && !is_known) {

@@ -27,18 +27,26 @@ enum { MANY = 6 }; /* with more panels than this, weights are widened once for a
 #define ADD_DOT(SUM, W, X, R, I) SUM = dot(SUM, W, ((const uint32_t *)x)[k * R + I]);
 #define ADD_NONE(SUM, W, X, R, I)
 
-/* One panel of R rows and the groups [0, G) from w on; a step reads one word of 32 bits of each column. */
+/* One panel of R rows and the groups [0, G) from w on; a step reads one word of 32 bits of each column. Meanwhile `fetch`
+ * bytes from `next` on are brought into the L2 cache. */
 #define TILE(NAME, R, G, FIRST, SECOND)                                                                                \
-    static void NAME(const void *x, const char *w, long words, long group_bytes, vf *out, long out_stride)             \
+    static void NAME(const void *x, const char *w, long words, long group_bytes, const char *next, long fetch,         \
+                     vf *out, long out_stride)                                                                         \
     {                                                                                                                  \
         enum { N = G * PARTS };                                                                                        \
         nf sum[R][N] = {{{0}}};                                                                                        \
+        const char *middle = next + fetch / 2;                                                                         \
+        long pace = (fetch / 2 + words - 1) / words;                                                                   \
         for (long k = 0; k < words; k++) {                                                                             \
             nu word[N];                                                                                                \
             long ahead = (k + AHEAD < words ? k + AHEAD : k + AHEAD + (G - 1) * words) * 64;                           \
             if (R <= 4)                                                                                                \
                 UNROLL for (int j = 0; j < G; j++)                                                                     \
                     __builtin_prefetch(w + j * group_bytes + ahead);                                                   \
+            else {                                                                                                     \
+                __builtin_prefetch(next + k * pace, 0, 2);                                                             \
+                __builtin_prefetch(middle + k * pace, 0, 2);                                                           \
+            }                                                                                                          \
             UNROLL for (int j = 0; j < N; j++)                                                                         \
                 word[j] = *(const nu *)(w + j / PARTS * group_bytes + k * 64 + j % PARTS * NATIVE);                    \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
@@ -55,7 +63,8 @@ enum { MANY = 6 }; /* with more panels than this, weights are widened once for a
                 ((nf *)(out + i * out_stride))[j] = sum[i][j];                                                         \
     }
 
-typedef void (*Tile)(const void *x, const char *w, long words, long group_bytes, vf *out, long out_stride);
+typedef void (*Tile)(const void *x, const char *w, long words, long group_bytes, const char *next, long fetch, vf *out,
+                     long out_stride);
 
 #define TILES(R)                                                                                                       \
     TILE(f32_##R, R, TALL(R), ADD_F32, ADD_NONE)                                                                       \
@@ -78,20 +87,23 @@ static const struct {
     Tile tile[3], last[3];
 } TILES_OF[] = {EACH(ENTRY)};
 
+/* next, fetch: what all tiles together bring into the cache. */
 static void sweep(int use, const void *panel, long rows, const char *w, long words, long group_bytes, long from,
-                  long to, vf *out)
+                  long to, vf *out, const char *next, long fetch)
 {
     long groups = TILES_OF[rows - 1].groups, stride = to - from;
-    for (; from + groups <= to; from += groups, out += groups)
-        TILES_OF[rows - 1].tile[use](panel, w + from * group_bytes, words, group_bytes, out, stride);
-    for (; from < to; from++, out++)
-        TILES_OF[rows - 1].last[use](panel, w + from * group_bytes, words, group_bytes, out, stride);
+    fetch /= stride;
+    for (; from + groups <= to; from += groups, out += groups, next += groups * fetch)
+        TILES_OF[rows - 1].tile[use](panel, w + from * group_bytes, words, group_bytes, next, groups * fetch, out,
+                                     stride);
+    for (; from < to; from++, out++, next += fetch)
+        TILES_OF[rows - 1].last[use](panel, w + from * group_bytes, words, group_bytes, next, fetch, out, stride);
 }
 
 void pagewire_dense_sums(const float *panel, long rows, const char *w, long k, long group_bytes, long from, long to,
                          vf *out, int bf16)
 {
-    sweep(bf16 ? USE_BF16 : USE_F32, panel, rows, w, bf16 ? k / 2 : k, group_bytes, from, to, out);
+    sweep(bf16 ? USE_BF16 : USE_F32, panel, rows, w, bf16 ? k / 2 : k, group_bytes, from, to, out, panel, 0);
 }
 
 void pagewire_interleave(const float *const *rows, long count, long words, long padded_words, float *out)
@@ -149,7 +161,7 @@ static void f32_sums(const Matrix *w, const void *panel, long rows, const char *
                      long to, vf *out)
 {
     (void)num_panels;
-    sweep(USE_F32, panel, rows, weights, w->k, w->k * 64, 0, to - from, out);
+    sweep(USE_F32, panel, rows, weights, w->k, w->k * 64, 0, to - from, out, panel, 0);
 }
 
 const KindOps pagewire_f32 = {MR, f32_panel_bytes, f32_pack, f32_prepare, f32_sums, WIDE};
@@ -179,9 +191,9 @@ static void bf16_sums(const Matrix *w, const void *panel, long rows, const char 
 {
     long used = (w->k + 1) / 2;
     if (num_panels > MANY)
-        sweep(USE_F32, panel, rows, weights, 2 * used, used * 128, 0, to - from, out);
+        sweep(USE_F32, panel, rows, weights, 2 * used, used * 128, 0, to - from, out, panel, 0);
     else
-        sweep(USE_BF16, panel, rows, weights, used, padded(w->k, PADDED) * 32, 0, to - from, out);
+        sweep(USE_BF16, panel, rows, weights, used, padded(w->k, PADDED) * 32, 0, to - from, out, panel, 0);
 }
 
 const KindOps pagewire_bf16 = {MR, f32_panel_bytes, f32_pack, bf16_prepare, bf16_sums, WIDE};
@@ -193,12 +205,12 @@ static void round_row(const float *x, long k, long padded_k, char *out)
 {
     long i = 0;
     for (; i + LANES <= k; i += LANES)
-        store_bf16(*(const vf_any *)(x + i), out + 2 * i);
+        round_bf16(*(const vf_any *)(x + i), out + 2 * i);
     for (; i < padded_k; i += LANES) {
         vf rest = {0};
         if (i < k)
             memcpy(&rest, x + i, (k - i) * 4);
-        store_bf16(rest, out + 2 * i);
+        round_bf16(rest, out + 2 * i);
     }
 }
 
@@ -319,10 +331,18 @@ static void dot_sums(const Matrix *w, const void *panel, long rows, const char *
 {
     (void)num_panels;
     long pairs = padded(w->k, PADDED) / 2;
-    sweep(USE_DOT, panel, rows, weights, pairs, pairs * 64, 0, to - from, out);
+    sweep(USE_DOT, panel, rows, weights, pairs, pairs * 64, 0, to - from, out, panel, 0);
 }
 
-const KindOps pagewire_dot = {MR, dot_panel_bytes, dot_pack, dot_prepare, dot_sums, WIDE};
+static void dot_sums_ahead(const Matrix *w, const void *panel, long rows, const char *weights, long num_panels,
+                           long from, long to, vf *out, long index, long next)
+{
+    long pairs = padded(w->k, PADDED) / 2, part = (to - from) * pairs * 64 / num_panels;
+    sweep(USE_DOT, panel, rows, weights, pairs, pairs * 64, 0, to - from, out, w->w + next * pairs * 64 + index * part,
+          part);
+}
+
+const KindOps pagewire_dot = {MR, dot_panel_bytes, dot_pack, dot_prepare, dot_sums, WIDE, dot_sums_ahead};
 #else
 const KindOps pagewire_dot = {MR, f32_panel_bytes, dot_pack, bf16_prepare, bf16_sums, WIDE};
 #endif

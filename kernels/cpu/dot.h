@@ -5,7 +5,6 @@
 #if defined(PAGEWIRE_AMX)
 #include "tiles.h"
 #elif defined(__AVX512BF16__)
-#include <immintrin.h>
 #define HAS_DOT 1
 static inline nf dot(nf sum, nu w, uint32_t x)
 {
@@ -20,3 +19,13 @@ static inline nf dot(nf sum, nu w, uint32_t x)
     return (nf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)(w), a);
 }
 #endif
+
+/* Rounds numbers for a product of bfloat16, in which denormals count as zero where an instruction rounds. */
+static inline void round_bf16(vf x, void *to)
+{
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    store_bf16(x, to);
+#endif
+}

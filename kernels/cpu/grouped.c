@@ -27,13 +27,17 @@
 #if defined(PAGEWIRE_AMX)
 #include "tiles.h"
 #endif
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
-enum { AHEAD = 32 }; /* prefetch distance in vectors, see dense.c */
+/* Prefetch distance in vectors, across the end into the next lane groups as in dense.c. */
+enum { AHEAD = 24 };
+
+/* The lane groups of a tile of R rows. With more than four streams of weights, memory delivers less. */
+#define GROUPS(R) ((R) <= 4 ? 2 * WIDE : WIDE)
 
 /* The columns of a group as they are packed. */
 static inline long padded_group(long group)
@@ -53,316 +57,315 @@ static inline long lane_group_bytes(const Matrix *w)
 
 /* Dot products of four columns.
  *
- * `Quad` is a word of 32 bits of 16 rows of the weight, ready for `dot`; WORDS: how many words `dot` takes of the
- * activations of four columns; BIAS: what `quad` subtracts from the weights, in excess of which the sums of the
- * activations are needed. */
+ * A word of 32 bits has four columns of a row of the weight. WORDS: the steps in which they are multiplied, each with
+ * one word of a row of activations; `part`: the weights of a step, as `dot` takes them. BIAS: what `part` subtracts
+ * from the weights, so that BIAS · Σ q is to be added to the sums. */
 #if defined(__AVX512VNNI__)
 enum { WORDS = 1, BIAS = 0 };
-typedef struct {
-    vi part[1];
-} Quad;
-static inline Quad quad(vu word)
+static inline nu part(nu word, int step)
 {
-    return (Quad){{(vi)word}};
+    (void)step;
+    return word;
 }
-static inline vi dot(vi sum, Quad w, const uint32_t *x, long stride)
+static inline ni dot(ni sum, nu w, uint32_t x)
 {
-    (void)stride;
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(*x));
+    return (ni)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
 }
-#elif defined(__AVX2__)
+#elif defined(__AVX512BW__) || defined(__AVX2__) || defined(__SSE2__) && !defined(__AVX__)
 /* Without saturation: columns 0 and 2, then 1 and 3, as numbers of 16 bits. */
 enum { WORDS = 2, BIAS = 0 };
-typedef struct {
-    vi part[2];
-} Quad;
-static inline Quad quad(vu word)
+static inline nu part(nu word, int step)
 {
-    return (Quad){{(vi)(word & 0x00ff00ff), (vi)(word >> 8 & 0x00ff00ff)}};
+    return (step ? word >> 8 : word) & 0x00ff00ff;
 }
-static inline vi pairs(vi w, uint32_t x)
+static inline ni dot(ni sum, nu w, uint32_t x)
 {
 #if defined(__AVX512BW__)
-    return (vi)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+    return sum + (ni)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    return sum + (ni)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
 #else
-    union {
-        vi all;
-        __m256i half[2];
-    } v = {w};
-    __m256i xs = _mm256_set1_epi32(x);
-    v.half[0] = _mm256_madd_epi16(v.half[0], xs);
-    v.half[1] = _mm256_madd_epi16(v.half[1], xs);
-    return v.all;
+    return sum + (ni)_mm_madd_epi16((__m128i)w, _mm_set1_epi32(x));
 #endif
 }
-static inline vi dot(vi sum, Quad w, const uint32_t *x, long stride)
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+enum { WORDS = 1, BIAS = 0 };
+static inline nu part(nu word, int step)
 {
-    return sum + pairs(w.part[0], x[0]) + pairs(w.part[1], x[stride]);
+    (void)step;
+    return word;
 }
-#elif defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
-enum { WORDS = 1 };
-typedef struct {
-    vi part[1];
-} Quad;
-typedef union {
-    vi all;
-    int32x4_t sums[4];
-    int8x16_t bytes[4];
-    uint8x16_t unsigned_bytes[4];
-} Quarters;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-enum { BIAS = 0 };
-static inline Quad quad(vu word)
+static inline ni dot(ni sum, nu w, uint32_t x)
 {
-    return (Quad){{(vi)word}};
+    return (ni)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, vreinterpretq_s8_u32(vdupq_n_u32(x)));
 }
-#else
-enum { BIAS = 128 }; /* the instruction multiplies signed numbers only */
-static inline Quad quad(vu word)
+#elif defined(__ARM_FEATURE_DOTPROD)
+enum { WORDS = 1, BIAS = 128 }; /* the instruction multiplies signed numbers only */
+static inline nu part(nu word, int step)
 {
-    return (Quad){{(vi)(word ^ 0x80808080u)}};
+    (void)step;
+    return word ^ 0x80808080u;
 }
-#endif
-static inline vi dot(vi sum, Quad w, const uint32_t *x, long stride)
+static inline ni dot(ni sum, nu w, uint32_t x)
 {
-    (void)stride;
-    Quarters s = {sum}, b = {w.part[0]};
-    int8x16_t xs = vreinterpretq_s8_u32(vdupq_n_u32(*x));
-    UNROLL for (int i = 0; i < 4; i++)
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-        s.sums[i] = vusdotq_s32(s.sums[i], b.unsigned_bytes[i], xs);
-#else
-        s.sums[i] = vdotq_s32(s.sums[i], b.bytes[i], xs);
-#endif
-    return s.all;
+    return (ni)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_u32(vdupq_n_u32(x)));
 }
 #else
 enum { WORDS = 1, BIAS = 0 };
-typedef struct {
-    vi part[1];
-} Quad;
-static inline Quad quad(vu word)
+static inline nu part(nu word, int step)
 {
-    return (Quad){{(vi)word}};
+    (void)step;
+    return word;
 }
-static inline vi dot(vi sum, Quad w, const uint32_t *x, long stride)
+static inline ni dot(ni sum, nu w, uint32_t x)
 {
-    (void)stride;
-    vi v = w.part[0];
-    sum += (v & 255) * ((int32_t)(*x << 24) >> 24);
-    sum += (v >> 8 & 255) * ((int32_t)(*x << 16) >> 24);
-    sum += (v >> 16 & 255) * ((int32_t)(*x << 8) >> 24);
-    return sum + (vi)((vu)v >> 24) * ((int32_t)*x >> 24);
+    ni v = (ni)w;
+    sum += (v & 255) * ((int32_t)(x << 24) >> 24);
+    sum += (v >> 8 & 255) * ((int32_t)(x << 16) >> 24);
+    sum += (v >> 16 & 255) * ((int32_t)(x << 8) >> 24);
+    return sum + (ni)(w >> 24) * ((int32_t)x >> 24);
 }
 #endif
 
-/* The 16 entries of a table, one copy for each register's part. */
-typedef struct {
-    uint8_t entries[64];
-} Table;
+enum { USE_8, USE_4, USE_TABLE }; /* weights of 8 bits, of 4 bits, and of 4 bits with a table */
 
-static inline Table load_table(const uint8_t *table)
+/* The 16 entries of a table, one copy for each 16 bytes of a register. */
+static inline nu load_table(const uint8_t *table)
 {
-    Table out;
-    for (int i = 0; i < 64; i++)
-        out.entries[i] = table ? table[i % 16] : i % 16;
+    nu out = {0};
+    if (table)
+        for (int i = 0; i < NATIVE; i += 16)
+            memcpy((char *)&out + i, table, 16);
     return out;
 }
 
-/* The entries for 64 numbers below 16. */
-static inline vu looked_up(const Table *t, vu numbers)
+/* The entries for numbers below 16. */
+static inline nu looked_up(nu table, nu numbers)
 {
 #if defined(__AVX512BW__)
-    return (vu)_mm512_shuffle_epi8(_mm512_loadu_si512(t->entries), (__m512i)numbers);
+    return (nu)_mm512_shuffle_epi8((__m512i)table, (__m512i)numbers);
 #elif defined(__AVX2__)
-    union {
-        vu all;
-        __m256i half[2];
-    } v = {numbers};
-    __m256i table = _mm256_loadu_si256((const __m256i *)t->entries);
-    v.half[0] = _mm256_shuffle_epi8(table, v.half[0]);
-    v.half[1] = _mm256_shuffle_epi8(table, v.half[1]);
-    return v.all;
+    return (nu)_mm256_shuffle_epi8((__m256i)table, (__m256i)numbers);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-    union {
-        vu all;
-        uint8x16_t part[4];
-    } v = {numbers};
-    uint8x16_t table = vld1q_u8(t->entries);
-    UNROLL for (int i = 0; i < 4; i++)
-        v.part[i] = vqtbl1q_u8(table, v.part[i]);
-    return v.all;
+    return (nu)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)numbers);
 #else
-    uint8_t bytes[64];
-    memcpy(bytes, &numbers, 64);
-    for (int i = 0; i < 64; i++)
-        bytes[i] = t->entries[bytes[i]];
-    memcpy(&numbers, bytes, 64);
+    uint8_t bytes[NATIVE], entries[NATIVE];
+    memcpy(bytes, &numbers, NATIVE);
+    memcpy(entries, &table, NATIVE);
+    for (int i = 0; i < NATIVE; i++)
+        bytes[i] = entries[bytes[i]];
+    memcpy(&numbers, bytes, NATIVE);
     return numbers;
 #endif
 }
 
-/* 16 scales or offsets from the i-th on. */
-static inline vf stored16(const void *from, long type, long i)
+/* The low or the high halves of the bytes, or their entries in the table. */
+static inline nu half(int use, nu table, nu both, int is_high)
 {
-    if (type != STORED_F16)
-        return load16(from, i, type == STORED_BF16);
-    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
-    vu half = __builtin_convertvector(*(const vh *)((const char *)from + 2 * i), vu);
-    vf size = (vf)((half & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
-    return (vf)((vu)size | (half & 0x8000) << 16);
+    nu numbers = (is_high ? both >> 4 : both) & 0x0f0f0f0f;
+    return use == USE_TABLE ? looked_up(table, numbers) : numbers;
 }
 
-static inline vi zeros16(const uint8_t *zeros, long i)
+/* Numbers of 16 bits, widened. */
+static inline nu widened(const void *from)
 {
-    typedef uint8_t vb __attribute__((vector_size(16), aligned(1), may_alias));
-    return __builtin_convertvector(*(const vb *)(zeros + i), vi);
+    typedef uint16_t nh __attribute__((vector_size(NATIVE / 2), aligned(2), may_alias));
+#if defined(__AVX512BW__)
+    return (nu)_mm512_cvtepu16_epi32((__m256i) * (const nh *)from); /* GCC 12 makes two halves of a conversion */
+#else
+    return __builtin_convertvector(*(const nh *)from, nu);
+#endif
 }
 
-/* Rounded activations of some rows: for each group and row the scale, the sum of the numbers, and what is to be
- * subtracted from every sum of products, (zero - BIAS) · that sum. */
+/* A register of scales or offsets, from the i-th on. */
+static inline nf stored(const void *from, long type, long i)
+{
+    if (type == STORED_F32)
+        return *(const nf_any *)((const char *)from + 4 * i);
+    nu half = widened((const char *)from + 2 * i);
+    if (type == STORED_BF16)
+        return (nf)(half << 16);
+    nf size = (nf)((half & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
+    return (nf)((nu)size | (half & 0x8000) << 16);
+}
+
+static inline ni stored_zeros(const uint8_t *zeros, long i)
+{
+    typedef uint8_t nb __attribute__((vector_size(NATIVE / 4), aligned(1), may_alias));
+#if defined(__AVX512BW__)
+    return (ni)_mm512_cvtepu8_epi32((__m128i) * (const nb *)(zeros + i));
+#else
+    return __builtin_convertvector(*(const nb *)(zeros + i), ni);
+#endif
+}
+
+/* Scales and offsets of a group of columns, for some lane groups: whole zero points or floats. */
+typedef struct {
+    nf scales[MAX_GROUPS * PARTS];
+    union {
+        ni zeros[MAX_GROUPS * PARTS];
+        nf offsets[MAX_GROUPS * PARTS];
+    };
+} Scales;
+
+/* at: the place of the first lane group's scales; stride: from one lane group to the next. */
+static __attribute__((noinline)) void load_scales(const Matrix *w, long columns, long at, long stride, Scales *out)
+{
+    for (long j = 0; j < columns * PARTS; j++) {
+        long from = at + j / PARTS * stride + j % PARTS * NATIVE_LANES;
+        out->scales[j] = stored(w->scales, w->scale_type, from);
+        if (w->offset_type == STORED_ZERO_POINTS)
+            out->zeros[j] = stored_zeros(w->offsets, from);
+        else if (w->offset_type != STORED_ONE)
+            out->offsets[j] = stored(w->offsets, w->offset_type, from);
+    }
+}
+
+/* The scales and offsets that `load_scales` needs later. */
+static inline void prefetch_scales(const Matrix *w, long columns, long at, long stride)
+{
+    for (long j = 0; j < columns; j++, at += stride) {
+        __builtin_prefetch((const char *)w->scales + at * (w->scale_type == STORED_F32 ? 4 : 2));
+        __builtin_prefetch((const char *)w->offsets + at * (w->offset_type == STORED_ZERO_POINTS ? 1 : 4));
+    }
+}
+
+/* Rounded activations of some rows: for each group and row the scale, the sum of the numbers, and where the sums of
+ * products start, (BIAS - zero) · that sum. */
 typedef struct {
     const uint32_t *x; /* [k / 4][WORDS][rows] */
     const float *scales;
-    const int32_t *sums, *zeros; /* each [groups][rows] */
+    const int32_t *sums, *starts; /* each [groups][rows] */
+    /* Weights that are needed later: one of `share` equal parts is prefetched from here on. */
+    const char *next;
+    long share;
 } Panel;
 
-#define TERMS(OFFSET)                                                                                                  \
-    for (long j = 0; j < columns; j++) {                                                                               \
-        long at = ((first + j) * groups + group) * LANES;                                                              \
-        vf scale = stored16(w->scales, w->scale_type, at), offset = {0};                                               \
-        vi zero = {0};                                                                                                 \
-        if (OFFSET == STORED_ZERO_POINTS)                                                                              \
-            zero = zeros16(w->offsets, at);                                                                            \
-        else if (OFFSET != STORED_ONE)                                                                                 \
-            offset = stored16(w->offsets, w->offset_type, at);                                                         \
-        for (long i = 0; i < rows; i++) {                                                                              \
-            vi sum = sums[i * columns + j] - p->zeros[group * rows + i];                                               \
-            if (OFFSET == STORED_ZERO_POINTS)                                                                          \
-                sum -= zero * p->sums[group * rows + i];                                                               \
-            vf term = __builtin_convertvector(sum, vf) * scale;                                                        \
-            if (OFFSET != STORED_ZERO_POINTS && OFFSET != STORED_ONE)                                                  \
-                term -= offset * (float)p->sums[group * rows + i];                                                     \
-            term *= p->scales[group * rows + i];                                                                       \
-            vf *to = out + i * out_stride + j;                                                                         \
-            if (group)                                                                                                 \
-                term += *to;                                                                                           \
-            *to = term;                                                                                                \
-        }                                                                                                              \
-    }
-
-/* Adds the terms of one group of columns: sums [rows][columns][16] of the lane groups from `first` on. */
-static __attribute__((noinline)) void add_terms(const Matrix *w, const Panel *p, long rows, long columns, long first,
-                                                long group, const vi *sums, vf *out, long out_stride)
+/* Adds the terms of one group of columns to `out`: sums [rows][N][NATIVE_LANES]. In a tile, rows and N are constants and
+ * the sums stay in registers. */
+static inline __attribute__((always_inline)) void add_terms(const Matrix *w, const Panel *p, long rows, long N,
+                                                            const Scales *s, long group, ni *sums, vf *out,
+                                                            long out_stride)
 {
-    long groups = w->k / w->group;
-    if (w->offset_type == STORED_ONE) {
-        TERMS(STORED_ONE)
-    } else if (w->offset_type == STORED_ZERO_POINTS) {
-        TERMS(STORED_ZERO_POINTS)
-    } else {
-        TERMS(STORED_F32)
-    }
+    const int32_t *x_sums = p->sums + group * rows;
+    const float *x_scales = p->scales + group * rows;
+    if (w->offset_type == STORED_ZERO_POINTS)
+        UNROLL for (long j = 0; j < N; j++)
+            UNROLL for (long i = 0; i < rows; i++)
+                sums[i * N + j] -= s->zeros[j] * x_sums[i];
+    UNROLL for (long j = 0; j < N; j++)
+        UNROLL for (long i = 0; i < rows; i++)
+            sums[i * N + j] = (ni)(__builtin_convertvector(sums[i * N + j], nf) * s->scales[j]);
+    if (w->offset_type != STORED_ZERO_POINTS && w->offset_type != STORED_ONE)
+        UNROLL for (long i = 0; i < rows; i++)
+            UNROLL for (long j = 0; j < N; j++)
+                sums[i * N + j] = (ni)((nf)sums[i * N + j] - s->offsets[j] * (float)x_sums[i]);
+    UNROLL for (long i = 0; i < rows; i++)
+        UNROLL for (long j = 0; j < N; j++)
+            sums[i * N + j] = (ni)((nf)sums[i * N + j] * x_scales[i]);
+    if (group)
+        UNROLL for (long i = 0; i < rows; i++)
+            UNROLL for (long j = 0; j < N; j++)
+                sums[i * N + j] = (ni)((nf)sums[i * N + j] + ((nf *)(out + i * out_stride))[j]);
+    UNROLL for (long i = 0; i < rows; i++)
+        UNROLL for (long j = 0; j < N; j++)
+            ((nf *)(out + i * out_stride))[j] = (nf)sums[i * N + j];
 }
-
-#define STEP_8(R, G)                                                                                                   \
-    Quad low[G];                                                                                                       \
-    UNROLL for (int j = 0; j < G; j++)                                                                                 \
-        low[j] = quad(*(const vu *)(weights + j * stride + at * 64));                                                  \
-    UNROLL for (int i = 0; i < R; i++)                                                                                 \
-        UNROLL for (int j = 0; j < G; j++)                                                                             \
-            sum[i][j] = dot(sum[i][j], low[j], x + i, R);                                                              \
-    x += WORDS * R;
-
-#define STEP_4(R, G)                                                                                                   \
-    Quad low[G], high[G];                                                                                              \
-    UNROLL for (int j = 0; j < G; j++) {                                                                               \
-        vu both = *(const vu *)(weights + j * stride + at * 64);                                                       \
-        low[j] = quad(both & 0x0f0f0f0f);                                                                              \
-        high[j] = quad(both >> 4 & 0x0f0f0f0f);                                                                        \
-    }                                                                                                                  \
-    BOTH_QUADS(R, G)
-
-#define STEP_TABLE(R, G)                                                                                               \
-    Quad low[G], high[G];                                                                                              \
-    UNROLL for (int j = 0; j < G; j++) {                                                                               \
-        vu both = *(const vu *)(weights + j * stride + at * 64);                                                       \
-        low[j] = quad(looked_up(&table, both & 0x0f0f0f0f));                                                           \
-        high[j] = quad(looked_up(&table, both >> 4 & 0x0f0f0f0f));                                                     \
-    }                                                                                                                  \
-    BOTH_QUADS(R, G)
-
-#define BOTH_QUADS(R, G)                                                                                               \
-    UNROLL for (int i = 0; i < R; i++)                                                                                 \
-        UNROLL for (int j = 0; j < G; j++)                                                                             \
-            sum[i][j] = dot(sum[i][j], low[j], x + i, R);                                                              \
-    x += WORDS * R;                                                                                                    \
-    UNROLL for (int i = 0; i < R; i++)                                                                                 \
-        UNROLL for (int j = 0; j < G; j++)                                                                             \
-            sum[i][j] = dot(sum[i][j], high[j], x + i, R);                                                             \
-    x += WORDS * R;
 
 /* R rows of a panel and the lane groups [first, first + G), whose weights begin at `weights`. vectors: of 64 bytes, in
  * a group of columns. */
-#define TILE(NAME, R, G, STEP)                                                                                         \
+#define TILE(NAME, R, G, USE)                                                                                          \
     static void NAME(const Matrix *w, const Panel *p, const char *weights, long vectors, long first, vf *out,          \
                      long out_stride)                                                                                  \
     {                                                                                                                  \
+        enum { N = G * PARTS };                                                                                        \
         long groups = w->k / w->group, all = groups * vectors, stride = all * 64, at = 0;                              \
+        long scales_at = first * groups * LANES;                                                                       \
+        long pace = 64 / p->share;                                                                                     \
+        const char *next = p->next;                                                                                    \
         const uint32_t *x = p->x;                                                                                      \
-        __attribute__((unused)) Table table = load_table(w->table);                                                    \
+        __attribute__((unused)) nu table = load_table(w->table);                                                       \
+        if (R <= 4)                                                                                                    \
+            prefetch_scales(w, G, scales_at, groups * LANES);                                                          \
         for (long group = 0; group < groups; group++) {                                                                \
-            vi sum[R][G] = {{{0}}};                                                                                    \
+            ni sum[R][N];                                                                                              \
+            Scales scales;                                                                                             \
+            if (R > 4)                                                                                                 \
+                load_scales(w, G, scales_at + group * LANES, groups * LANES, &scales);                                 \
+            UNROLL for (int i = 0; i < R; i++)                                                                         \
+                UNROLL for (int j = 0; j < N; j++)                                                                     \
+                    sum[i][j] = (ni){0} + p->starts[group * R + i];                                                    \
+            if (R <= 4 && group + 1 < groups)                                                                          \
+                prefetch_scales(w, G, scales_at + (group + 1) * LANES, groups * LANES);                                \
             for (long end = at + vectors; at < end; at++) {                                                            \
-                long ahead = (at + AHEAD < all ? at + AHEAD : at + AHEAD + (G - 1) * all) * 64;                        \
-                if (R <= 4)                                                                                            \
-                    UNROLL for (int j = 0; j < G; j++)                                                                 \
-                        __builtin_prefetch(weights + j * stride + ahead);                                              \
-                STEP(R, G)                                                                                             \
+                const char *word = weights + at * 64;                                                                  \
+                long ahead = (at + AHEAD < all ? AHEAD : AHEAD + (G - 1) * all) * 64;                                  \
+                UNROLL for (int j = 0; j < G; j++)                                                                     \
+                    if (R <= 4)                                                                                        \
+                        __builtin_prefetch(word + j * stride + ahead);                                                 \
+                    else                                                                                               \
+                        __builtin_prefetch(next + (at * G + j) * pace, 0, 2);                                          \
+                UNROLL for (int step = 0; step < (USE == USE_8 ? 1 : 2) * WORDS; step++) {                             \
+                    nu q[N];                                                                                           \
+                    UNROLL for (int j = 0; j < N; j++) {                                                               \
+                        q[j] = *(const nu *)(word + j / PARTS * stride + j % PARTS * NATIVE);                          \
+                        q[j] = part(USE == USE_8 ? q[j] : half(USE, table, q[j], step / WORDS), step % WORDS);         \
+                    }                                                                                                  \
+                    UNROLL for (int i = 0; i < R; i++)                                                                 \
+                        UNROLL for (int j = 0; j < N; j++)                                                             \
+                            sum[i][j] = dot(sum[i][j], q[j], x[step * R + i]);                                         \
+                }                                                                                                      \
+                x += (USE == USE_8 ? 1 : 2) * WORDS * R;                                                               \
             }                                                                                                          \
-            add_terms(w, p, R, G, first, group, sum[0], out, out_stride);                                              \
+            if (R <= 4) /* they are on their way from memory before */                                                 \
+                load_scales(w, G, scales_at + group * LANES, groups * LANES, &scales);                                 \
+            add_terms(w, p, R, N, &scales, group, sum[0], out, out_stride);                                            \
         }                                                                                                              \
     }
 
 typedef void (*Tile)(const Matrix *, const Panel *, const char *weights, long vectors, long first, vf *out,
                      long out_stride);
-enum { USE_8, USE_4, USE_TABLE };
 #define TILES(R)                                                                                                       \
-    TILE(eight_##R, R, TALL(R), STEP_8)                                                                                \
-    TILE(eight_last_##R, R, 1, STEP_8)                                                                                 \
-    TILE(four_##R, R, TALL(R), STEP_4)                                                                                 \
-    TILE(four_last_##R, R, 1, STEP_4)                                                                                  \
-    TILE(table_##R, R, TALL(R), STEP_TABLE)                                                                            \
-    TILE(table_last_##R, R, 1, STEP_TABLE)
+    TILE(eight_##R, R, GROUPS(R), USE_8)                                                                               \
+    TILE(eight_last_##R, R, 1, USE_8)                                                                                  \
+    TILE(four_##R, R, GROUPS(R), USE_4)                                                                                \
+    TILE(four_last_##R, R, 1, USE_4)                                                                                   \
+    TILE(table_##R, R, GROUPS(R), USE_TABLE)                                                                           \
+    TILE(table_last_##R, R, 1, USE_TABLE)
 EACH(TILES)
 #define ENTRY(R)                                                                                                       \
-    {TALL(R), {eight_##R, four_##R, table_##R}, {eight_last_##R, four_last_##R, table_last_##R}},
+    {GROUPS(R), {eight_##R, four_##R, table_##R}, {eight_last_##R, four_last_##R, table_last_##R}},
 static const struct {
     long groups;
     Tile tile[3], last[3];
 } TILES_OF[] = {EACH(ENTRY)};
 
-static void sweep(const Matrix *w, const Panel *p, long rows, const char *weights, long bits, long first, long count,
-                  vf *out, long out_stride)
+static void sweep(const Matrix *w, Panel p, long rows, const char *weights, long bits, long first, long count, vf *out,
+                  long out_stride)
 {
-    long groups = TILES_OF[rows - 1].groups, vectors = padded_group(w->group) * bits / 32, i = 0;
+    long groups = TILES_OF[rows - 1].groups, vectors = padded_group(w->group) * bits / 32;
     long stride = w->k / w->group * vectors * 64;
     int use = bits == 8 ? USE_8 : w->table ? USE_TABLE : USE_4;
-    for (; i + groups <= count; i += groups)
-        TILES_OF[rows - 1].tile[use](w, p, weights + i * stride, vectors, first + i, out + i, out_stride);
-    for (; i < count; i++)
-        TILES_OF[rows - 1].last[use](w, p, weights + i * stride, vectors, first + i, out + i, out_stride);
+    for (long i = 0, size; i < count; i += size) {
+        int is_last = i + groups > count;
+        size = is_last ? 1 : groups;
+        Tile tile = is_last ? TILES_OF[rows - 1].last[use] : TILES_OF[rows - 1].tile[use];
+        tile(w, &p, weights + i * stride, vectors, first + i, out + i, out_stride);
+        p.next += size * stride / p.share;
+    }
 }
 
 /* Weights of 4 bits in the layout of 8 bits: `count` lane groups. */
 static void unpack(const Matrix *w, const char *from, long count, char *out)
 {
-    Table table = load_table(w->table);
+    nu table = load_table(w->table);
     long vectors = count * lane_group_bytes(w) / 64;
-    for (long i = 0; i < vectors; i++) {
-        vu both = *(const vu *)(from + i * 64), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-        *(vu *)(out + 2 * i * 64) = w->table ? looked_up(&table, low) : low;
-        *(vu *)(out + (2 * i + 1) * 64) = w->table ? looked_up(&table, high) : high;
+    int use = w->table ? USE_TABLE : USE_4;
+    for (long i = 0; i < vectors * PARTS; i++) {
+        nu both = ((const nu *)from)[i];
+        nu *to = (nu *)out + i / PARTS * 2 * PARTS + i % PARTS;
+        to[0] = half(use, table, both, 0);
+        to[PARTS] = half(use, table, both, 1);
     }
 }
 
@@ -371,9 +374,10 @@ static void unpack(const Matrix *w, const char *from, long count, char *out)
 #if defined(PAGEWIRE_AMX)
 enum { PANEL_ROWS = 2 * TILE_ROWS, FEW = 4, MANY = 1 };
 #else
-enum { PANEL_ROWS = MR, FEW = MR, MANY = 2 };
+enum { PANEL_ROWS = MR, FEW = MR, MANY = WORDS == 1 ? INT32_MAX : 2 };
 #endif
-/* FEW: as many rows are not multiplied by tiles. MANY: with more panels, 4 bits are unpacked once for all of them. */
+/* FEW: as many rows are not multiplied by tiles. MANY: with more panels, 4 bits are unpacked once for all of them; where
+ * one instruction multiplies four columns, unpacking in registers hides behind it. */
 
 static inline int uses_tiles(const Matrix *w, long rows)
 {
@@ -388,7 +392,14 @@ static inline long numbers_bytes(const Matrix *w, long rows)
 
 static long panel_bytes(const Matrix *w, long rows)
 {
-    return padded(numbers_bytes(w, rows), 64) + rows * w->k / w->group * 12;
+    return padded(numbers_bytes(w, rows), 64) + rows * w->k / w->group * 12 + 4;
+}
+
+/* The index of a panel in its product, rounded, since panels may differ by one row. It only decides what is
+ * prefetched. */
+static inline int32_t *index_of(const Matrix *w, void *panel, long rows)
+{
+    return (int32_t *)((char *)panel + panel_bytes(w, rows)) - 1;
 }
 
 static inline Panel open_panel(const Matrix *w, const char *panel, long rows, long first, long count)
@@ -405,57 +416,80 @@ static inline vi rounded16(vf x)
     return (vi)(x + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³ */
 }
 
+/* The greatest and the sum of 16 numbers. */
+static inline int32_t most_of(vi x)
+{
+    UNROLL for (int half = 8; half; half /= 2) {
+        vi other = __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+        x = ((x > other) & x) | ((x <= other) & other);
+    }
+    return x[0];
+}
+
+static inline int32_t total_of(vi x)
+{
+    UNROLL for (int half = 8; half; half /= 2)
+        x += __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+    return x[0];
+}
+
+/* The bits of the greatest magnitude of a group; those of infinities and NaN are above all others. */
+static inline int32_t magnitude(const float *x, long count)
+{
+    vi most = {0}, rest = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vi bits = *(const vi_any *)(x + i) & 0x7fffffff, is_more = bits > most;
+        most = (is_more & bits) | (~is_more & most);
+    }
+    memcpy(&rest, x + i, (count - i) * 4);
+    rest &= 0x7fffffff;
+    vi is_more = rest > most;
+    return most_of((is_more & rest) | (~is_more & most));
+}
+
 /* Rounds a row to [k] of 8 bits, its groups padded with zeros: x · (127 / most) in each group. Groups whose numbers are
  * all smaller than 1e-30 count as zero. A row with a number that is not finite has scales of NaN. `stride`: of the
  * scales and sums. line: 16 bytes longer than the row. */
-static void round_row(const Matrix *w, const float *x, int8_t *line, float *scales, int32_t *sums, int32_t *zeros,
+static void round_row(const Matrix *w, const float *x, int8_t *line, float *scales, int32_t *sums, int32_t *starts,
                       long stride)
 {
     typedef int8_t v16 __attribute__((vector_size(16), aligned(1), may_alias));
     long groups = w->k / w->group, padded_columns = padded_group(w->group);
-    memset(line, 0, packed_k(w));
-    vf odd16 = {0};
-    long whole = w->k / LANES * LANES;
-    for (long i = 0; i < whole; i += LANES)
-        odd16 += *(const vf_any *)(x + i) * 0.0f; /* NaN also for infinities */
-    float odd = 0;
-    for (long i = whole; i < w->k; i++)
-        odd += x[i] * 0.0f;
-    for (int l = 0; l < LANES; l++)
-        odd += odd16[l];
-    if (odd != 0) {
+    int32_t start = BIAS - (w->offset_type == STORED_ONE ? (int32_t)w->zero : 0), greatest = 0;
+    for (long g = 0; g < groups; g++) {
+        int32_t most = magnitude(x + g * w->group, w->group);
+        greatest = most > greatest ? most : greatest;
+        memcpy(scales + g * stride, &most, 4);
+    }
+    if (greatest >= 0x7f800000) {
+        memset(line, 0, packed_k(w));
         for (long g = 0; g < groups; g++) {
             scales[g * stride] = NAN;
-            sums[g * stride] = zeros[g * stride] = 0;
+            sums[g * stride] = starts[g * stride] = 0;
         }
         return;
     }
     for (long g = 0; g < groups; g++, x += w->group, line += padded_columns) {
-        vf most16 = {0}, rest = {0};
-        vi sum16 = {0};
-        whole = w->group / LANES * LANES;
-        memcpy(&rest, x + whole, (w->group - whole) * 4);
-        for (long i = 0; i < whole; i += LANES)
-            most16 = max16((vf)(*(const vi_any *)(x + i) & 0x7fffffff), most16);
-        most16 = max16((vf)((vi)rest & 0x7fffffff), most16);
-        float most = 0;
-        for (int l = 0; l < LANES; l++)
-            most = most16[l] > most ? most16[l] : most;
-        float inverse = most > 1e-30f ? 127.0f / most : 0;
-        for (long i = 0; i < w->group; i += LANES) {
-            vf numbers = rest;
-            if (i < whole)
-                numbers = *(const vf_any *)(x + i);
-            vi q = rounded16(numbers * inverse);
-            sum16 += q;
+        float most = scales[g * stride], inverse = most > 1e-30f ? 127.0f / most : 0;
+        vi sum = {0};
+        long i = 0;
+        for (; i + LANES <= w->group; i += LANES) {
+            vi q = rounded16(*(const vf_any *)(x + i) * inverse);
+            sum += q;
             *(v16 *)(line + i) = __builtin_convertvector(q, v16);
         }
-        int32_t sum = 0;
-        for (int l = 0; l < LANES; l++)
-            sum += sum16[l];
+        if (i < padded_columns) {
+            vf rest = {0};
+            memcpy(&rest, x + i, (w->group - i) * 4);
+            vi q = rounded16(rest * inverse);
+            sum += q;
+            memset(line + i, 0, padded_columns - i);
+            *(v16 *)(line + i) = __builtin_convertvector(q, v16);
+        }
         scales[g * stride] = most / 127.0f;
-        sums[g * stride] = sum;
-        zeros[g * stride] = sum * ((w->offset_type == STORED_ONE ? (int32_t)w->zero : 0) - BIAS);
+        sums[g * stride] = total_of(sum);
+        starts[g * stride] = sums[g * stride] * start;
     }
 }
 
@@ -481,7 +515,7 @@ static void pack(const Matrix *w, const Activations *a, long first, long rows, v
         for (long i = 0; i < padded(rows, TILE_ROWS); i++) {
             if (i < rows)
                 round_row(w, in_order(w, row_of(a, first + i), buffer), line, (float *)p.scales + i,
-                          (int32_t *)p.sums + i, (int32_t *)p.zeros + i, rows);
+                          (int32_t *)p.sums + i, (int32_t *)p.starts + i, rows);
             else
                 memset(line, 0, kp);
             char *to = (char *)panel + i / TILE_ROWS * TILE_ROWS * kp + i % TILE_ROWS * 64;
@@ -492,6 +526,7 @@ static void pack(const Matrix *w, const Activations *a, long first, long rows, v
     }
 #endif
     char *lines = (char *)line + line_bytes;
+    *index_of(w, panel, rows) = (first + rows / 2) / rows;
     long parts = (rows + MR - 1) / MR;
     for (long part = 0; part < parts; part++) {
         long from = part * rows / parts, count = (part + 1) * rows / parts - from;
@@ -499,7 +534,7 @@ static void pack(const Matrix *w, const Activations *a, long first, long rows, v
         const float *pointers[MR];
         for (long i = 0; i < count; i++) {
             round_row(w, in_order(w, row_of(a, first + from + i), buffer), line, (float *)p.scales + i,
-                      (int32_t *)p.sums + i, (int32_t *)p.zeros + i, count);
+                      (int32_t *)p.sums + i, (int32_t *)p.starts + i, count);
             int8_t *words = (int8_t *)lines + i * kp * WORDS;
             pointers[i] = (const float *)words;
             if (WORDS == 1) {
@@ -536,7 +571,7 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
     long steps = packed_k(w) / 64, in_group = padded_group(w->group) / 64, groups = w->k / w->group;
     const char *low = panel, *high = low + steps * TILE_BYTES;
     const char *b0 = weights, *b1 = b0 + steps * TILE_BYTES;
-    _Alignas(64) vi sums[PANEL_ROWS * 2];
+    _Alignas(64) ni sums[PANEL_ROWS * 2];
     char *y = (char *)sums;
     long stride = count * 64;
     for (long group = 0; group < groups; group++) {
@@ -567,7 +602,11 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
             if (count > 1)
                 tile_store(3, y + TILE_ROWS * stride + 64, stride);
         }
-        add_terms(w, p, rows, count, first, group, sums, out, out_stride);
+        for (long i = 0; i < rows * count; i++)
+            sums[i] += p->starts[group * rows + i / count];
+        Scales scales;
+        load_scales(w, count, (first * groups + group) * LANES, groups * LANES, &scales);
+        add_terms(w, p, rows, count, &scales, group, sums, out, out_stride);
     }
 }
 #endif
@@ -578,7 +617,7 @@ static void sums(const Matrix *w, const void *panel, long rows, const char *weig
     long bits = num_panels > MANY ? 8 : w->bits, stride = to - from;
 #if defined(PAGEWIRE_AMX)
     if (uses_tiles(w, rows)) {
-        /* The panel subtracts BIAS · Σq for `dot`, which tiles do not need. They are there only with VNNI. */
+        /* The sums start with BIAS · Σq for `dot`, which tiles do not need. They are there only with VNNI. */
         _Static_assert(BIAS == 0, "tiles and signed dot products");
         Panel p = open_panel(w, panel, rows, 0, rows);
         long bytes = packed_k(w) * LANES;
@@ -595,15 +634,21 @@ static void sums(const Matrix *w, const void *panel, long rows, const char *weig
         return;
     }
 #endif
+    /* Each panel of a block fetches its share of the lane groups that follow; one alone those of its next tile. */
+    long bytes = stride * lane_group_bytes(w), index = *index_of(w, (void *)panel, rows) % num_panels;
+    const char *next = weights + GROUPS(MR) * lane_group_bytes(w);
+    if (num_panels > 1)
+        next = w->w + to * lane_group_bytes(w) + index * bytes / num_panels;
     long parts = (rows + MR - 1) / MR;
     for (long part = 0; part < parts; part++) {
         long row = part * rows / parts, count = (part + 1) * rows / parts - row;
         Panel p = open_panel(w, panel, rows, row, count);
-        sweep(w, &p, count, weights, bits, from, stride, out + row * stride, stride);
+        p.next = next, p.share = num_panels;
+        sweep(w, p, count, weights, bits, from, stride, out + row * stride, stride);
     }
 }
 
-const KindOps pagewire_grouped = {PANEL_ROWS, panel_bytes, pack, prepare, sums, 2};
+const KindOps pagewire_grouped = {PANEL_ROWS, panel_bytes, pack, prepare, sums, MAX_GROUPS};
 
 void pagewire_grouped_lookup(const Matrix *w, long row, float *y)
 {
@@ -615,13 +660,13 @@ void pagewire_grouped_lookup(const Matrix *w, long row, float *y)
     }
     const uint8_t *in = (const uint8_t *)w->w + lane_group * lane_group_bytes(w) + lane * 4;
     for (long g = 0; g < groups; g++) {
-        long at = (lane_group * groups + g) * LANES;
-        float scale = stored16(w->scales, w->scale_type, at)[lane], offset = 0;
+        long at = (lane_group * groups + g) * LANES + lane / NATIVE_LANES * NATIVE_LANES, i_lane = lane % NATIVE_LANES;
+        float scale = stored(w->scales, w->scale_type, at)[i_lane], offset = 0;
         int zero = w->offset_type == STORED_ONE ? (int)w->zero : 0;
         if (w->offset_type == STORED_ZERO_POINTS)
-            zero = ((const uint8_t *)w->offsets)[at + lane];
+            zero = ((const uint8_t *)w->offsets)[at + i_lane];
         else if (w->offset_type != STORED_ONE)
-            offset = stored16(w->offsets, w->offset_type, at)[lane];
+            offset = stored(w->offsets, w->offset_type, at)[i_lane];
         for (long i = 0; i < w->group; i++) {
             long k = g * columns + i, column = g * w->group + i;
             int value = w->bits == 8 ? in[k / 4 * 64 + k % 4] : in[k / 8 * 64 + k % 4] >> (k % 8 / 4 * 4) & 15;

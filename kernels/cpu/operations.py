@@ -64,12 +64,14 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         )  # fmt: skip
         return states
 
-    def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        assert value is not None and key.shape == value.shape, "the kernel writes keys and values of one size"
         key, value = dense(key), dense(value)
         kernels.write_kv(
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
             k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr(),
-            key.shape[0], key.shape[1] * key.shape[2], int(k_pages.dtype == torch.bfloat16),
+            key.shape[0], key.shape[1] * key.shape[2], k_pages.shape[1], page_stride(k_pages),
+            int(k_pages.dtype == torch.bfloat16),
         )  # fmt: skip
 
     def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +99,12 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         greedy=greedy,
         storage=Storage(layout=kernels.name, restored=restored),
     )
+
+
+def page_stride(pages: Tensor) -> int:
+    """Bytes from a page to the next. pages: [pages, block_size, kv_heads, dim], each page contiguous."""
+    assert pages[0].is_contiguous(), pages.stride()
+    return pages.stride(0) * pages.element_size()
 
 
 def dense(states: Tensor) -> Tensor:

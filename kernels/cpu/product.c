@@ -8,7 +8,8 @@
 #include "tiles.h"
 #endif
 
-enum { X_BYTES = 512 << 10 };     /* of activations that stay in the L2 cache while the weights stream through */
+enum { X_BYTES = 384 << 10 };     /* of activations that stay in the L2 cache while the weights stream through */
+enum { BLOCK = 12 };              /* panels at least that use weights before other weights take their place */
 enum { TASK_BYTES = 64 << 10 };   /* of weights that a task reads at least */
 enum { PACK_NUMBERS = 32 << 10 }; /* with fewer activations, the caller packs them alone */
 
@@ -38,7 +39,7 @@ typedef struct {
     const KindOps *ops;
     Best *best;
     char *panels;
-    long panel_bytes, num_panels, block, size, num_groups, num_ranges;
+    long panel_bytes, num_panels, block, size, num_groups, num_ranges, num_threads;
     long first_pack, first_task; /* in the lists of all products */
 } Job;
 
@@ -74,34 +75,29 @@ static void pack_task(const void *about, long i)
     job->ops->pack(job->p.w, &job->p.x, row, rows, job->panels + i * job->panel_bytes);
 }
 
-static inline vf with_bias(const Matrix *w, vf sum, long column, long left)
+/* 16 numbers, of which only the first `left` are there, the others are zero. */
+static inline vf some(const float *from, long left)
 {
-    vf bias = {0};
-    if (w->bias)
-        memcpy(&bias, w->bias + column, left >= LANES ? sizeof bias : left * 4);
-    return sum + bias;
+    vf numbers = {0};
+    if (left >= LANES)
+        return *(const vf_any *)from;
+    memcpy(&numbers, from, left * 4);
+    return numbers;
 }
 
-static inline void put(float *y, vf value, long left, int adds)
+static inline void put(float *y, vf value, long left)
 {
-    if (left >= LANES) {
-        if (adds)
-            value += *(const vf_any *)y;
+    if (left >= LANES)
         *(vf_any *)y = value;
-        return;
-    }
-    vf old = {0};
-    if (adds) {
-        memcpy(&old, y, left * 4);
-        value += old;
-    }
-    memcpy(y, &value, left * 4);
+    else
+        memcpy(y, &value, left * 4);
 }
 
 /* What becomes of the sums [rows][groups][16] of rows from `row` and groups from `from` on. */
 static void finish(const Job *job, long row, long rows, long from, long groups, const vf *sums)
 {
     const Matrix *w = job->p.w;
+    const float *bias = w->bias;
     for (long i = 0; i < rows; i++, sums += groups) {
         float *y = job->p.y + (row + i) * job->p.y_stride;
         if (job->best) {
@@ -109,17 +105,24 @@ static void finish(const Job *job, long row, long rows, long from, long groups, 
             for (long j = 0; j < groups; j++)
                 keep_best(best, sums[j], (from + j) * LANES, w->n);
         } else if (job->p.epilogue == SILU_MUL) {
-            long n = w->n / 2;
-            for (long j = 0; j < groups; j += 2) {
-                long column = (from + j) / 2 * LANES, left = n - column;
-                vf gate = with_bias(w, sums[j], column, left);
-                vf up = with_bias(w, sums[j + 1], n + column, left);
-                put(y + column, silu16(gate) * up, left, 0);
+            long n = w->n / 2, column = from / 2 * LANES;
+            for (long j = 0; j < groups; j += 2, column += LANES) {
+                vf gate = sums[j], up = sums[j + 1];
+                if (bias) {
+                    gate += some(bias + column, n - column);
+                    up += some(bias + n + column, n - column);
+                }
+                put(y + column, silu16(gate) * up, n - column);
             }
         } else {
-            for (long j = 0; j < groups; j++) {
-                long column = (from + j) * LANES, left = w->n - column;
-                put(y + column, with_bias(w, sums[j], column, left), left, job->p.epilogue == ADD);
+            long column = from * LANES;
+            for (long j = 0; j < groups; j++, column += LANES) {
+                vf value = sums[j];
+                if (bias)
+                    value += some(bias + column, w->n - column);
+                if (job->p.epilogue == ADD)
+                    value += some(y + column, w->n - column);
+                put(y + column, value, w->n - column);
             }
         }
     }
@@ -134,7 +137,10 @@ static void product_task(const void *about, long i)
     last = last < job->num_panels ? last : job->num_panels;
     to = to < job->num_groups ? to : job->num_groups;
     _Alignas(64) vf sums[MAX_PANEL * MAX_GROUPS];
-    long step = last - first == 1 ? MAX_GROUPS : job->ops->groups;
+    int is_ahead = job->ops->sums_ahead && last - first < BLOCK;
+    /* Many groups at once: for a tile of few rows, and to write longer pieces of y where weights are there in time. */
+    int takes_many = is_ahead ? job->p.m <= 4 : last - first == 1 || job->ops->sums_ahead;
+    long step = takes_many ? MAX_GROUPS : job->ops->groups;
     if (job->p.epilogue == SILU_MUL)
         step = padded(step, 2);
 #if defined(PAGEWIRE_AMX)
@@ -143,10 +149,16 @@ static void product_task(const void *about, long i)
     /* Groups in the outer loop: their weights are read from memory once for all panels of the block. */
     for (long group = from; group < to; group += step) {
         long end = group + step < to ? group + step : to;
+        long next = end < to ? end : end + (job->num_threads - 1) * job->size; /* the other threads take tasks, too */
+        next = next + step < job->num_groups ? next : 0;
         const char *w = job->ops->prepare(job->p.w, group, end, last - first);
         for (long panel = first; panel < last; panel++) {
             long row = first_row(job, panel), rows = first_row(job, panel + 1) - row;
-            job->ops->sums(job->p.w, job->panels + panel * job->panel_bytes, rows, w, last - first, group, end, sums);
+            const char *x = job->panels + panel * job->panel_bytes;
+            if (is_ahead)
+                job->ops->sums_ahead(job->p.w, x, rows, w, last - first, group, end, sums, panel - first, next);
+            else
+                job->ops->sums(job->p.w, x, rows, w, last - first, group, end, sums);
             finish(job, row, rows, group, end - group, sums);
         }
     }
@@ -171,7 +183,10 @@ static void run(const Product *products, long count, Best *best)
         long rows = job->ops->panel_rows;
         job->num_panels = (p->m + rows - 1) / rows;
         job->panel_bytes = (job->ops->panel_bytes(p->w, (p->m + job->num_panels - 1) / job->num_panels) + 63) / 64 * 64;
-        job->block = X_BYTES / job->panel_bytes < 1 ? 1 : X_BYTES / job->panel_bytes;
+        long most = X_BYTES / job->panel_bytes < BLOCK ? BLOCK : X_BYTES / job->panel_bytes;
+        long blocks = (job->num_panels + most - 1) / most; /* of equal size: a small last one would wait for memory */
+        job->block = (job->num_panels + blocks - 1) / blocks;
+        job->num_threads = pagewire_num_threads();
         job->num_groups = num_groups(p->w->n, p->w->is_gated);
         /* All products share the threads in proportion to their weights. */
         long least = TASK_BYTES / (p->w->k * 32 + 1) + 1;

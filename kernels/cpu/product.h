@@ -20,7 +20,7 @@ enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS,
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
-#define TALL(R) ((R) == 1 ? 4 * WIDE : (R) <= 4 ? 2 * WIDE : WIDE)
+#define TALL(R) ((R) <= 4 ? 2 * WIDE : WIDE)
 
 /* DO(1) to DO(MR). */
 #ifdef __AVX512F__
@@ -73,6 +73,10 @@ typedef struct {
     void (*sums)(const Matrix *, const void *panel, long rows, const char *w, long num_panels, long from, long to,
                  vf *out);
     long groups; /* how many groups `sums` is called for at once, if there are several panels */
+    /* `sums` for few panels, or 0. The index-th panel brings its share of the weights of as many groups from `next` on
+     * into the cache: otherwise the first panel would wait for memory, and memory for the others. */
+    void (*sums_ahead)(const Matrix *, const void *panel, long rows, const char *w, long num_panels, long from, long to,
+                       vf *out, long index, long next);
 } KindOps;
 
 extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot, pagewire_grouped, pagewire_fp8, pagewire_fp8_f32;
@@ -125,13 +129,14 @@ void pagewire_dense_sums(const float *panel, long rows, const char *w, long k, l
  * cache. */
 void pagewire_interleave(const float *const *rows, long count, long words, long padded_words, float *out);
 
-/* One layer's keys and values, [blocks][block_size][kv_heads][dim], and the parameters of its attention. */
+/* One layer's keys and values, [pages][block_size][kv_heads][dim], and the parameters of its attention. */
 typedef struct {
     const char *keys, *values;
     long heads, kv_heads, dim, block_size, window; /* window 0: none */
     float scale, softcap;                          /* softcap 0: none */
     int bf16, rounds;                              /* rounds: bfloat16 arithmetic, with a bfloat16 cache only */
     const float *sinks;                            /* [heads]: a logit each that joins the denominator; or 0 */
+    long page_stride;                              /* bytes from a page to the next */
 } Pages;
 
 /* Attention of all rows of a step; see `attention.c`. */

@@ -5,7 +5,8 @@
 void pagewire_rms_norm(const float *, const float *, const float *, float, float *, float *, long, long);
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
-void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, int);
+void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, long, long,
+                       int);
 
 /* Columns of a register: at offset · tokens + first, rows `stride` apart. */
 typedef struct {
@@ -27,6 +28,7 @@ typedef struct {
     Columns in, in2, out;
     long width; /* of a row of OP_NORM, OP_ADD */
     long heads, kv_heads, dim;
+    long table; /* of OP_ATTEND */
     const Matrix *matrix;
     const Experts *experts;
     const float *weight, *weight2, *cos, *sin;
@@ -35,8 +37,9 @@ typedef struct {
 } Operation;
 
 typedef struct {
-    const int64_t *ids, *positions, *slots; /* [tokens] */
-    const int32_t *table;
+    const int64_t *ids, *positions; /* [tokens] */
+    const int64_t *slots;           /* [tables][tokens] */
+    const int32_t *tables;          /* [tables][rows][table_stride] */
     const int64_t *contexts, *counts; /* [rows] */
     long tokens, rows, table_stride;
     float *work; /* the registers */
@@ -52,8 +55,11 @@ static void attend(const Operation *o, const Step *s)
     const Pages *p = o->pages;
     long stride = o->in.stride, kv = p->kv_heads * p->dim;
     const float *query = at(s, o->in), *key = query + p->heads * p->dim, *value = key + kv;
-    pagewire_write_kv(key, stride, value, stride, (char *)p->keys, (char *)p->values, s->slots, s->tokens, kv, p->bf16);
-    pagewire_attend(p, query, stride, s->table, s->table_stride, s->contexts, s->counts, at(s, o->out), s->rows);
+    const int64_t *slots = s->slots + o->table * s->tokens;
+    const int32_t *table = s->tables + o->table * s->rows * s->table_stride;
+    pagewire_write_kv(key, stride, value, stride, (char *)p->keys, (char *)p->values, slots, s->tokens, kv,
+                      p->block_size, p->page_stride, p->bf16);
+    pagewire_attend(p, query, stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out), s->rows);
 }
 
 static void mix(const Operation *o, const Step *s)

@@ -14,6 +14,7 @@ class Pages(ctypes.Structure):
         *((name, _F) for name in ("scale", "softcap")),
         *((name, _I) for name in ("bf16", "rounds")),
         ("sinks", _P),
+        ("page_stride", _L),
     )
 
 
@@ -48,7 +49,7 @@ class Operation(ctypes.Structure):
     _fields_ = (
         *((name, _L) for name in ("kind", "epilogue")),
         *((name, Columns) for name in ("in_", "in2", "out")),
-        *((name, _L) for name in ("width", "heads", "kv_heads", "dim")),
+        *((name, _L) for name in ("width", "heads", "kv_heads", "dim", "table")),
         *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages")),
         ("eps", _F),
     )
@@ -58,7 +59,7 @@ class StepFields(ctypes.Structure):
     """`Step` of program.c."""
 
     _fields_ = (
-        *((name, _P) for name in ("ids", "positions", "slots", "table", "contexts", "counts")),
+        *((name, _P) for name in ("ids", "positions", "slots", "tables", "contexts", "counts")),
         *((name, _L) for name in ("tokens", "rows", "table_stride")),
         ("work", _P),
     )

@@ -5,8 +5,8 @@ lengths. `decode_attention` starts a fixed number of programs, which take the (c
 program that finishes the last chunk of a row merges all of them, in the order of their positions. The cuts of a row
 depend on its own length only and no sum on the order of arrival: a row has the same bits in any batch and in every run.
 
-Pages are head-major, [blocks, kv_heads, block_size, head_dim], and already hold this step's keys and values. A tile is
-one page, so its keys are contiguous. `extend_attention.py` shares the arithmetic of a tile.
+Pages are head-major, [pages, kv_heads, block_size, head_dim], any distance apart, and already hold this step's keys and
+values. A tile is one page, so its keys are contiguous. `extend_attention.py` shares the arithmetic of a tile.
 """
 
 import math
@@ -105,16 +105,16 @@ def decode_attention(
 ) -> None:
     """Attention of the rows that `workspace` was planned for; rows with a context of 0 get zeros.
 
-    out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [blocks, kv_heads, block_size, head_dim],
-    of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, max blocks]
-    int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part in the softmax and
-    has no value. num_programs: as many as the device holds at once, three per multiprocessor with head_dim 128; the
-    result does not depend on it.
+    out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [pages, kv_heads, block_size, head_dim],
+    pages of one stride, of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table:
+    [rows, max blocks] int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part
+    in the softmax and has no value. num_programs: as many as the device holds at once, three per multiprocessor with
+    head_dim 128; the result does not depend on it.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_pages.shape
     assert workspace.chunk % block_size == 0, (workspace.chunk, block_size)
-    assert k_pages.is_contiguous() and v_pages.is_contiguous()
+    page_stride = stride_of_pages(k_pages, v_pages)
     assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     score_scale, cap = score_factors(scale * k_scale, softcap)
     group = heads // kv_heads
@@ -136,6 +136,7 @@ def decode_attention(
         out.stride(0),
         query.stride(0),
         block_table.stride(0),
+        page_stride,
         KV_HEADS=kv_heads,
         GROUP=group,
         TILE_ROWS=max(16, triton.next_power_of_2(group)),
@@ -143,6 +144,13 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         **_options(head_dim),
     )
+
+
+def stride_of_pages(k_pages: Tensor, v_pages: Tensor) -> int:
+    """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim]."""
+    assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride(), (k_pages.shape, v_pages.shape)
+    assert k_pages[0].is_contiguous(), k_pages.stride()
+    return k_pages.stride(0)
 
 
 def _options(head_dim: int) -> dict[str, int]:
@@ -238,6 +246,7 @@ def _decode_kernel(
     out_stride,
     query_stride,
     table_stride,
+    page_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -280,14 +289,14 @@ def _decode_kernel(
         # not pipelined.
         next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
         for page in range(first_page, last_page):
-            at = next_block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD_DIM) + of_head
+            at = next_block.to(tl.int64) * page_stride
             next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
             position = page * BLOCK_SIZE + offsets
             seen = (position >= start) & (position < stop)
             # The values are masked too, not only the scores: 0 · NaN from a stale page is NaN.
-            k = tl.load(k_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            k = tl.load(k_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
             scores = tl.where(seen[None, :], tile_scores(q, k, score_scale, cap), float("-inf"))
-            v = tl.load(v_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            v = tl.load(v_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
             acc, most, total = softmax_step(acc, most, total, scores, v)
 
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]

@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .decode_attention import score_factors, softmax_step, tile_scores
+from .decode_attention import score_factors, softmax_step, stride_of_pages, tile_scores
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
@@ -82,7 +82,7 @@ def extend_attention(
     _, kv_heads, block_size, _ = k_pages.shape
     group = heads // kv_heads
     assert group <= tile_rows, (group, tile_rows)
-    assert k_pages.is_contiguous() and v_pages.is_contiguous() and work.is_contiguous()
+    assert work.is_contiguous()
     assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     score_scale, cap = score_factors(scale * k_scale, softcap)
     _extend_kernel[(work.shape[0] * kv_heads,)](
@@ -101,6 +101,7 @@ def extend_attention(
         out.stride(0),
         query.stride(0),
         block_table.stride(0),
+        stride_of_pages(k_pages, v_pages),
         KV_HEADS=kv_heads,
         GROUP=group,
         TILE_ROWS=tile_rows,
@@ -132,7 +133,7 @@ def _add_pages(
     window,
     score_scale,
     cap,
-    BLOCK_STRIDE: tl.constexpr,
+    page_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -144,22 +145,22 @@ def _add_pages(
     # One iteration ahead, see `_decode_kernel`.
     next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
     for page in range(first_page, last_page):
-        at = next_block.to(tl.int64) * BLOCK_STRIDE + in_page
+        at = next_block.to(tl.int64) * page_stride
         next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
         if MASKED:
             key = page * BLOCK_SIZE + offsets
             written = (key < stop)[:, None]  # a NaN in a stale slot would spoil the sums even with a weight of 0
-            k = tl.load(k_head + at, mask=written, other=0.0).to(q.dtype)
+            k = tl.load(k_head + at + in_page, mask=written, other=0.0).to(q.dtype)
             scores = tile_scores(q, k, score_scale, cap)
             seen = key[None, :] <= position[:, None]
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            v = tl.load(v_head + at, mask=written, other=0.0).to(q.dtype)
+            v = tl.load(v_head + at + in_page, mask=written, other=0.0).to(q.dtype)
         else:
-            k = tl.load(k_head + at).to(q.dtype)
+            k = tl.load(k_head + at + in_page).to(q.dtype)
             scores = tile_scores(q, k, score_scale, cap)
-            v = tl.load(v_head + at).to(q.dtype)
+            v = tl.load(v_head + at + in_page).to(q.dtype)
         acc, most, total = softmax_step(acc, most, total, scores, v)
     return acc, most, total
 
@@ -181,6 +182,7 @@ def _extend_kernel(
     out_stride,
     query_stride,
     table_stride,
+    page_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -215,7 +217,6 @@ def _extend_kernel(
         total = tl.full([TILE_ROWS], 1.0, tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
 
-    BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     k_head = k_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
     v_head = v_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = block_table + row * table_stride
@@ -229,15 +230,15 @@ def _extend_kernel(
         open_page = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), BLOCK_SIZE), full)
         acc, most, total = _add_pages(
             acc, most, total, q, position, k_head, v_head, table, first_page, open_page, stop, window, score_scale, cap,
-            BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, True,
+            page_stride, HEAD_DIM, BLOCK_SIZE, True,
         )  # fmt: skip
     acc, most, total = _add_pages(
         acc, most, total, q, position, k_head, v_head, table, open_page, full, stop, window, score_scale, cap,
-        BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, False,
+        page_stride, HEAD_DIM, BLOCK_SIZE, False,
     )  # fmt: skip
     acc, most, total = _add_pages(
         acc, most, total, q, position, k_head, v_head, table, full, last_page, stop, window, score_scale, cap,
-        BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, True,
+        page_stride, HEAD_DIM, BLOCK_SIZE, True,
     )  # fmt: skip
 
     result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_attention import stride_of_pages
 from .variant import WIDE, Plan, Variant, shaped
 
 _MAX_HEADS = 16  # per program: with 4 warps a thread has 8 values of each half of a head
@@ -53,6 +54,7 @@ def _norm_rotary_write(
     k_pages,
     v_pages,
     qkv_stride,
+    page_stride,
     eps,
     k_factor,
     v_factor,
@@ -82,7 +84,7 @@ def _norm_rotary_write(
         kv_heads = ((group - Q_GROUPS) * KV_BLOCK + tl.arange(0, KV_BLOCK))[:, None]
         slot = tl.load(slots + token).to(tl.int64)
         inside = (kv_heads < KV_HEADS) & (slot >= 0)
-        target = ((slot // PAGE * KV_HEADS + kv_heads) * PAGE + slot % PAGE) * DIM + columns[None, :]
+        target = slot // PAGE * page_stride + (kv_heads * PAGE + slot % PAGE) * DIM + columns[None, :]
         keys = states + (HEADS + kv_heads) * DIM + columns[None, :]
         _move(keys, k_pages + target, inside, k_norm, eps, cos, sin, k_factor, DIM)
         _move(keys + KV_HEADS * DIM, v_pages + target, inside, None, eps, None, None, v_factor, DIM)
@@ -113,14 +115,14 @@ def norm_rotary_write(
     """Norms, rotates and stores the states of a step's tokens.
 
     qkv: [tokens, (heads + 2 · kv_heads) · dim], queries, keys, values; norms: of queries and of keys, each [dim];
-    rotary: see `rotary_table`; positions, slots: [tokens] int32, a slot is block · block_size + offset, or -1 for a
-    token that is not written; q_out: [tokens, heads, dim]; k_pages, v_pages: [blocks, kv_heads,
-    block_size, dim] of the same type or of 8 bits; scales: of keys and of values.
+    rotary: see `rotary_table`; positions, slots: [tokens] int32, a slot is page · block_size + offset, or -1 for a
+    token that is not written; q_out: [tokens, heads, dim]; k_pages, v_pages: [pages, kv_heads,
+    block_size, dim], pages of one stride, of the same type or of 8 bits; scales: of keys and of values.
     """
     tokens, heads, dim = q_out.shape
     kv_heads, page = k_pages.shape[1:3]
     assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim) and qkv.stride(1) == 1, (qkv.shape, q_out.shape)
-    assert q_out.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous() and rotary.is_contiguous()
+    assert q_out.is_contiguous() and rotary.is_contiguous()
     if tokens == 0:
         return
     options = _options(heads, kv_heads, dim, page)
@@ -136,6 +138,7 @@ def norm_rotary_write(
         k_pages,
         v_pages,
         qkv.stride(0),
+        stride_of_pages(k_pages, v_pages),
         eps,
         1 / scales[0],
         1 / scales[1],

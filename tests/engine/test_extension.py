@@ -12,7 +12,7 @@ import torch
 import vocabulary
 
 from pagewire import LLM, SamplingParams
-from pagewire.engine.attention.base import AttentionStep
+from pagewire.engine.attention.base import AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.attention.torch_paged import TorchPagedAttention
 from pagewire.engine.extension import load_extension
@@ -64,11 +64,10 @@ def decode_step(contexts, tables, budgets, order):
         num_decode=len(contexts),
         context_lens=np.array(contexts),
         query_lens=np.ones(len(contexts), np.int64),
-        block_table=tables,
+        tables=tables[None],
         slots=torch.tensor(
-            [int(t[(c - 1) // SIZE]) * SIZE + (c - 1) % SIZE for t, c in zip(tables, contexts, strict=True)]
+            [[int(t[(c - 1) // SIZE]) * SIZE + (c - 1) % SIZE for t, c in zip(tables, contexts, strict=True)]]
         ),
-        fresh_blocks=None,
         order=np.array(order),
         extension=np.array(budgets, np.int32).tobytes(),
     )
@@ -78,8 +77,8 @@ def test_the_blocks_with_the_largest_scores_are_kept():
     """Each row's query points at the keys of two blocks. With a budget of 3 of 10 blocks the output is nearly exact;
     with a budget of all blocks it is exact."""
     torch.manual_seed(5)
-    shape = KvShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-    cache = KvCache(shape=shape, num_blocks=64, block_size=SIZE, device=torch.device("cpu"))
+    shape = KvShape.uniform(num_layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    cache = KvCache(shape=shape, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
     kind, options = load_extension("topk_blocks:TopkBlocks")
     exact = TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
     approximate = kind.wrap_attention(
@@ -103,9 +102,10 @@ def test_the_blocks_with_the_largest_scores_are_kept():
     key, value = 0.1 * torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     exact.begin(step)
     approximate.begin(step)
+    parameters = AttentionParameters(scale=1.0)
     for layer in range(2):
-        expected = exact.forward(layer, query, key, value, scale=1.0)
-        got = approximate.forward(layer, query, key, value, scale=1.0)
+        expected = exact.forward(layer, query, key, value, parameters)
+        got = approximate.forward(layer, query, key, value, parameters)
         torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
         assert not torch.equal(got, expected), "rows with a budget of 3 leave blocks out"
         assert torch.equal(got[order.index(1)], expected[order.index(1)]), "the budget covers all blocks of this row"

@@ -51,12 +51,12 @@ def test_heads_are_normed_before_they_are_rotated():
 
 
 def test_write_kv_writes_only_the_given_slots():
-    k_pages, v_pages = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
+    k_pages, v_pages = torch.zeros(3, 2, 4, 2, 6).unbind(1)  # keys and values share pages
     key, value = torch.randn(2, 5, 6).transpose(0, 1)[:3], torch.randn(3, 2, 6)  # keys need not be contiguous
     reference.write_kv(key, value, k_pages, v_pages, torch.tensor([11, 0, 6]))
-    assert torch.equal(k_pages.view(12, 2, 6)[[11, 0, 6]], key)
-    assert torch.equal(v_pages.view(12, 2, 6)[[11, 0, 6]], value)
-    assert int(k_pages.view(12, -1).any(-1).sum()) == 3
+    assert torch.equal(k_pages.flatten(0, 1)[[11, 0, 6]], key)
+    assert torch.equal(v_pages.flatten(0, 1)[[11, 0, 6]], value)
+    assert int(k_pages.flatten(0, 1).flatten(1).any(-1).sum()) == 3
 
 
 def test_attend_applies_the_softcap_to_scores():

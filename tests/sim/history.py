@@ -180,7 +180,7 @@ class History:
         if setting.tier is not None:
             self._connector = core_half(setting.tier, self._stores, BLOCK_SIZE, self.rng)
         self._scheduler = Scheduler(
-            pool=BlockPool(num_blocks=setting.num_blocks, eviction=setting.eviction),
+            pool=BlockPool(num_pages=setting.num_blocks, eviction=setting.eviction),
             block_size=BLOCK_SIZE,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
@@ -348,7 +348,7 @@ class History:
         scheduler = self._scheduler
         requests = " ".join(
             f"{r.rid}{'' if r.state.value == 'running' else '(' + r.state.value + ')'}:{r.num_computed}/{r.num_planned}"
-            f"/{r.num_total}{r.blocks}"
+            f"/{r.num_total}{r.held}"
             for r in scheduler.table.running
         )
         summary = "no plan"
@@ -387,7 +387,7 @@ class History:
             else:
                 routed.difference_update((event.tier, key) for key in event.keys)
         pool = self._scheduler.pool
-        known = {("device", key) for key, block in pool._by_key.items() if pool._place[block] != _PARTIAL}
+        known = {("device", key) for key, block in pool._by_name.items() if pool._place[block] != _PARTIAL}
         if self._connector is not None:
             known |= keys_of(self._connector)
         assert routed <= known, "a router believes that a block is cached which is not"
@@ -522,7 +522,7 @@ class History:
         worker = self._worker
         if self._faults:
             return
-        for key, block in self._scheduler.pool._by_key.items():
+        for key, block in self._scheduler.pool._by_name.items():
             self._oracle.expect(key, worker.read_block(block))
 
     def _check_the_end(self) -> None:

@@ -16,7 +16,7 @@ from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache
-from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
@@ -62,14 +62,14 @@ def _hold_nothing(self: BlockPool, blocks: list[int]) -> None:
 def _release_in_flight(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
     _table_end(self, request, terminal)
     if request.row >= 0:
-        self._pool.release(request.blocks)
+        self._pool.release(request.held)
         self.free_rows.append(request.row)
         request._forget()
 
 
 def _preempt_in_flight(self: RequestTable, request: Request) -> None:
-    self._pool.release(request.blocks)
-    request.blocks = []
+    self._pool.release(request.held)
+    request.tables = [Table([], request.num_blocks) for _ in request.tables]
     _table_preempt(self, request)
 
 
@@ -103,14 +103,16 @@ def _key_without_parent(parent: bytes, ids: bytes) -> bytes:
 
 def _commit_too_early(self: PrefixCache, request: Request) -> None:
     full = len(request.ids) // self._block_size if self.enabled else 0
-    for i, key in enumerate(request.block_keys(full, self._block_size)[: len(request.blocks)]):
-        self._pool.register(request.blocks[i], key, i)
+    for i, key in enumerate(request.block_keys(full, self._block_size)[: request.num_blocks]):
+        for table in request.tables:
+            if i >= table.first:
+                self._pool.register(table.blocks[i - table.first], key, i)
 
 
-def _copy_one_too_many(self: PrefixCache, request: Request):
-    found = _prefix_find(self, request)
-    is_last = len(found.blocks) * self._block_size + found.num_copied + 1 >= len(request.ids)
-    return found if found.source is None or is_last else found._replace(num_copied=found.num_copied + 1)
+def _copy_one_too_many(self: PrefixCache, request: Request, **more):
+    found = _prefix_find(self, request, **more)
+    is_last = found.num + 1 >= len(request.ids)
+    return found if not found.pinned or is_last else found._replace(num=found.num + 1)
 
 
 def _forget_copies(self: PlanBuilder, *more) -> StepPlan:
@@ -132,7 +134,7 @@ def _trust_failed_loads(self: Loads, message):
 def _compute_while_loading(self: Loads, request: Request) -> None:
     _loads_start(self, request)
     request.state = State.RUNNING
-    request.num_computed = request.num_planned = len(request.blocks) * request.block_size
+    request.num_computed = request.num_planned = request.num_blocks * request.block_size
 
 
 def _read_too_late(self: HostCore) -> bytes:
@@ -238,15 +240,17 @@ def _discard_nothing(self: Request, num: int = 0, num_sampled: int = 0) -> None:
     self.num_in_flight -= 1
 
 
-def _admit_further(self: Request, row: int, blocks: list[int], **more: int) -> None:
-    _request_admit(self, row, blocks, **more)
-    if self.num_computed + 1 < len(self.ids) and self.num_computed < len(blocks) * self.block_size:
+def _admit_further(self: Request, row: int, tables: list[Table], num_blocks: int, **more: int) -> None:
+    _request_admit(self, row, tables, num_blocks, **more)
+    if self.num_computed + 1 < len(self.ids) and self.num_computed < num_blocks * self.block_size:
         self.num_computed += 1
         self.num_planned += 1
 
 
-def _grow_unnoticed(self: Request, blocks) -> None:
-    self.blocks += blocks
+def _grow_unnoticed(self: Request, num: int, blocks) -> None:
+    for table, new in zip(self.tables, blocks, strict=True):
+        table.blocks += new
+    self.num_blocks += num
 
 
 def _set_back_but_open(self: Request, num: int) -> None:
@@ -287,7 +291,7 @@ def _open_again(self: Request) -> bool:
 
 
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
-    if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
+    if request.row >= 0 and request.num_computed < min(len(request.ids), request.num_blocks * request.block_size):
         request.num_computed += 1  # its last id has no KV, but a rejected draft token may have some
         request.num_planned = max(request.num_planned, request.num_computed)
     _table_release(self, request)

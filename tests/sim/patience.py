@@ -157,7 +157,7 @@ class FirstInQueue:
             return
         if self._may_wait and was_planned and any(id(r) not in self._known for r in flights[-1].others):
             return  # a request that may interrupt it was admitted first
-        coming = [r for r in table.running if r.blocks and (r.state is not State.RUNNING or not r.has_work)]
+        coming = [r for r in table.running if r.tables and (r.state is not State.RUNNING or not r.has_work)]
         loads = () if scheduler._loads is None else scheduler._loads._requests.values()
         ended = [r for flight in flights for r in flight.decodes + flight.others if r.state is State.ENDED]
         ended += [r for r, _ in loads if r.state is State.ENDED]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu.operations import page_stride
 from pagewire.kernels.cpu.structs import Pages
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
@@ -68,7 +69,7 @@ class Case:
     """A cache with the keys and values of some sequences, and the queries of all their positions."""
 
     query: Tensor  # [sequences, positions, heads, dim]
-    keys: Tensor  # [blocks, block_size, kv_heads, dim]
+    keys: Tensor  # [pages, block_size, kv_heads, dim], pages apart
     values: Tensor
     table: Tensor  # [sequences, blocks] int32
     rounds: bool = False
@@ -83,7 +84,7 @@ class Case:
         pages = Pages(
             self.keys.data_ptr(), self.values.data_ptr(), heads, *self.keys.shape[2:], self.keys.shape[1],
             self.window or 0, self.scale, self.softcap or 0.0, self.keys.dtype == torch.bfloat16, self.rounds,
-            None if self.sinks is None else self.sinks.data_ptr(),
+            None if self.sinks is None else self.sinks.data_ptr(), page_stride(self.keys),
         )  # fmt: skip
         query = torch.cat([self.query[row, first:last] for row, first, last in rows])
         query = torch.nn.functional.pad(query.flatten(1), (0, 48))  # queries lie apart, as in the decoder
@@ -122,13 +123,15 @@ def _case(
     num_heads, kv_heads = heads
     width = -(-positions // block_size)
     blocks = torch.randperm(sequences * width, generator=generator).view(sequences, width)
-    pages = torch.randn(2, sequences * width, block_size, kv_heads, dim, generator=generator)
+    drawn = torch.randn(2, sequences * width, block_size, kv_heads, dim, generator=generator)
     if positions % block_size:
-        pages[:, blocks[:, -1], positions % block_size :] = float("nan")
+        drawn[:, blocks[:, -1], positions % block_size :] = float("nan")
+    pages = torch.full((sequences * width, 3, *drawn.shape[2:]), float("nan"), dtype=dtype)  # of two layers
+    pages[:, 1:] = drawn.transpose(0, 1)
     return Case(
         query=torch.randn(sequences, positions, num_heads, dim, generator=generator),
-        keys=pages[0].to(dtype),
-        values=pages[1].to(dtype),
+        keys=pages[:, 1],
+        values=pages[:, 2],
         table=torch.nn.functional.pad(blocks, (0, 2), value=-1).int(),
         **options,
     )

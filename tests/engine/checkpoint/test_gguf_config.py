@@ -92,7 +92,7 @@ def test_types(kind: str, expected: str, tmp_path: Path) -> None:
     else:
         assert spec.scheme is None
     facts = model_facts(spec, path, "x")
-    num = facts.weight_bytes // (4 if expected == "float32" else 2)
+    num = facts.wide_bytes // (4 if expected == "float32" else 2)
     assert num == sum(tensor.numel() for tensor in checkpoints.load_reference(folder).parameters())
     assert (facts.path, facts.checkpoint_dtype, facts.is_native) == (str(path), expected, True)
 

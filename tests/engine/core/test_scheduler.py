@@ -20,7 +20,7 @@ def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth
         **more,
     }
     return Scheduler(
-        pool=BlockPool(num_blocks=num_blocks),
+        pool=BlockPool(num_pages=num_blocks),
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -31,7 +31,7 @@ def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth
 
 def worker_for(scheduler: Scheduler) -> FakeWorker:
     return FakeWorker(
-        num_blocks=scheduler.pool.num_blocks,
+        num_blocks=scheduler.pool.num_pages,
         block_size=BLOCK_SIZE,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

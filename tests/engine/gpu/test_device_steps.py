@@ -117,8 +117,8 @@ def steps(checkpoint):
     def make(**flags):
         config = engine_config(checkpoint("llama"), **flags)
         limits = limits_of(config, group=2, draft_tokens=0)
-        shape = KvShape(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
-        cache = KvCache(shape=shape, num_blocks=8, block_size=config.block_size, device=torch.device("cpu"))
+        shape = KvShape.uniform(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.float32)
+        cache = KvCache(shape=shape, num_pages=8, block_size=config.block_size, device=torch.device("cpu"))
         decoder, state, queue = Decoder(), State(limits), RecordingQueue()
         model = DeviceModel(
             decoder=decoder,

@@ -26,7 +26,7 @@ def test_a_long_load_takes_several_steps() -> None:
 
 
 def test_copies_are_bit_equal_in_chunks_of_any_size() -> None:
-    cache = KvCache(shape=SHAPE, num_blocks=9, block_size=SIZE, device=torch.device("cpu"))
+    cache = KvCache(shape=SHAPE, num_pages=9, block_size=SIZE, device=torch.device("cpu"))
     copier = BlockCopier(cache)
     rows = torch.stack([content(bytes([i])) for i in range(6)])
     blocks = [7, 0, 3, 8, 2, 5]

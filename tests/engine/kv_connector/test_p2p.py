@@ -36,9 +36,9 @@ from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
-SHAPE = KvShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+SHAPE = KvShape.uniform(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
 SIZE = 4  # positions a block
-BLOCK_BYTES = SHAPE.block_bytes(SIZE)
+BLOCK_BYTES = SHAPE.groups(SIZE).page_bytes
 FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=bytes(32))
 DEADLINE_S = 10.0
 
@@ -71,7 +71,7 @@ class Instance:
     def __init__(self, facts: ConnectorFacts = FACTS, **options: str) -> None:
         self.core = P2pConnector.core(options, facts)
         self.worker = P2pConnector.worker(options, facts)
-        self.cache = KvCache(shape=SHAPE, num_blocks=64, block_size=SIZE, device=torch.device("cpu"))
+        self.cache = KvCache(shape=SHAPE, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
         self.worker.register_kv_caches(self.cache)
 
     def step(self) -> None:

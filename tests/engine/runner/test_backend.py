@@ -128,7 +128,7 @@ def test_dtype_bfloat16_on_a_cpu_is_of_weights_kv_and_products(checkpoint, resol
     assert "bfloat16 weights, bfloat16 arithmetic" in runner.notes[0]
     wide = Runner.load(resolved(folder))
     assert runner._memory.weights < 0.55 * wide._memory.weights
-    assert 2 * runner._memory.block == wide._memory.block
+    assert 2 * runner._memory.page_bytes == wide._memory.page_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

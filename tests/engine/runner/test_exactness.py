@@ -66,7 +66,7 @@ def test_unwritten_memory_is_never_read(kind, checkpoint, driver, make_request):
         return [request.output for request in requests]
 
     assert run() == run() == checkpoints.reference_greedy(folder, prompts, 20)
-    assert poisoned == 2 * cache.num_blocks
+    assert poisoned == 2 * cache.num_pages
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -73,4 +73,4 @@ def test_the_default_kv_cache_size_is_what_all_requests_could_use(
 def test_ranks_split_weights_and_blocks(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
     one, _ = forecast(resolved(checkpoint("llama"), kv_cache_memory=1 << 20))
     two, _ = forecast(resolved(checkpoint("llama"), tensor_parallel_size=2, kv_cache_memory=1 << 20))
-    assert two.block == one.block // 2 and 0.4 < two.weights / one.weights < 0.6
+    assert two.page_bytes == one.page_bytes // 2 and 0.4 < two.weights / one.weights < 0.6

@@ -93,7 +93,7 @@ def test_norm_rotary(level, normed, tokens, heads, kv_heads, dim):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_kv(level, dtype):
-    pages = torch.zeros(4, 3, 4, 2, 16, dtype=dtype)
+    pages = torch.zeros(3, 4, 4, 2, 16, dtype=dtype).transpose(0, 1)  # keys and values share pages
     states = torch.randn(5, 3, 2, 16)
     states[0, 0, 0, 0] = float("nan")
     slots = torch.tensor([11, 0, 6, 7, 3])

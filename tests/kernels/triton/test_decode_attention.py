@@ -46,9 +46,11 @@ def pages_of(contexts, case, device, *, window: int | None = None) -> tuple[Tens
         table[row, : len(own)] = own
         visible = torch.arange(0 if window is None else max(0, context - window), context)
         hidden[own[visible // block_size].long(), visible % block_size] = False
-    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim)
-    pages = pages.masked_fill_(hidden[:, None, :, None], torch.nan).to(dtype).to(device)
-    return pages[0], pages[1], table.to(device)
+    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim).masked_fill_(
+        hidden[:, None, :, None], torch.nan
+    )
+    pages = pages.transpose(0, 1).to(dtype).contiguous().to(device)  # a page holds keys and values
+    return pages[:, 0], pages[:, 1], table.to(device)
 
 
 def queries_of(rows, case, device) -> Tensor:

@@ -63,9 +63,11 @@ def pages_of(counts, contexts, case, device, *, window: int | None = None) -> tu
         first = 0 if window is None else max(0, context - count + 1 - window)
         held = torch.arange(first // block_size * block_size, context)
         hidden[own[held // block_size].long(), held % block_size] = False
-    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim)
-    pages = pages.masked_fill_(hidden[:, None, :, None], torch.nan).to(dtype).to(device)
-    return pages[0], pages[1], table.to(device)
+    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim).masked_fill_(
+        hidden[:, None, :, None], torch.nan
+    )
+    pages = pages.transpose(0, 1).to(dtype).contiguous().to(device)  # a page holds keys and values
+    return pages[:, 0], pages[:, 1], table.to(device)
 
 
 def queries_of(tokens, case, device) -> Tensor:

@@ -45,8 +45,8 @@ class Case:
         self.slots = torch.randperm(BLOCKS * PAGE)[:TOKENS].int().to(device)
         self.slots[1] = -1
         self.q_out = torch.full((TOKENS, heads, dim), torch.nan, dtype=dtype, device=device)
-        shape = (2, BLOCKS, kv_heads, PAGE, dim)
-        self.pages = torch.full(shape, torch.nan, device=device).to(page_dtype or dtype)
+        shape = (BLOCKS, 2, kv_heads, PAGE, dim)  # a page holds keys and values
+        self.pages = torch.full(shape, torch.nan, device=device).to(page_dtype or dtype).transpose(0, 1)
 
     def run(self, scales=(1.0, 1.0)):
         norm_rotary_write(
