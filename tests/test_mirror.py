@@ -59,8 +59,6 @@ ELSEWHERE = {
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",
-    "engine.models.decoder": "engine/runner/test_exactness.py: against transformers",
-    "engine.models.registry": "engine/weights/test_dummy.py: every native architecture",
     "engine.parallel.shared_memory": "engine/parallel/test_collectives.py: needs processes that share it",
     "engine.steps.encoder_steps": "test_pooling.py: against transformers",
     "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",

@@ -96,7 +96,7 @@ def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
         config.raw["rope_divisors"] = list(divisors)
     spec = _read_spec(config, Fields(generation_of(gguf), gguf.path), None)
     if not is_native(spec):
-        raise ConfigError(f"{gguf.path} has {spec.rope_kind} position embeddings, which pagewire does not compute.")
+        raise ConfigError(f"{gguf.path} cannot be served: {spec.why_not_described}.")
     types = sorted({tensor.type for tensor in gguf.tensors.values()} - {*PLAIN})
     return replace(spec, scheme=GgufScheme(tuple(types)) if types else None)
 
