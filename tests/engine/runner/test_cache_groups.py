@@ -1,7 +1,6 @@
 """A model whose layers with a window are a cache group of their own: its tokens are those of transformers."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -10,10 +9,6 @@ import pytest
 import vocabulary
 
 from pagewire import LLM, SamplingParams
-from pagewire.engine.attention.cache_groups import FULL, Lifetime
-from pagewire.engine.checkpoint.spec import ModelSpec
-from pagewire.engine.models import registry
-from pagewire.engine.models.decoder import Decoder
 
 MAX_TOKENS = 24
 PROMPTS = [np.random.default_rng(n).integers(3, checkpoints.VOCAB_SIZE, n).tolist() for n in (1, 15, 16, 40, 70, 129)]
@@ -21,23 +16,10 @@ Load = Callable[..., LLM]
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def load(tmp_path: Path) -> Iterator[Load]:
     """Flags → an engine, whose model has one layer of full attention and two with a window of 24."""
     checkpoints.make_checkpoint(tmp_path, "qwen2-sliding")
     vocabulary.add_tokenizer(tmp_path)
-    build = registry.build_native
-
-    def build_in_groups(spec: ModelSpec, **options: object) -> Decoder | None:
-        decoder = build(spec, **options)
-        assert decoder is not None
-        lifetimes = [FULL if window is None else Lifetime("window", window) for window in spec.windows]
-        layers = zip(decoder.kv_shape.layers, lifetimes, strict=True)
-        decoder.kv_shape = replace(
-            decoder.kv_shape, layers=tuple(replace(tile, lifetime=lifetime) for tile, lifetime in layers)
-        )
-        return decoder
-
-    monkeypatch.setattr(registry, "build_native", build_in_groups)
     opened: list[LLM] = []
 
     def start(**flags: object) -> LLM:
