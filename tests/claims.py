@@ -29,7 +29,8 @@ def claims(found: Iterable[Source], of: dict[str, tuple[int, ...]]) -> Claims:
         array = counts[source.tensor]
         if source.columns[1]:
             matrices = array.swapaxes(-1, -2) if source.is_transposed else array
-            np.add.at(matrices[..., slice(*source.columns)], (..., source.indices(), slice(None)), 1)
+            columns = matrices[..., slice(*source.columns)]
+            np.add.at(np.moveaxis(columns, -2, 0), np.array(source.indices()), 1)
         else:
-            np.add.at(array, (..., source.indices()), 1)
+            np.add.at(np.moveaxis(array, -1, 0), np.array(source.indices()), 1)
     return counts

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import checkpoints
 import transformers
@@ -159,7 +160,7 @@ def sublayers(draw: st.DrawFn, at: str) -> Sublayer:
     before, after, last = (
         draw(norms(at + name, HIDDEN)) if draw(st.booleans()) else None for name in ("norm", "post_norm", "after")
     )
-    keep = "normed" if before is not None and draw(st.booleans()) else "stream"
+    keep: Literal["stream", "normed"] = "normed" if before is not None and draw(st.booleans()) else "stream"
     alpha, beta = draw(st.sampled_from([(1.0, 1.0), (1.0, 0.25), (2.0, 1.0)]))
     return Sublayer(tuple(branches), before, after, last, keep, alpha, beta)
 

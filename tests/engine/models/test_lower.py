@@ -35,7 +35,7 @@ def of(*sublayers: Sublayer, **changes: object) -> Decoder:
     plain = Decoder(
         16, 20, Embedding(matrix("embed", 20, 16)), (Block(sublayers),), rms("norm", 16, 1e-6), Head(), ("",)
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def listed(program: Program) -> list[str]:
