@@ -6,9 +6,7 @@ QKV projection, rotary embedding and KV write, attention, output projection and 
 projection and residual. More tokens take cuBLAS and a norm that adds the residual.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -168,7 +166,7 @@ class TritonDecoder:
         reference = Reference(
             program, tables, max_len=1, dtype=dtype, weight_dtype=dtype, device=device, group=group
         )  # fmt: skip
-        self._embed: Callable[[Tensor], Tensor] = partial(reference.embed, embed)
+        self._reference, self._table = reference, embed  # not a bound function: sleep follows attributes to tensors
         self._vocabulary = Vocabulary(program, tables, group)
         hidden = program.hidden
 
@@ -232,7 +230,7 @@ class TritonDecoder:
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
 
         stream = self._stream[:tokens]
-        stream.copy_(self._embed(ids))
+        stream.copy_(self._reference.embed(self._table, ids))
         dtype, device = stream.dtype, stream.device
         qkv = torch.empty((tokens, (self._heads + 2 * self._kv_heads) * self._dim), dtype=dtype, device=device)
         query = torch.empty((tokens, self._heads, self._dim), dtype=dtype, device=device)

@@ -1,5 +1,6 @@
 """A mixture of experts in torch, against a formula and against the blocks of transformers."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +87,7 @@ class Experts:
 
 def make(*, num: int = 6, top_k: int = 2, renorm: bool = True) -> Experts:
     def random(*size: int) -> Tensor:
-        return torch.randn(size) * size[-1] ** -0.5
+        return torch.randn(size) / math.sqrt(size[-1])
 
     torch.manual_seed(0)
     router = Router(weight(num, HIDDEN), top_k, renorm=renorm, rounds_weights=False)
