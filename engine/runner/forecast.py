@@ -28,10 +28,10 @@ from .loading import (
     count_numbers,
     host_workspace,
     keeps_quantized,
+    kv_shape_of,
     no_kv,
     pages_needed,
     program_of,
-    shape_of,
 )
 from .memory import MemoryPlan
 
@@ -75,7 +75,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     if not is_native(spec):
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
     program = program_of(spec, 0, config.tensor_parallel_size)
-    shape = shape_of(config, program)
+    shape = kv_shape_of(config, program)
     kept: set[str] = set()
     if config.load_format != "dummy":
         assert spec.decoder is not None

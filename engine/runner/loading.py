@@ -24,7 +24,6 @@ from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.layers import UnknownLayerError, layers_of
 from ..models.cut import cut, share
-from ..models.description import Reach
 from ..models.lower import lower
 from ..models.program import Mixture, Program
 from ..parallel.collectives import Group
@@ -94,7 +93,7 @@ def load_model(
         ops = None if why is None else backend.ops
         is_kept = keeps_quantized(config, spec, ops, dtype)
         program = program_of(spec, group.rank, group.size)
-        kv_shape = shape_of(config, program)
+        kv_shape = kv_shape_of(config, program)
         if why is None:
             assert queue is not None
             return _on_device(config, spec, program, kv_shape, queue, group, progress, is_kept=is_kept)
@@ -296,18 +295,19 @@ def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
     return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
 
 
-def shape_of(config: EngineConfig, program: Program) -> KvShape:
-    """The KV of a program. Connectors store the blocks of one group only, so with one no layer's blocks end early."""
-
-    def lifetime(reach: Reach) -> Lifetime:
-        return FULL if config.kv_connector else Lifetime(reach.kind, reach.positions)
-
+def shape_of(program: Program, dtype: torch.dtype, *, is_one_group: bool = False) -> KvShape:
+    """The KV of a program. is_one_group: no layer's blocks end before the row does."""
+    lifetimes = [FULL if is_one_group else Lifetime(tile.reach.kind, tile.reach.positions) for tile in program.tiles]
+    tiles = zip(program.tiles, lifetimes, strict=True)
     return KvShape(
-        layers=tuple(
-            Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime(tile.reach)) for tile in program.tiles
-        ),
-        dtype=DTYPES[config.kv_cache_dtype],
+        layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
+        dtype=dtype,
     )
+
+
+def kv_shape_of(config: EngineConfig, program: Program) -> KvShape:
+    """Connectors store the blocks of one group only."""
+    return shape_of(program, DTYPES[config.kv_cache_dtype], is_one_group=config.kv_connector is not None)
 
 
 def _fill(

@@ -134,7 +134,7 @@ class Engine:
             self.program, packing.weights, max_len=64, dtype=float32, weight_dtype=float32, device=cpu, group=group
         )
         vocabulary = Vocabulary(self.program, packing.weights, group)
-        self.model = NativeModel(reference, vocabulary, shape_of(self.program), self.kernels)
+        self.model = NativeModel(reference, vocabulary, shape_of(self.program, torch.float32), self.kernels)
 
     def states(self, *, in_c: bool) -> list[Tensor]:
         """Of a step with 20 and 7 tokens, and one with a token of each row."""
