@@ -26,7 +26,7 @@ from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Body, Decoder, Mlp, Norm, Temperature
+from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, Mlp, Reach
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
@@ -211,27 +211,13 @@ def on_attention(**changes: object) -> Callable[[Body], Body]:
     return lambda body: replace(body, **changes) if isinstance(body, Attention) else body
 
 
-HEADS = Norm(16, kind="layer")  # without weights
 CHANGES: dict[str, tuple[Callable[[Body], Body], str]] = {
     "nothing": (lambda body: body, "C"),
-    "clipped projections": (on_attention(clip=0.5), "C Clip Clip Clip C"),
-    "scaled queries": (on_attention(temperature=Temperature(0.5, 4)), "C Heat C"),
-    "norms after the rotation": (
-        on_attention(q_norm=HEADS, k_norm=HEADS, norm_after_rope=True), "C Normalize Normalize C",
-    ),
-    "a norm of values": (on_attention(v_norm=HEADS), "C Normalize C"),
-    "no rotation": (on_attention(rope=None), "C"),
-    "capped scores": (on_attention(softcap=2.0), "C"),
-    "an activation": (
-        lambda body: replace(body, act="gelu_tanh") if isinstance(body, Mlp) else body, "C Glu C",
-    ),
-    "no gate": (
-        lambda body: replace(body, gate=None, act="relu2") if isinstance(body, Mlp) else body, "C Activate C",
-    ),
-    "a scaled output": (
-        lambda body: replace(body, out_scale=0.5) if isinstance(body, Mlp) else body, "C Scale C",
-    ),
-}  # fmt: skip
+    "clipped projections": (on_attention(clip=0.5), "C"),
+    "positions that change scores": (on_attention(alibi=Alibi((0.5, 0.25, 0.125, 0.0625))), "C Attend C"),
+    "positions in chunks": (on_attention(reach=Reach("chunk", 8)), "C Attend C"),
+    "sparse gates": (lambda body: replace(body, sparsity=0.75) if isinstance(body, Mlp) else body, "C Glu C"),
+}
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
