@@ -18,7 +18,7 @@ from torch import Tensor
 from pagewire.bench.engine.step import opened, plan
 from pagewire.config.flags import make_config
 from pagewire.engine.attention.base import AttentionStep
-from pagewire.engine.attention.kv_cache import KvCache
+from pagewire.engine.attention.kv_cache import KvCache, KvShape, Tile
 from pagewire.engine.attention.native import NativePagedAttention
 from pagewire.engine.executors import native
 from pagewire.engine.executors.native import NativeModel
@@ -32,7 +32,6 @@ from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import make_memory
-from pagewire.engine.runner.loading import shape_of
 from pagewire.engine.runner.runner import Runner
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.library import Kernels
@@ -134,7 +133,8 @@ class Engine:
             self.program, packing.weights, max_len=64, dtype=float32, weight_dtype=float32, device=cpu, group=group
         )
         vocabulary = Vocabulary(self.program, packing.weights, group)
-        self.model = NativeModel(reference, vocabulary, shape_of(self.program), self.kernels)
+        tiles = tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in self.program.tiles)
+        self.model = NativeModel(reference, vocabulary, KvShape(layers=tiles, dtype=float32), self.kernels)
 
     def states(self, *, in_c: bool) -> list[Tensor]:
         """Of a step with 20 and 7 tokens, and one with a token of each row."""
