@@ -1,6 +1,6 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,16 +31,6 @@ class Matrix(Protocol):
         """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the activations' type."""
 
 
-class Experts(Protocol):
-    """The experts of a layer, and how they are chosen."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def forward(self, x: Tensor, router_logits: Tensor) -> Tensor:
-        """The weighted sum over each token's experts. x: [tokens, hidden]; router_logits: [tokens, experts] → as x."""
-
-
 class StoredMatrix(Matrix, Protocol):
     """A matrix of a table with a `storage`."""
 
@@ -62,12 +52,8 @@ class Ops:
     matrix: Callable[[Tensor], Matrix]  # only for products
     gated: Callable[[Tensor], Matrix]  # only for `silu_mul`: the first half of the rows are gates, the second ups
     table: Callable[[Tensor], Matrix]  # of the vocabulary: for lookups, and for the head's products
-    experts: Callable[[Sequence[tuple[Matrix, Matrix]], int, bool, bool], Experts]  # see `reference.TorchExperts`
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
     quantized: Callable[[StoredWeight, bool], Matrix] | None  # keeps a quantized weight; the second says if gated
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     storage: Storage | None = None  # None: its matrices cannot be stored
@@ -90,12 +76,8 @@ def reference_ops(*, quantization: str | None = None) -> Ops:
         matrix=matrix,
         gated=matrix,
         table=table,
-        experts=reference.TorchExperts,
         router=reference.TorchMatrix,
         quantized=None,
-        rms_norm=reference.rms_norm,
-        add_rms_norm=reference.add_rms_norm,
-        norm_rotary=reference.norm_rotary,
         write_kv=reference.write_kv,
         greedy=reference.greedy,
     )

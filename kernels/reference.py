@@ -3,9 +3,6 @@
 Called through the table in `ops.py`. Takes tensors only, never a model, a config or a request.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +13,6 @@ from .grouped_weight import GroupedWeight, zero_points
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, computed in float32. x: [..., dim], weight: [dim], result as x."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). All [tokens, dim]; the inputs are not changed."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -260,58 +251,3 @@ def moe(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tens
         result = F.linear(silu_mul(F.linear(x[token], gate_up[expert])), down[expert])
         out.index_add_(0, token, result * weights[token, choice, None].to(x.dtype))
     return out
-
-
-class ExpertMatrix(Protocol):
-    """The part of `ops.Matrix` that experts use."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
-
-
-class TorchExperts:
-    """The experts of a layer, one after the other, with any kernels' matrices."""
-
-    def __init__(
-        self,
-        experts: Sequence[tuple[ExpertMatrix, ExpertMatrix]],
-        top_k: int,
-        renormalize: bool,
-        rounds_weights: bool,
-    ) -> None:
-        """experts: gate_up (gated) and down of each. top_k, renormalize: as in `route`. rounds_weights: its weights are
-        rounded to the type of x."""
-        self._experts = experts
-        self._top_k = top_k
-        self._renormalize = renormalize
-        self._rounds_weights = rounds_weights
-
-    @property
-    def nbytes(self) -> int:
-        return sum(matrix.nbytes for expert in self._experts for matrix in expert)
-
-    def forward(self, x: Tensor, router_logits: Tensor) -> Tensor:
-        weights, experts = route(router_logits, self._top_k, self._renormalize)
-        if self._rounds_weights:
-            weights = weights.to(x.dtype)
-        # A token and one of its experts are an assignment; `order` sorts the assignments by expert.
-        order = experts.view(-1).argsort()
-        counts = experts.view(-1).bincount(minlength=len(self._experts)).tolist()
-        states = x.index_select(0, order // self._top_k)
-        first = 0
-        for (gate_up, down), count in zip(self._experts, counts, strict=True):
-            if count:
-                rows = states[first : first + count]
-                rows.copy_(down.product(gate_up.silu_mul(rows, None), None))
-                first += count
-        parts = torch.empty_like(states).index_copy_(0, order, states).view(-1, self._top_k, x.shape[1])
-        # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
-        # depend on the batch.
-        total = (parts[:, 0] * weights[:, :1]).float()
-        for choice in range(1, self._top_k):
-            total += parts[:, choice] * weights[:, choice, None]
-        return total.to(x.dtype)

@@ -53,12 +53,19 @@ ELSEWHERE = {
     "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",
     "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
+    "engine.executors.functions": "engine/executors/test_reference.py: as operations",
+    "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
+    "engine.executors.weights": "engine/weights/test_quantized_exactness.py: with models, of every kind of matrix",
     "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts are not useful alone",
+    "engine.gpu.layers": "engine/gpu/test_loading.py: models with and without such layers",
     "engine.gpu.products": "engine/gpu/test_quantized.py: with a model",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
+    "engine.gpu.weights": "engine/gpu/test_quantized.py: with a model",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",
+    "engine.models.pieces": "engine/models/test_families.py: every family's page",
+    "engine.models.program": "engine/models/test_lower.py: with the programs of descriptions",
     "engine.parallel.shared_memory": "engine/parallel/test_collectives.py: needs processes that share it",
     "engine.steps.encoder_steps": "test_pooling.py: against transformers",
     "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",
@@ -85,6 +92,9 @@ ELSEWHERE = {
     "route.serve": "e2e/test_route.py: needs processes",
 }
 
+# A room whose modules are all tested by one file.
+ROOMS_ELSEWHERE = {"engine.models.families": "engine/models/test_families.py: every family's page"}
+
 
 def num_decisions(tree: ast.AST) -> int:
     """Number of branches, loops and other decisions in the functions of a module."""
@@ -102,12 +112,15 @@ def test_every_module_with_logic_has_a_test_file_at_the_mirrored_path() -> None:
     missing = {
         module
         for module, path in modules.items()
-        if num_decisions(ast.parse(path.read_text())) > _MAX_WITHOUT_A_TEST and not file_of_tests(module).exists()
+        if num_decisions(ast.parse(path.read_text())) > _MAX_WITHOUT_A_TEST
+        and not file_of_tests(module).exists()
+        and module.rpartition(".")[0] not in ROOMS_ELSEWHERE
     }
     assert not missing - ELSEWHERE.keys(), "write tests, or add the tests that cover the module to ELSEWHERE"
     assert not ELSEWHERE.keys() - missing, "remove these from ELSEWHERE"
 
 
 def test_every_exception_names_an_existing_file_and_a_reason() -> None:
-    assert not [where for where in ELSEWHERE.values() if not (TESTS / where.partition(":")[0]).exists()]
-    assert all(where.partition(": ")[2] for where in ELSEWHERE.values())
+    places = [*ELSEWHERE.values(), *ROOMS_ELSEWHERE.values()]
+    assert not [where for where in places if not (TESTS / where.partition(":")[0]).exists()]
+    assert all(where.partition(": ")[2] for where in places)

@@ -298,7 +298,7 @@ class _Compiler:
             return None
         stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
         pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]
-        experts = NativeExperts(self._kernels, pairs, top_k=router.top_k, renormalize=router.renorm)
+        experts = NativeExperts(pairs, top_k=router.top_k, renormalize=router.renorm)
         self._kept.append(experts)
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):

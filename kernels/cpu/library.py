@@ -24,7 +24,6 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "grouped_quantize": (_P, _I, _L, _L, _L, _L, _P, _P, _P),
     "fp8_pack": (_P, _P, _L, _L, _L),
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
-    "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
     "route": (_P, _P, _P, _L, _L, _L, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
@@ -66,7 +65,6 @@ class Kernels:
         self.grouped_quantize = function("grouped_quantize")
         self.fp8_pack = function("fp8_pack")
         self.attend = function("attend")
-        self.rms_norm = function("rms_norm")
         self.rotary = function("rotary")
         self.route = function("route")
         self.experts = function("experts")

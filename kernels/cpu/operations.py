@@ -1,18 +1,15 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..grouped_weight import GroupedWeight, form
-from ..ops import Experts, Matrix, Ops, Storage
+from ..ops import Matrix, Ops, Storage
 from ..quantized_weight import StoredWeight
 from ..stored import Stored
-from .dense import NativeMatrix, PackedMatrix
-from .experts import NativeExperts
+from .dense import NativeMatrix
 from .library import Kernels
 from .quantized import NativeFp8Matrix, NativeGroupedMatrix, quantize
 
@@ -31,38 +28,6 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         if isinstance(weight, GroupedWeight):
             return NativeGroupedMatrix(kernels, weight, is_gated=is_gated)
         return NativeFp8Matrix(kernels, weight, rounds=rounds, is_gated=is_gated)
-
-    def experts(
-        matrices: Sequence[tuple[Matrix, Matrix]], top_k: int, renormalize: bool, rounds_weights: bool
-    ) -> Experts:
-        packed = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in matrices]
-        return NativeExperts(kernels, packed, top_k=top_k, renormalize=renormalize)
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        n = x.shape[-1]
-        kernels.rms_norm(x.data_ptr(), 0, weight.data_ptr(), eps, 0, out.data_ptr(), x.numel() // n, n)
-        return out
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        m, n = x.shape
-        total, out = torch.empty_like(x), torch.empty_like(x)
-        kernels.rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, total.data_ptr(), out.data_ptr(), m, n
-        )  # fmt: skip
-        return out, total
-
-    def norm_rotary(
-        states: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        m, both, dim = states.shape
-        kernels.rotary(
-            states.data_ptr(), states.stride(0),
-            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps,
-            cos.data_ptr(), sin.data_ptr(), 0, m, heads, both - heads, dim,
-        )  # fmt: skip
-        return states
 
     def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         assert value is not None and key.shape == value.shape, "the kernel writes keys and values of one size"
@@ -88,13 +53,9 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
     return Ops(
         matrix=matrix,
         gated=partial(matrix, is_gated=True),
-        experts=experts,
         table=partial(matrix, quantization=None if quantization is None else "int8"),
         router=partial(NativeMatrix, kernels),
         quantized=quantized,
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
-        norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,
         storage=Storage(layout=kernels.name, restored=restored),

@@ -7,34 +7,6 @@ static inline void scaled(const float *x, float by, const float *weight, float *
         out[i] = x[i] * by * weight[i];
 }
 
-/* out = norm(x + residual) · weight, total = x + residual; without a residual, total is not written. All [m][n]. */
-typedef struct {
-    const float *x, *residual, *weight;
-    float eps, *total, *out;
-    long n;
-} Norm;
-
-static void norm_rows(const void *about, long from, long to)
-{
-    const Norm *a = about;
-    long n = a->n;
-    for (long i = from; i < to; i++) {
-        const float *in = a->x + i * n;
-        if (a->residual) {
-            for (long j = 0; j < n; j++)
-                a->total[i * n + j] = in[j] + a->residual[i * n + j];
-            in = a->total + i * n;
-        }
-        scaled(in, inverse_rms(in, n, a->eps), a->weight, a->out + i * n, n);
-    }
-}
-
-void pagewire_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *total, float *out,
-                       long m, long n)
-{
-    run_rows(norm_rows, &(Norm){x, residual, weight, eps, total, out, n}, m, n);
-}
-
 typedef struct {
     float *states;
     long stride;

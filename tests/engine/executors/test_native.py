@@ -18,7 +18,7 @@ from torch import Tensor
 from pagewire.bench.engine.step import opened, plan
 from pagewire.config.flags import make_config
 from pagewire.engine.attention.base import AttentionStep
-from pagewire.engine.attention.kv_cache import KvCache
+from pagewire.engine.attention.kv_cache import KvCache, KvShape, Tile
 from pagewire.engine.attention.native import NativePagedAttention
 from pagewire.engine.executors import native
 from pagewire.engine.executors.native import NativeModel
@@ -26,13 +26,12 @@ from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Body, Decoder, Mlp, Norm, Temperature
+from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, Mlp, Reach
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import make_memory
-from pagewire.engine.runner.loading import shape_of
 from pagewire.engine.runner.runner import Runner
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.library import Kernels
@@ -134,7 +133,8 @@ class Engine:
             self.program, packing.weights, max_len=64, dtype=float32, weight_dtype=float32, device=cpu, group=group
         )
         vocabulary = Vocabulary(self.program, packing.weights, group)
-        self.model = NativeModel(reference, vocabulary, shape_of(self.program, torch.float32), self.kernels)
+        tiles = tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in self.program.tiles)
+        self.model = NativeModel(reference, vocabulary, KvShape(layers=tiles, dtype=float32), self.kernels)
 
     def states(self, *, in_c: bool) -> list[Tensor]:
         """Of a step with 20 and 7 tokens, and one with a token of each row."""
@@ -211,27 +211,13 @@ def on_attention(**changes: object) -> Callable[[Body], Body]:
     return lambda body: replace(body, **changes) if isinstance(body, Attention) else body
 
 
-HEADS = Norm(16, kind="layer")  # without weights
 CHANGES: dict[str, tuple[Callable[[Body], Body], str]] = {
     "nothing": (lambda body: body, "C"),
-    "clipped projections": (on_attention(clip=0.5), "C Clip Clip Clip C"),
-    "scaled queries": (on_attention(temperature=Temperature(0.5, 4)), "C Heat C"),
-    "norms after the rotation": (
-        on_attention(q_norm=HEADS, k_norm=HEADS, norm_after_rope=True), "C Normalize Normalize C",
-    ),
-    "a norm of values": (on_attention(v_norm=HEADS), "C Normalize C"),
-    "no rotation": (on_attention(rope=None), "C"),
-    "capped scores": (on_attention(softcap=2.0), "C"),
-    "an activation": (
-        lambda body: replace(body, act="gelu_tanh") if isinstance(body, Mlp) else body, "C Glu C",
-    ),
-    "no gate": (
-        lambda body: replace(body, gate=None, act="relu2") if isinstance(body, Mlp) else body, "C Activate C",
-    ),
-    "a scaled output": (
-        lambda body: replace(body, out_scale=0.5) if isinstance(body, Mlp) else body, "C Scale C",
-    ),
-}  # fmt: skip
+    "clipped projections": (on_attention(clip=0.5), "C"),
+    "positions that change scores": (on_attention(alibi=Alibi((0.5, 0.25, 0.125, 0.0625))), "C Attend C"),
+    "positions in chunks": (on_attention(reach=Reach("chunk", 8)), "C Attend C"),
+    "sparse gates": (lambda body: replace(body, sparsity=0.75) if isinstance(body, Mlp) else body, "C Glu C"),
+}
 
 
 @pytest.mark.parametrize("name", list(CHANGES))

@@ -85,7 +85,7 @@ def rotated(x: Tensor, rope: Rope, heads: int) -> Tensor:
     halves = x.unflatten(1, (heads, -1))[..., : rope.dims].double().unflatten(2, (2, -1))
     angles = POSITIONS[:, None].double() * inverse_frequencies(rope).double()
     turned = torch.complex(halves[:, :, 0], halves[:, :, 1]) * torch.polar(torch.ones(()).double(), angles)[:, None]
-    out = x.unflatten(1, (heads, -1)).clone()
+    out: Tensor = x.unflatten(1, (heads, -1)).clone()
     out[..., : rope.dims] = torch.cat((turned.real, turned.imag), -1).float() * rope.cos_scale
     return out.flatten(1)
 

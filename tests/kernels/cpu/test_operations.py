@@ -1,11 +1,17 @@
 """The C kernels against the reference, over odd shapes. At every level that runs here."""
 
+import ctypes
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.operations import native_ops
+from pagewire.kernels.cpu.structs import Columns, Operation, StepFields
+
+NORM = 6  # of `OpKind` in program.c
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +49,31 @@ def test_lookup_returns_rows_of_the_packed_weight(level, dtype, num_ids):
     assert torch.equal(NativeMatrix(level, weight).lookup(ids), weight[ids].float())
 
 
-@pytest.mark.parametrize("shape", [(1, 48), (7, 50), (300, 1024)])
-def test_norms(level, shape):
-    x, residual, weight = torch.randn(shape) * 50, torch.randn(shape), torch.randn(shape[1])
-    torch.testing.assert_close(native_ops(level).rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    normed, total = native_ops(level).add_rms_norm(x, residual, weight, 1e-6)
-    expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
-    torch.testing.assert_close(normed, expected)
-    assert torch.equal(total, expected_total)
+@pytest.mark.parametrize("is_layer", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("weights", ["none", "of a group", "of all"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 48), (7, 50), (300, 1024)])
+def test_norms(level, rows, size, weights, groups, is_layer):
+    """Of columns between others, into other columns of the same array."""
+    width, stride = groups * size, 2 * groups * size + 5
+    work = torch.randn(rows, stride) * 50
+    x, before = work[:, 2 : 2 + width].clone(), work.clone()
+    num = {"none": 0, "of a group": size, "of all": width}[weights]
+    weight, bias = torch.randn(num), torch.randn(num)
+    normalize = Operation(
+        kind=NORM, x=Columns(0, 2, stride), out=Columns(0, 2 + width, stride), width=width, size=size, dims=num,
+        act=is_layer, weight=weight.data_ptr() if num else 0, weight2=bias.data_ptr() if num and is_layer else 0,
+        eps=1e-5,
+    )  # fmt: skip
+    step = StepFields(tokens=rows, work=work.data_ptr())
+    level.program(ctypes.addressof(normalize), 1, ctypes.addressof(step))
+    norm = F.layer_norm if is_layer else F.rms_norm
+    expected = norm(x.view(rows, groups, size), (size,), eps=1e-5).flatten(1)
+    if num:
+        expected = expected * weight.repeat(width // num) + (bias.repeat(width // num) if is_layer else 0)
+    torch.testing.assert_close(work[:, 2 + width : 2 + 2 * width], expected, atol=1e-5, rtol=1e-4)
+    others = [column for column in range(stride) if not 2 + width <= column < 2 + 2 * width]
+    assert torch.equal(work[:, others], before[:, others])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,8 +109,11 @@ def test_norm_rotary(level, normed, tokens, heads, kv_heads, dim):
     norms = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
     values = states[:, heads + kv_heads :].clone()
     expected = reference.norm_rotary(states[:, : heads + kv_heads].clone(), heads, *norms, 1e-6, cos, sin)
-    out = native_ops(level).norm_rotary(states[:, : heads + kv_heads], heads, *norms, 1e-6, cos, sin)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    level.rotary(
+        states.data_ptr(), states.stride(0), *(0 if norm is None else norm.data_ptr() for norm in norms), 1e-6,
+        cos.data_ptr(), sin.data_ptr(), 0, tokens, heads, kv_heads, dim,
+    )  # fmt: skip
+    torch.testing.assert_close(states[:, : heads + kv_heads], expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(states[:, heads + kv_heads :], values)
 
 
