@@ -122,10 +122,10 @@ class _Lowering:
 
     def _norm(self, norm: Norm, x: View, name: str, *, in_place: bool = False) -> View:
         out = x if in_place else self._register(x.width)
-        weight = None
+        weight, is_float32 = None, norm.weight is not None and norm.weight.map == "plus_one"
         if norm.weight is not None:
-            weight = self._vector(name, norm.weight, is_float32=norm.weight.map == "plus_one")
-        bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias)
+            weight = self._vector(name, norm.weight, is_float32=is_float32)
+        bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias, is_float32=is_float32)
         self._op(Normalize(norm, weight, bias), (x,), (out,))
         return out
 
