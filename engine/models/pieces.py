@@ -232,9 +232,9 @@ def layers(c: Fields, block: Callable[[int], Block]) -> tuple[Block, ...]:
 
 
 def layer_types(c: Fields, default: Callable[[int], str], name: str = "layer_types") -> tuple[str, ...]:
-    """The kind of each layer, by the field or by a rule. default: layer → kind."""
+    """The kind of each layer, by the field or by a rule. default: layer → kind. name: empty: the rule alone."""
     count = num_layers(c)
-    found = c.texts(name)
+    found = c.texts(name) if name else None
     if found is None:
         return tuple(default(layer) for layer in range(count))
     if len(found) != count:
@@ -259,6 +259,12 @@ def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
     if size % 2:
         raise ConfigError(f"{c.file} has a head_dim of {size}, which is odd.")
     return heads, kv_heads, size
+
+
+def equal_heads(c: Fields) -> tuple[int, int, int]:
+    """As `heads_of`, for families without grouped heads or a head size of their own."""
+    h, heads = c.size("hidden_size", "n_embd", "n_embed", "d_model"), c.size("num_attention_heads", "n_head", "n_heads")
+    return heads, heads, c.divided("hidden numbers", h, "attention heads", heads)
 
 
 def later_layers(c: Fields) -> str:

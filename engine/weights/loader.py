@@ -189,7 +189,7 @@ class _Loading:
         rows = slice(*(source.run or (0, source.end)))
         columns = slice(*source.columns)
         dims = len(_bare(reader.shape(name)))
-        if not source.columns[1] and not source.num_experts and len(reader.shape(name)) > 1:
+        if not source.columns[1] and not source.num_experts and dims != 1:
             values = reader.tensor(name).reshape(-1)  # such as norms of heads: [heads, size]
             return values[rows] if source.run is not None else values[source.indices()]
         if source.num_experts or dims != len(reader.shape(name)):
