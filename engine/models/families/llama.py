@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
-from ..description import Attention, Block, Branch, Decoder, Reach, Rope, Sublayer, Temperature
+from ..description import Attention, Block, Body, Branch, Decoder, Reach, Rope, Sublayer, Temperature
 from ..fields import MAX_POSITIONS, Fields
 from ..pieces import (
     FULL,
@@ -139,7 +139,7 @@ def _scaled(c: Fields, scale: float, head_scale: float, *, is_sandwich: bool) ->
 
     def block(layer: int) -> Block:
         at = f"layers.{layer}."
-        bodies = (
+        bodies: tuple[tuple[str, Body], ...] = (
             ("input_layernorm", attention(sizes, qkvo(at + "self_attn.", h, *sizes, bias), scale=scale, rope=turn)),
             ("post_attention_layernorm", mlp(at + "mlp.", h, width, act, bias=mlp_bias)),
         )
