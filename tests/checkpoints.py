@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
 }
-"""Kind → its config class and the fields that differ from COMMON. The last four are served by the fallback."""
+"""Kind → its config class and the fields that differ from COMMON."""
 
 
 def make_checkpoint(

@@ -83,7 +83,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),
     "hrm_text": ({}, "calls attention more than once in layer 0"),
     "doge": ({}, r"scores with terms that pagewire does not support \(attention_mask\)"),
-    "nemotron": ({}, "does not pass keywords on to its attention"),
     "bert": ({}, _BOTH_WAYS),
     "roberta": (
         {"is_decoder": True},
@@ -91,7 +90,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     **{
         kind: ({}, _OWN_CODE)
-        for kind in ("biogpt", "codegen", "falcon", "gptj", "openai-gpt", "stablelm", "xglm", "xlm")
+        for kind in ("biogpt", "codegen", "openai-gpt", "xglm", "xlm")
     },
     "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
     **{kind: ({}, _SINKS) for kind in ("gpt_oss", "granite_swa")},
@@ -110,24 +109,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "rwkv": ({}, _RECURRENT.format("RWKV")),
     "xlstm": ({}, _RECURRENT.format("xLSTM")),
     "llama4_text": ({}, "uses chunked attention"),
-    "bloom": ({}, "ALiBi"),
-    "mpt": ({}, "ALiBi"),
+    **{kind: ({}, SERVED) for kind in ("bloom", "falcon", "nemotron", "stablelm")},
+    "gptj": ({"rotary_dim": 8}, SERVED),
+    "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, SERVED),
+    "gemma4_text": (
+        {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": checkpoints.VOCAB_SIZE,
+        },
+        SERVED,
+    ),
     **{kind: ({}, _ENCODER_DECODER) for kind in ("bart", "marian", "pegasus")},
 }  # fmt: skip
 
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
-    "gemma3": ("Gemma3ForConditionalGeneration", _IMAGES),
     "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
-    "gemma4": ("Gemma4ForConditionalGeneration", _IMAGES),
     "llama4": ("Llama4ForConditionalGeneration", _IMAGES),
     "llava": ("LlavaForConditionalGeneration", _IMAGES),
-    "mistral3": ("Mistral3ForConditionalGeneration", _IMAGES),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", _IMAGES),
     "gemma3n_text": ("Gemma3nForCausalLM", "its last 15 layers share the keys and values of earlier ones"),
-    "gemma4_text": ("Gemma4ForCausalLM", r"heads of different sizes \(256 and 512\)"),
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
 }

@@ -42,7 +42,7 @@ _EVERY_TIME: tuple[str, ...] = (
     "deepseek_v3",
     "bart",
 )
-_EVERY_TIME += ("qwen3_5_text", "gptj", "gemma3", "gemma4_text", "t5")  # the others are for `make test-long`
+_EVERY_TIME += ("qwen3_5_text", "gptj", "llava", "gemma4_text", "t5")  # the others are for `make test-long`
 
 
 def with_marks(kinds: list[str]) -> list[object]:
@@ -131,7 +131,7 @@ def test_the_fallback_check_tolerates_rounding_to_16_bits(kind: str, tmp_path: P
         )
 
 
-@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+@pytest.mark.parametrize("kind", ["llama", "persimmon"])
 def test_flags_and_files_that_serve_refuses(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A native model and one of the fallback. All three commands check the same things."""
     folder = families.make_family(tmp_path, kind)
@@ -164,7 +164,7 @@ def test_flags_and_files_that_serve_refuses(kind: str, tmp_path: Path, capsys: p
         assert diagnose(folder) == explain(folder, capsys) == sentence
 
 
-@pytest.mark.parametrize("kind", ["olmo2"])
+@pytest.mark.parametrize("kind", ["persimmon"])
 def test_features_of_native_families_only(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = families.make_family(tmp_path, kind)
     for flags, options in (
@@ -174,7 +174,7 @@ def test_features_of_native_families_only(kind: str, tmp_path: Path, capsys: pyt
     ):
         sentence = serve(folder, **options)
         assert sentence is not None and re.match(
-            rf"{flags[0]} needs a model that pagewire describes; transformers runs Olmo2ForCausalLM", sentence
+            rf"{flags[0]} needs a model that pagewire describes; transformers runs PersimmonForCausalLM", sentence
         )
         assert explain(folder, capsys, *flags) == sentence
     config = json.loads((folder / "config.json").read_text())
@@ -196,9 +196,9 @@ def test_a_folder_of_gguf_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["diffllama", "gemma3"])
+@pytest.mark.parametrize("kind", ["diffllama", "llava"])
 def test_a_real_server_ends_with_the_same_sentence(kind: str, tmp_path: Path) -> None:
-    """diffllama is refused by the worker, and gemma3 before any process starts."""
+    """diffllama is refused by the worker, and llava before any process starts."""
     folder = families.make_family(tmp_path, kind)
     environment = os.environ | {"PYTHONPATH": str(_ROOT / ".typing")}
     command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--port", "0"]

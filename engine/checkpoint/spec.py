@@ -111,7 +111,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     check_architecture(whole.raw, architecture, generates=folder is None or generates(folder, architecture))
 
     config = text_fields(whole) if architecture in pages() else whole
-    hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+    hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
     num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
     num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
@@ -123,7 +123,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     if head_dim % 2:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
     max_position = config.size(
-        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length",
+        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len",
+        "seq_length",
         default=2048, most=MAX_POSITIONS,
     )  # fmt: skip
     rope_kind, original = _rope(config, max_position)

@@ -29,8 +29,6 @@ _TWO_SIZES = "its layers have heads of different sizes ({} and {}), and pagewire
 
 # model_type → the reason, where the config does not show it or has fields of its own for it.
 _BY_TYPE = {
-    "bloom": _ALIBI,
-    "mpt": _ALIBI,
     "gpt_oss": _SINKS,
     "flint": _SINKS,
     "granite_swa": _SINKS,

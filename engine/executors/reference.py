@@ -131,7 +131,7 @@ class Reference:
     def embed(self, args: Embed, ids: Tensor) -> Tensor:
         """The embeddings of ids. Every rank has those of its own rows; the others are 0."""
         matrix = self.weights.matrix(args.table)
-        if self._group.size == 1:
+        if self._group.size == 1 or args.is_whole:
             out = matrix.lookup(ids)
         else:
             local = ids - args.first_id

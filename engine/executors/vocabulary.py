@@ -16,12 +16,13 @@ class Vocabulary:
         self._program, self._group = program, group
         self._matrix = weights.matrix(program.head)
         self._project = None if program.head_project is None else weights.matrix(program.head_project)
+        self._bias = weights.vector(program.head_bias)
         self._first, _ = share(program.vocab, group.rank, group.size)
         _, self._most = share(program.vocab, 0, group.size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
-        out = self._matrix.product(self._projected(hidden), None).float()
+        out = self._matrix.product(self._projected(hidden), self._bias).float()
         if self._program.head_scale != 1.0:
             out = out * self._program.head_scale
         if cap := self._program.head_softcap:
@@ -34,7 +35,7 @@ class Vocabulary:
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
-        if self._program.head_scale != 1.0 or self._program.head_softcap:
+        if self._program.head_scale != 1.0 or self._program.head_softcap or self._bias is not None:
             return reference.greedy(self.logits(hidden))
         most, ids = self._matrix.greedy(self._projected(hidden))
         if self._group.size == 1:

@@ -12,6 +12,7 @@ from .description import (
     Moe,
     Norm,
     Part,
+    PerLayerEmbedding,
     PerLayerInput,
     Sublayer,
     Weight,
@@ -61,6 +62,7 @@ class _Lowering:
         self._layer = -1
         self._delayed: list[tuple[int, View]] = []  # (sublayer, what is added to the stream there)
         self._num_sublayers = 0
+        self._inputs: View | None = None  # of all layers, beside each other
 
     def program(self) -> Program:
         decoder, x = self._decoder, self._embed()
@@ -76,7 +78,8 @@ class _Lowering:
             ops=tuple(self._ops),
             widths=tuple(self._widths),
             result=x,
-            head=table if head.weight is None else Matrix("head", (head.weight,), "table"),
+            head=table if head.weight is None else Matrix("head", _bare(head.weight), "table"),
+            head_bias=None if head.weight is None else self._bias("head.bias", head.weight),
             head_scale=head.scale,
             head_softcap=head.softcap,
             head_project=None if head.project is None else Matrix("head_project", (head.project,)),
@@ -122,10 +125,10 @@ class _Lowering:
 
     def _norm(self, norm: Norm, x: View, name: str, *, in_place: bool = False) -> View:
         out = x if in_place else self._register(x.width)
-        weight = None
+        weight, is_float32 = None, norm.weight is not None and norm.weight.map == "plus_one"
         if norm.weight is not None:
-            weight = self._vector(name, norm.weight, is_float32=norm.weight.map == "plus_one")
-        bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias)
+            weight = self._vector(name, norm.weight, is_float32=is_float32)
+        bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias, is_float32=is_float32)
         self._op(Normalize(norm, weight, bias), (x,), (out,))
         return out
 
@@ -152,8 +155,19 @@ class _Lowering:
             self._op(Positions(positions, embedding.offset), (), (x,))
         if embedding.norm is not None:
             x = self._norm(embedding.norm, x, "embedding.norm")
-        assert embedding.per_layer is None, "not lowered yet"
+        if embedding.per_layer is not None:
+            self._inputs = self._per_layer_embedding(embedding.per_layer, x)
         return x
+
+    def _per_layer_embedding(self, inputs: PerLayerEmbedding, x: View) -> View:
+        """The inputs of all layers. Every rank has the whole table."""
+        found = self._register(inputs.table.columns)
+        self._op(Embed(Matrix("per_layer.table", (inputs.table,), "table"), 0, inputs.table_scale, True), (), (found,))
+        projected = self._product("per_layer.projection", x, inputs.projection)
+        self._scale(projected, inputs.projection_scale)
+        self._norm(inputs.norm, projected, "per_layer.norm", in_place=True)
+        self._op(Add(inputs.scale, inputs.scale), (projected, found), (projected,))
+        return projected
 
     def _block(self, block: Block, x: View) -> View:
         for number, sublayer in enumerate(block.sublayers):
@@ -165,7 +179,14 @@ class _Lowering:
         return x
 
     def _per_layer_input(self, extra: PerLayerInput, x: View) -> None:
-        raise AssertionError("not lowered yet")
+        assert self._inputs is not None, "a decoder whose embedding has no inputs for layers"
+        hidden = self._product("extra.gate", x, extra.gate)
+        own = View(self._inputs.register, self._layer * hidden.width, hidden.width)
+        gated = self._register(hidden.width)
+        self._op(Glu(extra.act), (hidden, own), (gated,))
+        added = self._product("extra.up", gated, extra.up)
+        added = self._norm(extra.norm, added, "extra.norm")
+        self._op(Add(), (x, added), (x,))
 
     def _sublayer(self, sublayer: Sublayer, x: View, at: str) -> View:
         y = x if sublayer.norm is None else self._norm(sublayer.norm, x, at + "norm")

@@ -7,6 +7,7 @@ from typing import Literal, TypedDict
 from ...errors import ConfigError
 from .description import (
     Activation,
+    Attention,
     Block,
     Body,
     Branch,
@@ -22,6 +23,8 @@ from .description import (
     Weight,
 )
 from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
+
+FULL = Reach()
 
 # Tensors of vision and audio towers, which a text model does not read.
 TOWERS = (r"(.*\.)?(visual|vision_(tower|model|encoder)|multi_modal_projector|audio_tower|embed_(vision|audio))\..*",)
@@ -61,13 +64,15 @@ def matrix(
 
 
 def rows_of(
-    name: str, count: int, columns: int, *, first: int = 0, every: int = 0, times: int = 1, bias: bool = False
-) -> Weight:
+    name: str, count: int, columns: int, *, first: int = 0, every: int = 0, times: int = 1, bias: bool = False,
+    is_transposed: bool = False,
+) -> Weight:  # fmt: skip
     """Some rows of `name`.weight and of `name`.bias; see `Part`."""
     return Weight(
         (Part(name + ".weight", count, first, every, times),),
         columns,
         bias=(Part(name + ".bias", count, first, every, times),) if bias else (),
+        is_transposed=is_transposed,
     )
 
 
@@ -108,6 +113,75 @@ def qkvo(
     )
 
 
+def fused_qkv(
+    name: str, hidden: int, heads: int, kv_heads: int, dim: int, bias: bool = False, *, out: str,
+    out_bias: bool | None = None, is_transposed: bool = False,
+) -> Qkvo:  # fmt: skip
+    """One tensor `name`: the rows of all queries, then of all keys, then of all values. out: the name of the last
+    projection."""
+    num, each = heads * dim, kv_heads * dim
+
+    def some(first: int, count: int) -> Weight:
+        return rows_of(name, count, hidden, first=first, bias=bias, is_transposed=is_transposed)
+
+    last = matrix(out, hidden, num, bias if out_bias is None else out_bias, is_transposed=is_transposed)
+    return Qkvo(q=some(0, num), k=some(num, each), v=some(num + each, each), o=last)
+
+
+def grouped_qkv(name: str, hidden: int, heads: int, kv_heads: int, dim: int, bias: bool = False, *, out: str) -> Qkvo:
+    """One tensor `name`: for each key/value head the rows of its queries, its key and its value."""
+    num = heads // kv_heads
+
+    def some(first: int, count: int) -> Weight:
+        every = (num + 2) * dim
+        return rows_of(name, count * dim, hidden, first=first * dim, every=every, times=kv_heads, bias=bias)
+
+    return Qkvo(q=some(0, num), k=some(num, 1), v=some(num + 1, 1), o=matrix(out, hidden, heads * dim, bias))
+
+
+def attention(
+    sizes: tuple[int, int, int], weights: Qkvo, *, scale: float | None = None, rope: Rope | None = None,
+    reach: Reach = FULL, q_norm: Norm | None = None, k_norm: Norm | None = None,
+) -> Attention:  # fmt: skip
+    """sizes: of `heads_of`. scale: of scores; None: 1 / √(head size)."""
+    heads, kv_heads, dim = sizes
+    factor = dim**-0.5 if scale is None else scale
+    return Attention(heads, kv_heads, dim, dim, factor, **weights, rope=rope, reach=reach, q_norm=q_norm, k_norm=k_norm)
+
+
+def plain_mlp(
+    at: str, hidden: int, width: int, act: Activation, *, names: tuple[str, str] = ("up_proj", "down_proj"),
+    bias: bool = False, is_transposed: bool = False,
+) -> Mlp:  # fmt: skip
+    """Without gates."""
+    up, down = names
+    return Mlp(
+        width,
+        up=matrix(at + up, width, hidden, bias, is_transposed=is_transposed),
+        down=matrix(at + down, hidden, width, bias, is_transposed=is_transposed),
+        act=act,
+    )
+
+
+def fused_mlp(at: str, hidden: int, width: int, act: Activation) -> Mlp:
+    """Gated; gates and ups are halves of gate_up_proj."""
+    return Mlp(
+        width,
+        gate=rows_of(at + "gate_up_proj", width, hidden),
+        up=rows_of(at + "gate_up_proj", width, hidden, first=width),
+        down=matrix(at + "down_proj", hidden, width),
+        act=act,
+    )
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """The slopes of arXiv 2108.12409, for any number of heads."""
+    power = 2 ** int(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    between = [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return (*first, *between)
+
+
 def mlp(
     at: str,
     hidden: int,
@@ -139,6 +213,16 @@ def sandwich(*triples: tuple[Norm, Body, Norm]) -> Block:
     return Block(tuple(Sublayer((Branch(body),), norm, post) for norm, body, post in triples))
 
 
+def postnorm(*pairs: tuple[Body, Norm]) -> Block:
+    """A sublayer for each pair: what reads the stream, and the norm of what is added to it."""
+    return Block(tuple(Sublayer((Branch(body),), None, post) for body, post in pairs))
+
+
+def parallel(norm: Norm, *bodies: Body) -> Block:
+    """One sublayer, whose bodies read the same normed stream."""
+    return Block((Sublayer(tuple(Branch(body) for body in bodies), norm),))
+
+
 def num_layers(c: Fields) -> int:
     return c.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
 
@@ -148,9 +232,9 @@ def layers(c: Fields, block: Callable[[int], Block]) -> tuple[Block, ...]:
 
 
 def layer_types(c: Fields, default: Callable[[int], str], name: str = "layer_types") -> tuple[str, ...]:
-    """The kind of each layer, by the field or by a rule. default: layer → kind."""
+    """The kind of each layer, by the field or by a rule. default: layer → kind. name: empty: the rule alone."""
     count = num_layers(c)
-    found = c.texts(name)
+    found = c.texts(name) if name else None
     if found is None:
         return tuple(default(layer) for layer in range(count))
     if len(found) != count:
@@ -177,6 +261,12 @@ def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
     return heads, kv_heads, size
 
 
+def equal_heads(c: Fields) -> tuple[int, int, int]:
+    """As `heads_of`, for families without grouped heads or a head size of their own."""
+    h, heads = c.size("hidden_size", "n_embd", "n_embed", "d_model"), c.size("num_attention_heads", "n_head", "n_heads")
+    return heads, heads, c.divided("hidden numbers", h, "attention heads", heads)
+
+
 def later_layers(c: Fields) -> str:
     """A pattern of the tensors of layers beyond the last: a draft head (MTP)."""
     return rf"(.*\.)?layers\.({'|'.join(str(num_layers(c) + i) for i in range(8))})\..*"
@@ -188,18 +278,19 @@ def rope(
     *,
     kind: str | None = None,
     theta: float = 10_000.0,
+    share: float = 1.0,
     pairs: Literal["halves", "adjacent"] = "halves",
 ) -> Rope:
     """Of `rope_parameters`, into which transformers 5 writes all fields, or of the older `rope_theta` and
     `rope_scaling`. kind: of layer, where `rope_parameters` has an object for each. dims: of a head, before
-    `partial_rotary_factor`."""
+    `partial_rotary_factor`, whose default is `share`."""
     given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
     if kind is not None and any(isinstance(value, dict) for value in given.raw.values()):
         given = given.part(kind) or Fields({}, c.file)
     elif any(isinstance(value, dict) for value in given.raw.values()):
         raise NotDescribedError("rotary embeddings for several kinds of layers")
     form = given.text("rope_type", given.text("type", "default"))
-    share = given.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
+    share = given.number("partial_rotary_factor", c.number("partial_rotary_factor", share))
     longest = c.size("max_position_embeddings", "n_positions", default=2048, most=MAX_POSITIONS)
     field = "original_max_position_embeddings"
     original = c.size(field, default=given.size(field, default=longest, most=MAX_POSITIONS), most=MAX_POSITIONS)
@@ -213,6 +304,8 @@ def rope(
     match form:
         case "default" | "mrope":
             return Rope(turned, base, divisors=divisors, pairs=pairs)
+        case "dynamic" if "alpha" in given:
+            return Rope(turned, base, "ntk_alpha", given.number("alpha", 1.0), original, pairs=pairs)
         case "linear" | "dynamic":
             factor = given.number("factor", 1.0)
             return Rope(turned, base, form, factor, original, divisors=divisors, pairs=pairs)
@@ -291,10 +384,13 @@ def decoder(
     *,
     tied: bool = False,
     scale: float = 1.0,
+    head_scale: float = 1.0,
+    softcap: float = 0.0,
+    name: str = "embed_tokens",
     prefixes: tuple[str, ...] = ("model.", ""),
     ignored: tuple[str, ...] = (),
 ) -> Decoder:
-    """A decoder whose embedding is `embed_tokens`. tied: the default of tie_word_embeddings. scale: of embeddings."""
-    h, vocab = c.size("hidden_size"), c.size("vocab_size")
-    embedding = Embedding(matrix("embed_tokens", vocab, h), scale)
-    return Decoder(h, vocab, embedding, layers(c, block), norm, head(c, tied=tied), prefixes, ignored)
+    """name: of the embedding. tied: the default of tie_word_embeddings. scale: of embeddings."""
+    h, vocab = c.size("hidden_size", "n_embd", "d_model"), c.size("vocab_size")
+    embedding, last = Embedding(matrix(name, vocab, h), scale), head(c, tied=tied, scale=head_scale, softcap=softcap)
+    return Decoder(h, vocab, embedding, layers(c, block), norm, last, prefixes, ignored)

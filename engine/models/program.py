@@ -55,6 +55,7 @@ class Embed(Data):
     table: Matrix
     first_id: int = 0  # of the rows that this rank holds
     scale: float = 1.0
+    is_whole: bool = False  # every rank holds all rows
 
 
 class Positions(Data):
@@ -206,6 +207,7 @@ class Program(Data):
     widths: tuple[int, ...]  # of the registers
     result: View
     head: Matrix
+    head_bias: Vector | None
     head_scale: float
     head_softcap: float
     head_project: Matrix | None
@@ -235,6 +237,8 @@ class Program(Data):
 def _parts(program: Program) -> list[Matrix | Vector]:
     found = [value for op in program.ops for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]
     found.append(program.head)
+    if program.head_bias is not None:
+        found.append(program.head_bias)
     if program.head_project is not None:
         found.append(program.head_project)
     return found

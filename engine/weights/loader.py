@@ -7,6 +7,7 @@ and cast on the way (`copy_workers.py`), so there is never a second copy of the 
 Quantized weights are dequantized on the way, or passed on as stored where kernels can read them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
     left = [name for name in left if not (scheme is not None and is_unused(scheme, name))]
     _refuse("holds", [name for name in left if not _is_idle_bias(reader, name, quantized)], "the model does not use")
     for name, expected in needed.items():
-        if _bare(reader.shape(name)) not in [_bare(shape) for shape in expected]:
+        is_vector = len(expected) == 1 and len(expected[0]) == 1 and math.prod(reader.shape(name)) == expected[0][0]
+        if not is_vector and _bare(reader.shape(name)) not in [_bare(shape) for shape in expected]:
             raise CheckpointError(
                 f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
                 f"{' or '.join(str(list(shape)) for shape in expected)}."
@@ -187,6 +189,9 @@ class _Loading:
         rows = slice(*(source.run or (0, source.end)))
         columns = slice(*source.columns)
         dims = len(_bare(reader.shape(name)))
+        if not source.columns[1] and not source.num_experts and dims != 1:
+            values = reader.tensor(name).reshape(-1)  # such as norms of heads: [heads, size]
+            return values[rows] if source.run is not None else values[source.indices()]
         if source.num_experts or dims != len(reader.shape(name)):
             values = reader.tensor(name)
             values = values if source.num_experts else values.squeeze()
