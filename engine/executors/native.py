@@ -228,7 +228,14 @@ class _Compiler:
         op, router = ops[0], args.router
         is_known = router.score == "softmax" and router.groups == 1 and router.scale == 1.0 and not router.floor
         rest = (args.correction, args.expert_scale, args.gate_up_bias, args.down_bias)
-        if not is_known or any(rest) or args.act != "silu" or router.on == "input" or router.zero_experts:
+        if (
+            not is_known
+            or any(rest)
+            or args.act != "silu"
+            or not args.has_gate
+            or router.on == "input"
+            or router.zero_experts
+        ):
             return None
         stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
         pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]
