@@ -163,3 +163,29 @@ def test_logprobs_and_tokens_are_those_of_transformers(config_class, changes, tm
             got = torch.cat([torch.frombuffer(bytearray(part.values), dtype=torch.float32) for part in parts])
             chosen = expected.gather(1, ids[0, 1:, None])[:, 0]
             torch.testing.assert_close(got.view(len(chosen), -1)[:, 0], chosen, atol=2e-3, rtol=1e-4)
+
+
+def test_a_wrapper_serves_its_text_part(tmp_path, driver, make_request):
+    text = {
+        **checkpoints.COMMON, "num_local_experts": 4, "intermediate_size_mlp": 80, "attention_chunk_size": 32,
+        "no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+        "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    model: Any = transformers.Llama4ForConditionalGeneration(
+        transformers.Llama4Config(text_config=text, vision_config=vision)
+    )
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if "experts" in name:
+                values.normal_(std=0.25)
+    model.eval().save_pretrained(tmp_path)
+    prompt = list(range(5, 75))
+    request = make_request(prompt, max_new=_NUM_NEW)
+    driver(tmp_path).run([request], chunk=32)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
+    assert expected.argmax(-1).tolist() == request.output
