@@ -3,7 +3,7 @@ activations."""
 
 from dataclasses import replace
 
-from ..description import Attention, Block, Decoder, Moe, Part, Reach, Rope, Router
+from ..description import Attention, Block, Decoder, Moe, Part, Reach, Rope, Router, Weight
 from ..fields import Fields
 from ..pieces import (
     decoder,
@@ -43,6 +43,22 @@ def gpt_oss(c: Fields) -> Decoder:
             biases=(moe + "experts.gate_up_proj_bias", moe + "experts.down_proj_bias"),
             is_transposed=True,
             in_turn=True,
+        )
+        stored = moe + "experts.{e}."  # of a checkpoint in MXFP4, by expert and not transposed
+        gate, up, down = (
+            Weight((Part(stored + name, *rows),), columns, experts=num_experts)
+            for name, rows, columns in (
+                ("gate_up_proj.weight", (1, 0, 2, width), h),
+                ("gate_up_proj.weight", (1, 1, 2, width), h),
+                ("down_proj.weight", (h,), width),
+            )
+        )
+        assert experts.gate is not None
+        experts = replace(
+            experts,
+            gate=replace(experts.gate, other=gate),
+            up=replace(experts.up, other=up),
+            down=replace(experts.down, other=down),
         )
         limit, sharpness = c.number("swiglu_limit", 7.0), c.number("swiglu_alpha", 1.702)
         return prenorm(

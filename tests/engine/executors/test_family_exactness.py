@@ -1,7 +1,9 @@
 """Described families against transformers' own classes: log-probabilities and greedy tokens in float32, of tiny random
 checkpoints of two kinds for each, chunked and batched by the runner."""
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import checkpoints
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pagewire.engine.checkpoint.spec import is_native, read_spec
 from pagewire.ipc.messages import Sampling
@@ -189,3 +192,52 @@ def test_a_wrapper_serves_its_text_part(tmp_path, driver, make_request):
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
     assert expected.argmax(-1).tolist() == request.output
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.fixture
+def mxfp4(tmp_path):
+    """(a gpt-oss whose experts are MXFP4 as OpenAI stores them, the same as floats)."""
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    widened, folder = _make(tmp_path / "floats", "GptOssConfig", changes), tmp_path / "mxfp4"
+    floats = load_file(widened / "model.safetensors")
+    stored = {name: tensor for name, tensor in floats.items() if not name.endswith("_proj")}
+    generator = torch.Generator().manual_seed(4)
+    for name in sorted(floats.keys() - stored.keys()):
+        experts, columns, rows = floats[name].shape
+        numbers = torch.randint(0, 16, (experts, rows, columns), generator=generator)
+        exponents = torch.randint(122, 125, (experts, rows, columns // 32), generator=generator)
+        table = torch.tensor((*_FP4, *(-each for each in _FP4)))
+        weight = table[numbers] * (exponents - 127.0).exp2().repeat_interleave(32, dim=2)
+        floats[name] = weight.transpose(1, 2).contiguous()
+        pairs = numbers.view(experts, rows, columns // 32, 16, 2).to(torch.uint8)
+        stored[name + "_blocks"] = pairs[..., 0] | pairs[..., 1] << 4
+        stored[name + "_scales"] = exponents.to(torch.uint8)
+    save_file(floats, widened / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(widened, folder)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    return folder, widened
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_experts_in_mxfp4_are_those_of_the_same_floats(kernels, mxfp4, driver, make_request):
+    """Exactly where they are widened. The C kernels keep 4 bits and round activations to 8."""
+    folder, widened = mxfp4
+    prompt, sampling = list(range(3, 83)), Sampling(temperature=0, prompt_logprobs=0)
+    request = make_request(prompt, sampling=sampling, max_new=1)
+    served = driver(folder, cpu_kernels=kernels)
+    served.run([request], chunk=32)
+    model = checkpoints.load_reference(widened)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, :-1], dim=-1)
+    chosen = expected.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+    parts = [torch.frombuffer(bytearray(part.values), dtype=torch.float32) for part in request.prompt_logprobs]
+    distance = (torch.cat(parts).view(len(chosen), -1)[:, 0] - chosen).abs()
+    if kernels == "torch":
+        assert distance.max() < 2e-3
+    else:
+        assert 1e-4 < distance.median() < 0.2
