@@ -1,6 +1,7 @@
 """Described families against transformers' own classes: log-probabilities and greedy tokens in float32, of tiny random
 checkpoints of two kinds for each, chunked and batched by the runner."""
 
+import asyncio
 import json
 import random
 import shutil
@@ -11,8 +12,10 @@ import checkpoints
 import pytest
 import torch
 import transformers
+import vocabulary
 from safetensors.torch import load_file, save_file
 
+from pagewire import AsyncLLM, SamplingParams
 from pagewire.engine.checkpoint.spec import is_native, read_spec
 from pagewire.ipc.messages import Sampling
 
@@ -192,6 +195,25 @@ def test_a_wrapper_serves_its_text_part(tmp_path, driver, make_request):
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
     assert expected.argmax(-1).tolist() == request.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DeepseekV3-1", "GptOss-0", "GraniteMoeShared-0", "Llama4Text-0"])
+def test_two_ranks_give_the_tokens_of_transformers(kind, tmp_path):
+    folder = _make(tmp_path, *FAMILIES[_IDS.index(kind)])
+    vocabulary.add_tokenizer(folder)
+    prompts = [list(range(5, 5 + num)) for num in (3, 40, 90)]
+    params = SamplingParams(temperature=0, max_tokens=_NUM_NEW, ignore_eos=True)
+
+    async def served() -> list[list[int]]:
+        async with AsyncLLM(
+            str(folder), dtype="float32", max_model_len=128, threads=1, tensor_parallel_size=2, kv_cache_memory="8M"
+        ) as llm:
+            streams = [[output async for output in llm.generate(prompt, params)] for prompt in prompts]
+            return [list(stream[-1].outputs[0].token_ids) for stream in streams]
+
+    expected = checkpoints.reference_greedy(folder, prompts, _NUM_NEW)
+    assert asyncio.run(served()) == expected
 
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
