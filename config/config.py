@@ -389,7 +389,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32, bfloat16, float16
-    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint an estimate of their unquantized size
+    weight_bytes: int = 0  # of the tensors as they are stored: numbers, scales and zero points
+    wide_bytes: int = 0  # about what the tensors take if they are not quantized, in `checkpoint_dtype`
     fingerprint: str = ""  # hex; differs if weights or config differ
     is_native: bool = True  # run by our own layers; else by transformers' model
     head_dim: int = 64
@@ -457,6 +458,21 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     def activations(self) -> Dtype:
         """The type of activations between products."""
         return "float32" if self.runs_in_c else self.arithmetic
+
+    @property
+    def weights_key(self) -> tuple[object, ...]:
+        """Engines with equal keys pack the same weights, on CPUs with the same level of C kernels."""
+        return (
+            self.model.fingerprint or self.model.path,
+            self.model.purpose,  # an embedding model has no head
+            self.load_format,
+            self.dtype,
+            self.arithmetic,
+            self.quantization,
+            self.kernels,
+            self.cpu_level,
+            self.tensor_parallel_size,
+        )
 
     @property
     def batch_invariance(self) -> BatchInvariance:

@@ -4,14 +4,16 @@ A folder may come from anyone, so only regular files of a bounded size are read,
 names the file. Links are followed: a Hub cache is made of them.
 """
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
@@ -30,6 +32,21 @@ def open_file(path: Path) -> int:
         os.close(fd)
         raise ConfigError(f"{path} cannot be read: it is not a regular file.")
     return fd
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of weights, for reading. Raises FileNotFoundError, and CheckpointError for whatever else fails while it is
+    open."""
+    try:
+        with open(open_file(path), "rb") as file:
+            yield file
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def read_file(path: Path) -> bytes:

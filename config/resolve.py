@@ -175,7 +175,7 @@ def _choose_dtype(
     if model.checkpoint_dtype == "float32" or is_wide:
         return "float32"
     # To compute in float32, torch needs every weight in float32.
-    fits_wide = 2 * model.weight_bytes <= machine.memory_bytes // 2
+    fits_wide = 2 * model.wide_bytes <= machine.memory_bytes // 2
     return "float32" if _on_cpu(options, machine) and fits_wide else "bfloat16"
 
 

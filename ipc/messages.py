@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -284,18 +284,40 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 # ── core ⇄ worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class GroupShape(Struct, frozen=True, array_like=True):
+    """A cache group: what a row keeps of the layers whose cache lives equally long."""
+
+    kind: Literal["full", "window", "chunk", "state"]
+    span: Annotated[int, Meta(ge=0)]  # positions of a window or a chunk; 0 for the other kinds
+    pages: Annotated[int, Meta(ge=1)]  # of a block; of a state
+
+
 class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: how many KV blocks this rank has room for, and how large one is."""
+    """worker → core: how much cache memory this rank has room for.
+
+    Memory is pages of equal size. A block of a group is `GroupShape.pages` of them; a group `state` comes last. Ranks
+    agree on the groups, but not on the size of a page. Without `groups` the model has one full group, and each of the
+    `num_blocks` blocks is a page."""
 
     rank: int
     num_blocks: int
     block_bytes: int = 0
+    page_bytes: int = 0
+    num_pages: int = 0
+    groups: tuple[GroupShape, ...] = ()
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
-    """core → worker: allocate exactly this many KV blocks."""
+    """core → worker: allocate exactly this much cache memory."""
 
-    num_blocks: int
+    num_blocks: int  # pages, if the `CacheOffer` had groups
+
+
+class GroupTable(Struct, frozen=True, array_like=True):
+    """The block table of a row in one group."""
+
+    first: int  # the blocks before this one are not in the table: no position to come reads them
+    pages: bytes  # int32 [blocks × pages of a block], in the order of the positions
 
 
 class RowOpen(Struct, frozen=True, array_like=True):
@@ -305,12 +327,13 @@ class RowOpen(Struct, frozen=True, array_like=True):
     ids: bytes  # prompt and, after a preemption, the output so far
     num_prompt: int  # the output starts at this position; output position = position - num_prompt
     num_computed: int  # leading positions whose KV is in the blocks already (prefix hit)
-    block_ids: bytes  # the row's block table so far, hits first
+    block_ids: bytes  # the row's block table so far, hits first; empty if the `CacheOffer` had groups
     sampling: Sampling
     min_len: int = 0  # while the row has fewer ids, none of `ends` is sampled
     ends: bytes = b""  # int32, at most MAX_BIASES together with those of `logit_bias`
     pooling: Pooling | None = None  # the step that computes the last position of the prompt returns a vector
     type_ids: bytes = b""  # as in `Enqueue`
+    tables: tuple[GroupTable, ...] = ()  # of each group but `state`, if the `CacheOffer` had groups
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -322,6 +345,9 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     becomes the id of the position after them. The worker keeps the ids, so the core plans a decode row before it knows
     the row's last id. A plan may have no rows.
 
+    The worker is not told when the blocks behind a window or a chunk are released. To compute position p of a row, it
+    reads positions from max(0, p - span + 1) on in a window group and from ⌊p / span⌋ · span on in a chunk group.
+
     The first `num_speculative` rows have count 1 and sample 1 and may compute up to `speculate` positions
     more, those of draft tokens, which the worker proposes from the row's own ids. A draft token is accepted if it is
     the token sampled at its position. Such a row samples one token for each accepted draft token and one more; its
@@ -331,11 +357,11 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     step: int
     open: tuple[RowOpen, ...]
     grow_rows: bytes  # int32, parallel to grow_blocks; a row may appear several times
-    grow_blocks: bytes  # int32
+    grow_blocks: bytes  # int32, the pages of one block for each entry of grow_rows
     rows: bytes  # int32, each row at most once
     counts: bytes  # int32, ≥ 1
     sample: bytes  # uint8, 0 or 1
-    copies: bytes = b""  # int32 pairs (from block, to block); all are read before any is written
+    copies: bytes = b""  # int32 pairs (from page, to page); all are read before any is written
     kv: bytes = b""  # metadata for the worker half of the KV connector; empty: nothing to do
     extension: bytes = b""  # of a plan extension, for the attention backend that it wraps
     num_speculative: int = 0
@@ -344,6 +370,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     masked_rows: bytes = b""  # int32, the rows whose sampling `masks` restricts
     masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], as `Masks.bits`
     after_fault: bool = False  # the core has applied the last `StepResult.fault`; this plan is free of that step
+    grow_groups: bytes = b""  # int32, parallel to grow_rows; empty: all are group 0
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):

@@ -244,17 +244,25 @@ class CoreActor:
         self._offers[offer.rank] = offer
         if not self._has_workers:
             return
-        num_blocks = min(offer.num_blocks for offer in self._offers.values())
+        groups = offer.groups
+        if any(other.groups != groups for other in self._offers.values()):
+            raise StartError("The workers disagree about the groups of the cache; start all of them with one version.")
+        num_pages = min(other.num_pages if groups else other.num_blocks for other in self._offers.values())
         if self._scheduler is not None:
-            if num_blocks < self._scheduler.pool.num_blocks:
+            if num_pages < self._scheduler.pool.num_pages:
                 raise StartError(
-                    f"The new worker has room for {num_blocks} KV blocks; the one that died had "
-                    f"{self._scheduler.pool.num_blocks}."
+                    f"The new worker has room for {num_pages} KV blocks; the one that died had "
+                    f"{self._scheduler.pool.num_pages}."
                 )
-            num_blocks = self._scheduler.pool.num_blocks
-        self._tell_workers(OpenCache(num_blocks))
+            num_pages = self._scheduler.pool.num_pages
+        self._tell_workers(OpenCache(num_pages))
         if self._scheduler is not None:
             return
+        if groups and config.kv_connector:
+            raise StartError(
+                f"--kv-connector stores the blocks of one group of full attention, and this model's cache has "
+                f"{len(groups)}: {', '.join(group.kind for group in groups)}. Start without --kv-connector."
+            )
         facts = ConnectorFacts(
             block_size=config.block_size, block_bytes=offer.block_bytes, model_key=config.kv_model_key
         )
@@ -268,8 +276,8 @@ class CoreActor:
         if config.extension is not None:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
-        self._scheduler = trace.make_scheduler(config, num_blocks, connector, extension)
-        self._record(trace.Opened(config, num_blocks))
+        self._scheduler = trace.make_scheduler(config, num_pages, connector, extension, groups)
+        self._record(trace.Opened(config, num_pages, groups))
         early, self._early = self._early, []
         self.handle(list(early))
         if self._clients is not None:
@@ -373,7 +381,7 @@ class CoreActor:
             step=scheduler.step,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks=scheduler.pool.num_blocks,
+            num_blocks=scheduler.pool.num_pages,
             num_blocks_used=scheduler.pool.num_held,
             num_preemptions=counters.num_preemptions,
             num_prompt_tokens=counters.num_prompt_tokens,

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -91,8 +91,8 @@ class Generations:
         for engine in self._running:
             engine.on_signal(signum)
 
-    def _begin(self, config: Config, prepared: ServerConfig) -> Supervisor:
-        """Starts an engine, which does not listen yet."""
+    def _begin(self, config: Config, prepared: ServerConfig, weight_fds: Sequence[int] = ()) -> Supervisor:
+        """Starts an engine, which does not listen yet. weight_fds: packed weights of another one."""
         number = len(self._versions) + 1
         self._configs[number] = config
         retired = tuple(structs.replace(version, state="retired") for version in self._versions)
@@ -100,7 +100,12 @@ class Generations:
         version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
         prepared = structs.replace(prepared, http=structs.replace(prepared.http, versions=self._versions))
-        engine = Supervisor(prepared, listening=self._listening, on_swap=lambda swap: self._on_swap(engine, swap))
+        engine = Supervisor(
+            prepared,
+            listening=self._listening,
+            on_swap=lambda swap: self._on_swap(engine, swap),
+            weight_fds=weight_fds,
+        )
         self._running[engine] = asyncio.ensure_future(engine.run())
         self._engine = engine
         return engine
@@ -127,18 +132,19 @@ class Generations:
             old.answer(swap.name, Swapped(swap.number, 400, str(error)))
             return
         before = self._config
-        if swap.must_drain or not _has_room(prepared.engine):
+        weight_fds = old.weights_for(prepared.engine)
+        if swap.must_drain or not _has_room(prepared.engine, shares_weights=bool(weight_fds)):
             old.answer(swap.name, Swapped(swap.number, 202, "The model is loaded when open requests have ended."))
             old.retire()
             await self._running.pop(old)
-            if not await self._try(config, prepared) and not self._signals:
+            if not await self._try(config, prepared, weight_fds) and not self._signals:
                 failed = self._engine
                 print("pagewire: going back to the model before.", file=sys.stderr)
                 if await self._try(before, await asyncio.to_thread(self._prepare, before)):
                     del self._running[failed]  # its exit code is not the server's
             return
         versions = self._versions
-        engine = self._begin(config, prepared)
+        engine = self._begin(config, prepared, weight_fds)
         if not await self._is_up(engine):
             detail = f"The model could not be loaded: {engine.failure or 'it was stopped.'}"
             del self._running[engine]
@@ -151,10 +157,10 @@ class Generations:
         engine.serve()
         self._running[old].add_done_callback(lambda _: self._running.pop(old, None))
 
-    async def _try(self, config: Config, prepared: ServerConfig) -> bool:
+    async def _try(self, config: Config, prepared: ServerConfig, weight_fds: Sequence[int] = ()) -> bool:
         """Starts this engine and has it listen. Whether it became ready."""
         versions = self._versions
-        engine = self._begin(config, prepared)
+        engine = self._begin(config, prepared, weight_fds)
         if not await self._is_up(engine):
             self._versions = versions
             return False
@@ -187,12 +193,22 @@ def changed(config: Config, changes: dict[str, object]) -> Config:
     return from_options("POST /admin/models", changes, base=config)
 
 
-def _has_room(config: EngineConfig) -> bool:
-    """Whether this engine can run beside the present one: memory for its weights and KV, and no fixed addresses."""
+def _has_room(config: EngineConfig, *, shares_weights: bool) -> bool:
+    """Whether this engine can run beside the present one: memory for its weights and KV, and no fixed addresses.
+    shares_weights: it maps those of the present engine."""
     has_gpu = config.device == "cuda" or (config.device == "auto" and machine_facts().has_gpu)
     if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False
-    needed = 2 * config.model.weight_bytes + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
+    weights = 0 if shares_weights else 2 * _weight_bytes(config)  # twice while they are packed
+    needed = weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return needed <= available
+
+
+def _weight_bytes(config: EngineConfig) -> int:
+    """About what the engine's weights take, at most."""
+    model = config.model
+    if config.runs_in_c and config.quantization is None:
+        return model.weight_bytes if model.checkpoint_dtype != "float16" else 2 * model.weight_bytes  # float32
+    return model.wide_bytes * (2 if config.dtype == "float32" != model.checkpoint_dtype else 1)

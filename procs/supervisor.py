@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from ..config.config import ServerConfig
+from ..config.config import EngineConfig, ServerConfig
 from ..engine.parallel.shared_memory import make_memory
 from ..errors import StartError
 from ..ipc.epochs import Link
@@ -126,6 +126,10 @@ class Supervisor:
         self._looked_at = 0.0  # when `_hung` last ran
         self._weight_fds = list(weight_fds)
         self._template: Template | None = None
+
+    def weights_for(self, config: EngineConfig) -> list[int]:
+        """New descriptors of this engine's packed weights, if another engine's are the same; else none."""
+        return [os.dup(fd) for fd in self._weight_fds] if config.weights_key == self._config.weights_key else []
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""

@@ -78,7 +78,9 @@ class Worker:
 
     def _offer(self) -> None:
         runner = self._started()
-        self._post("core", CacheOffer(self._rank_info.rank, runner.offer(), runner.block_bytes))
+        num_pages, page_bytes = runner.offer(), runner.block_bytes
+        offer = CacheOffer(self._rank_info.rank, num_pages, page_bytes, page_bytes, num_pages, runner.groups)
+        self._post("core", offer)
 
     def reset(self) -> None:
         """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises

@@ -48,8 +48,9 @@ def allowed(matcher: Matcher, tokenizer: Tokenizer) -> list[int] | None:
     return [int(id) for id in np.flatnonzero(bits) if id < num]
 
 
-def draw(matcher: Matcher, tokenizer: Tokenizer, seed: int, most: int = 2000) -> list[int]:
-    """Samples ids until the matcher has ended or the eos comes. After `most` ids, prefers those that close brackets."""
+def draw(matcher: Matcher, tokenizer: Tokenizer, seed: int, most: int = 2000, end: str = "") -> list[int]:
+    """Samples ids until the matcher has ended or the eos comes. After `most` ids, prefers those that close brackets, or
+    that spell `end`."""
     rng = random.Random(seed)
     out: list[int] = []
     closing = [id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) in (b'"', b"}", b"]")]
@@ -59,7 +60,9 @@ def draw(matcher: Matcher, tokenizer: Tokenizer, seed: int, most: int = 2000) ->
             candidates = list(range(tokenizer.vocab_size))
         assert candidates and max(candidates) < tokenizer.vocab_size, "a token without a text is allowed"
         if len(out) > most:
-            candidates = [id for id in (tokenizer.eos_token_id, *closing) if id in candidates][:1] or candidates
+            spelling = _spelling(tokenizer, out, end) if end else []
+            wanted = (tokenizer.eos_token_id, *spelling, *closing)
+            candidates = [id for id in wanted if id in candidates][:1] or candidates
         assert len(out) < 3 * most, tokenizer.decode(out, False)
         id = rng.choice(candidates)
         if id == tokenizer.eos_token_id:
@@ -67,3 +70,14 @@ def draw(matcher: Matcher, tokenizer: Tokenizer, seed: int, most: int = 2000) ->
         out.append(id)
         matcher.accept([id])
     return out
+
+
+def _spelling(tokenizer: Tokenizer, out: list[int], end: str) -> list[int]:
+    """The ids of `end` itself, and of its next character after those that `out` ends with. None right after it: it may
+    stand in a string, which has to be closed."""
+    text = tokenizer.decode(out[-len(end) :], False)
+    if text.endswith(end.strip()):
+        return []
+    following = next(end[length] for length in range(len(end) - 1, -1, -1) if text.endswith(end[:length]))
+    texts = (end.strip(), following)
+    return [id for text in texts for id in range(tokenizer.vocab_size) if tokenizer.token_text(id) == text]

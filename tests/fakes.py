@@ -1,19 +1,23 @@
 """A worker without a device that obeys the contract of StepPlan exactly.
 
-The KV of a position is a hash of its id and of the KV before it. The next token is a hash of all KV, read *through the
-block table*. So any lost, doubled, reordered, wrongly cached or too early reused block changes every token after it.
+What a layer stores of a position is a hash of its id and of what the layer reads of the positions before. The next
+token is a hash of everything that the layers of all groups read, *through the block tables*. So any lost, doubled,
+reordered, wrongly cached or too early reused page changes every token after it.
 """
 
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from zlib import crc32
 
 from msgspec import structs
 
+from pagewire.engine.core.groups import PLAIN, Groups
 from pagewire.ipc.messages import (
     Constraint,
     Enqueue,
+    GroupShape,
+    GroupTable,
     Limits,
     Pooling,
     RowLogprobs,
@@ -46,6 +50,67 @@ def next_kv(before: int, token_id: int) -> int:
 def kv_of(ids: Sequence[int]) -> bytes:
     """The KV of a whole sequence, `KV_BYTES` a position."""
     return array("I", list(accumulate(ids, next_kv, initial=0))[1:]).tobytes()
+
+
+# In page i of a block every byte is xored with i, so that pages cannot be exchanged.
+_SHELVES = [bytes(byte ^ i for byte in range(256)) for i in range(16)]
+
+
+def shelved(data: bytes | bytearray, num: int) -> list[bytes]:
+    """What each of the `num` pages of a block holds of these values."""
+    return [bytes(data.translate(table)) for table in _SHELVES[:num]]
+
+
+def next_value(kind: str, before: Sequence[bytes | bytearray], token_id: int) -> bytes:
+    """What a group stores of a position. `before`: what its layers read of the positions before, page by page."""
+    token = token_id.to_bytes(4, "little")
+    if kind == "full":  # it reads all positions; the last depends on all others
+        last, *others = [read[-KV_BYTES:] for read in before]
+        return crc32(token + b"".join(others), int.from_bytes(last, "little")).to_bytes(KV_BYTES, "little")
+    return crc32(token + b"".join(before)).to_bytes(KV_BYTES, "little")
+
+
+class Content:
+    """What the cache of a sequence holds, from its ids alone."""
+
+    def __init__(self, groups: Groups, ids: Sequence[int] = ()) -> None:
+        self._groups = groups
+        self.num = 0  # positions
+        self.values = [bytearray() for _ in range(groups.num_tables)]  # of each group with block tables
+        self.states = [0]  # the recurrent state after 0, 1, 2 … positions
+        for token_id in ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Adds a position."""
+        for group, values in enumerate(self.values):
+            shape = self._groups.shapes[group]
+            before = values[KV_BYTES * read_from(shape, self.num) :]
+            values += next_value(shape.kind, shelved(before, shape.pages), token_id)
+        self.states.append(next_kv(self.states[-1], token_id))
+        self.num += 1
+
+    def reads(self) -> bytes:
+        """What all layers read to compute the last position, that one included."""
+        shapes = self._groups.shapes
+        reads = [
+            shelved(values[KV_BYTES * read_from(shape, self.num - 1) :], shape.pages)
+            for shape, values in zip(shapes, self.values, strict=False)
+        ]
+        return join_reads(self._groups, reads, self.states[-1])
+
+
+def read_from(shape: GroupShape, position: int) -> int:
+    """The first position that the layers of a group read to compute this one."""
+    if shape.kind == "window":
+        return max(0, position + 1 - shape.span)
+    return position - position % shape.span if shape.kind == "chunk" else 0
+
+
+def join_reads(groups: Groups, reads: Sequence[Sequence[bytes]], state: int) -> bytes:
+    """What all layers read, from what those of each group with a block table read, page by page, and the state."""
+    joined = b"".join(page for pages in reads for page in pages)
+    return joined if groups.num_tables == len(groups.shapes) else joined + state.to_bytes(KV_BYTES, "little")
 
 
 def next_token(
@@ -83,20 +148,19 @@ def expected_output(
     stops: Sequence[int] = (),
     min_tokens: int = 0,
     grammar: int | None = None,
+    groups: Groups = PLAIN,
 ) -> list[int]:
     """The output that a request must have in every case. `grammar`: the rid of a sequence that follows its grammar."""
-    ids, kv = list(prompt), bytearray(kv_of(prompt))
-    last = int.from_bytes(kv[-KV_BYTES:], "little")
+    ids, content = list(prompt), Content(groups, prompt)
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
         allowed = None if grammar is None else allowed_after(grammar, ids[len(prompt) :])
         if allowed == ():
             break
         ends = {*stops, *(() if ignore_eos else (EOS,))}
-        ids.append(next_token(kv, seed, allowed, ends if len(ids) - len(prompt) < min_tokens else ()))
+        ids.append(next_token(content.reads(), seed, allowed, ends if len(ids) - len(prompt) < min_tokens else ()))
         if ids[-1] in ends:
             break
-        last = next_kv(last, ids[-1])
-        kv += last.to_bytes(KV_BYTES, "little")
+        content.append(ids[-1])
     return ids[len(prompt) :]
 
 
@@ -146,13 +210,18 @@ def enqueue(
 class FakeRow:
     """The worker's state of a row."""
 
-    __slots__ = ("blocks", "ends", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling")
+    __slots__ = (
+        *("ends", "firsts", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling"),
+        *("tables",),
+    )
 
     def __init__(self, message: RowOpen) -> None:
         self.ids = bytes_to_ids(message.ids)
         self.num_prompt = message.num_prompt
         self.num_computed = message.num_computed
-        self.blocks = list(bytes_to_ids(message.block_ids))
+        tables = message.tables or (GroupTable(0, message.block_ids),)
+        self.tables = [list(bytes_to_ids(table.pages)) for table in tables]  # group → pages, from block `firsts` on
+        self.firsts = [table.first for table in tables]
         self.sampling = message.sampling
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
@@ -173,13 +242,16 @@ class FakeWorker:
         carry_out: Callable[[bytes], None] | None = None,
         draft: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
         fits: Callable[[int], bool] = lambda num: True,
+        groups: Groups = PLAIN,
     ) -> None:
         """`carry_out`: runs a plan's metadata for the worker half of a KV connector. `draft`: gives at most that many
-        draft tokens for a row. `fits`: whether there is memory for a step of that many positions."""
+        draft tokens for a row. `fits`: whether there is memory for a step of that many positions. With `groups`,
+        `num_blocks` are pages."""
         self.block_size = block_size
+        self.groups = groups
         self.block_bytes = KV_BYTES * block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.memory = bytearray(num_blocks * self.block_bytes)  # the KV of every block
+        self.memory = bytearray(num_blocks * self.block_bytes)  # of every page
         self.rows: list[FakeRow | None] = [None] * max_num_seqs
         self.last_step: int | None = None
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
@@ -189,11 +261,11 @@ class FakeWorker:
         self._fits = fits
 
     def read_block(self, block: int) -> bytes:
-        """The content of a block."""
+        """The content of a page."""
         return bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
 
     def write_block(self, block: int, content: bytes) -> None:
-        """Overwrites a whole block."""
+        """Overwrites a whole page."""
         assert len(content) == self.block_bytes, len(content)
         self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
 
@@ -277,13 +349,15 @@ class FakeWorker:
         """Applies what precedes the pass: opened rows, new blocks, transfers and copies."""
         for opened in plan.open:
             self.rows[opened.row] = FakeRow(opened)
-        for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
-            self._row(row).blocks.append(block)
+        rows, pages = bytes_to_ids(plan.grow_rows), iter(bytes_to_ids(plan.grow_blocks))
+        for row, group in zip(rows, bytes_to_ids(plan.grow_groups) or [0] * len(rows), strict=True):
+            self._row(row).tables[group] += islice(pages, self.groups.sizes[group])
+        assert next(pages, None) is None, "more pages than the rows get"
         if plan.kv:
             assert self._carry_out is not None, "metadata without a connector"
             self._carry_out(plan.kv)
         pairs = bytes_to_ids(plan.copies)
-        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is both source and target of a copy"
+        assert not set(pairs[::2]) & set(pairs[1::2]), "a page is both source and target of a copy"
         for block, content in zip(pairs[1::2], list(map(self.read_block, pairs[::2])), strict=True):
             self.write_block(block, content)
 
@@ -291,7 +365,8 @@ class FakeWorker:
         assert len(state.ids) >= state.min_len, "tokens are withheld, which works only for one position"
         draft_tokens = [] if self._draft is None else list(self._draft(state, most))
         assert len(draft_tokens) <= most
-        assert end + most <= len(state.blocks) * self.block_size, "draft tokens without a block"
+        for group in range(self.groups.num_tables):
+            self._slot(state, group, end + most - 1)  # there must be a block
         return draft_tokens
 
     def _pool(self, state: FakeRow, kv: bytes, start: int, end: int) -> bytes | None:
@@ -315,18 +390,19 @@ class FakeWorker:
 
     def _spoil(self, state: FakeRow, count: int) -> None:
         """Overwrites the positions of a pass that ran out of memory."""
-        for position in range(state.num_computed, state.num_computed + count):
-            slot = self._slot(state, position)
-            self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
+        for group in range(self.groups.num_tables):
+            for position in range(state.num_computed, state.num_computed + count):
+                for slot in self._slot(state, group, position):
+                    self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
 
     def _speculate(self, state: FakeRow, draft_tokens: list[int]) -> list[int]:
         """Computes one position and these draft tokens. Returns the tokens up to the first mismatch."""
         ids, start = state.ids, state.num_computed
         ids.extend(draft_tokens)
-        kv = self._compute(state, start, start + 1 + len(draft_tokens))
+        self._compute(state, start, start + 1 + len(draft_tokens))
         tokens: list[int] = []
         for end in range(start + 1, start + 2 + len(draft_tokens)):
-            token = next_token(kv[: end * KV_BYTES], state.sampling.seed)
+            token = next_token(self._reads(state, end), state.sampling.seed)
             tokens.append(-1 if state.sampling.seed in self.fail_seeds else token)
             if tokens[-1:] != draft_tokens[end - start - 1 : end - start]:
                 break
@@ -345,20 +421,43 @@ class FakeWorker:
         return state
 
     def _compute(self, state: FakeRow, start: int, end: int) -> bytes:
-        """Writes the KV of these positions. Returns all KV before `end`, read through the block table."""
-        size, memory = self.block_size, self.memory
-        last = self._slot(state, start - 1) if start else None
-        before = 0 if last is None else int.from_bytes(memory[last : last + KV_BYTES], "little")
-        for position in range(start, end):
-            before = next_kv(before, state.ids[position])
-            slot = self._slot(state, position)
-            memory[slot : slot + KV_BYTES] = before.to_bytes(KV_BYTES, "little")
+        """Writes what each group stores of these positions. Returns all that is read to compute the last of them."""
+        for group in range(self.groups.num_tables):
+            shape = self.groups.shapes[group]
+            first = read_from(shape, start)
+            before = list(map(bytearray, self._read(state, group, first, start)))
+            for position in range(start, end):
+                skip = KV_BYTES * (read_from(shape, position) - first)
+                value = next_value(shape.kind, [page[skip:] for page in before], state.ids[position])
+                parts = zip(self._slot(state, group, position), before, shelved(value, len(before)), strict=True)
+                for slot, page, part in parts:
+                    page += part
+                    self.memory[slot : slot + KV_BYTES] = part
         state.num_computed = end
-        return b"".join(map(self.read_block, state.blocks[: -(-end // size)]))[: end * KV_BYTES]
+        return self._reads(state, end)
 
-    def _slot(self, state: FakeRow, position: int) -> int:
-        block, place = divmod(position, self.block_size)
-        return state.blocks[block] * self.block_bytes + place * KV_BYTES
+    def _reads(self, state: FakeRow, end: int) -> bytes:
+        """What all layers read to compute the position before `end`."""
+        shapes = self.groups.shapes[: self.groups.num_tables]
+        reads = [self._read(state, group, read_from(shape, end - 1), end) for group, shape in enumerate(shapes)]
+        return join_reads(self.groups, reads, 0)
+
+    def _read(self, state: FakeRow, group: int, start: int, end: int) -> list[bytes]:
+        """What the pages of a group hold of these positions, one part for each page of a block."""
+        size, num, first = self.block_size, self.groups.sizes[group], state.firsts[group]
+        assert start >= first * size or start == end, "positions are read whose blocks are not in the table"
+        pages = state.tables[group][(start // size - first) * num : (-(-end // size) - first) * num]
+        skip = start % size * KV_BYTES
+        parts = (b"".join(map(self.read_block, pages[i::num])) for i in range(num))
+        return [part[skip : skip + (end - start) * KV_BYTES] for part in parts]
+
+    def _slot(self, state: FakeRow, group: int, position: int) -> list[int]:
+        """Where the pages of a group hold a position."""
+        (block, place), num = divmod(position, self.block_size), self.groups.sizes[group]
+        first = (block - state.firsts[group]) * num
+        pages = state.tables[group][first : first + num]
+        assert first >= 0 and len(pages) == num, "a position without a block"
+        return [page * self.block_bytes + place * KV_BYTES for page in pages]
 
 
 def _allowed(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:

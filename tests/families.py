@@ -142,6 +142,19 @@ ONLY_DESCRIBED = {"gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_
 ONLY_WEIGHTS_TELL = {"roberta"}
 
 
+def _tiny(model_type: str) -> Any:
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    names = {field.name for field in dataclasses.fields(config_class)} | {*config_class.attribute_map} | _ALWAYS
+    fields = {name: value for name, value in _SIZES.items() if name in names}
+    return config_class(**fields | FAMILIES.get(model_type, ({}, ""))[0])
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """The fields of config.json of a small model, without a file."""
+    found: dict[str, Any] = json.loads(_tiny(model_type).to_json_string(use_diff=False))
+    return found
+
+
 def make_family(folder: Path, model_type: str) -> Path:
     """Writes a checkpoint with a tokenizer into `folder`; for families of `BY_CONFIG`, only the config."""
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
@@ -150,9 +163,7 @@ def make_family(folder: Path, model_type: str) -> Path:
         config.architectures = [BY_CONFIG[model_type][0]]
         config.save_pretrained(folder)
         return folder
-    names = {field.name for field in dataclasses.fields(config_class)} | {*config_class.attribute_map} | _ALWAYS
-    fields = {name: value for name, value in _SIZES.items() if name in names} | FAMILIES[model_type][0]
-    config = config_class(**fields)
+    config = _tiny(model_type)
     state = torch.get_rng_state()
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

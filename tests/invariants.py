@@ -54,9 +54,9 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
 
 def holder_counts_match_block_tables(scheduler: Scheduler, touched: Touched) -> None:
     """Each block is held, idle or empty, and its count is the number of block tables that it is in."""
-    tables = [r.blocks for r in touched.all_requests if r.row >= 0]
+    tables = [r.held for r in touched.all_requests if r.row >= 0]
     scheduler.pool.check([*tables, *scheduler.table.held.values()])
-    assert not any(r.blocks for r in touched.all_requests if r.row < 0), "blocks without a row"
+    assert not any(r.tables for r in touched.all_requests if r.row < 0), "blocks without a row"
 
 
 def rows_are_owned(scheduler: Scheduler, touched: Touched, num_rows: int | None) -> None:
@@ -80,7 +80,7 @@ def rows_and_blocks_stay_while_in_flight(scheduler: Scheduler, touched: Touched)
     for request in touched.all_requests:
         assert request.num_in_flight == 0 or request.row >= 0, "a row was freed while in flight"
         needed = request.num_computed + touched.num_positions.get(id(request), 0)
-        assert request.num_in_flight == 0 or len(request.blocks) * scheduler.block_size >= needed, "blocks were freed"
+        assert request.num_in_flight == 0 or request.num_blocks * scheduler.block_size >= needed, "blocks were freed"
 
 
 def states_match_what_requests_hold(scheduler: Scheduler, touched: Touched) -> None:
@@ -89,7 +89,7 @@ def states_match_what_requests_hold(scheduler: Scheduler, touched: Touched) -> N
     for request in touched.all_requests:
         assert (table.requests.get(request.rid) is request) == (request.state is not State.ENDED), "wrong in the table"
         if request.state is State.WAITING:
-            assert request.row < 0 and not request.blocks, "a waiting request holds something"
+            assert request.row < 0 and not request.tables, "a waiting request holds something"
         elif request.state is not State.ENDED:
             assert request.row >= 0, f"a {request.state.value} request has no row"
         if request.state is State.LOADING:
@@ -105,12 +105,14 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
             continue
         assert 0 <= r.num_computed <= r.num_planned <= r.num_total <= scheduler.max_model_len, r.rid
         assert r.num_planned - r.num_computed == touched.num_positions.get(id(r), 0), "a position is in no plan"
-        assert len(r.blocks) * scheduler.block_size >= r.num_planned, "positions without blocks"
+        assert all(t.first + len(t.blocks) == r.num_blocks for t in r.tables), "block tables end at different positions"
+        assert r.num_blocks * scheduler.block_size >= r.num_planned, "positions without blocks"
+        assert r.state is State.LEAVING or not r.has_dropped(scheduler.pool.groups), "a block is missing that is read"
         assert r.num_planned <= r.num_needed, "a position is planned that is never needed"
         assert r.num_total <= r.max_len, "too many tokens sampled"
         assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.generates:
-            expected = -1 if r.is_constrained else min(r.num_needed, len(r.blocks) * scheduler.block_size)
+            expected = -1 if r.is_constrained else min(r.num_needed, r.num_blocks * scheduler.block_size)
             assert r.fast_limit == expected, "its fast_limit is out of date"
 
 
@@ -128,11 +130,12 @@ def keys_of_blocks_match_block_tables(scheduler: Scheduler, touched: Touched) ->
     """The key of a block is the key of its position in each block table, so no request reads another prefix."""
     size, key_of, is_full = scheduler.block_size, scheduler.pool._key, scheduler.pool._place
     for r in touched.all_requests:
-        for i, block in enumerate(r.blocks):
-            key = key_of[block]
-            if key is not None and is_full[block] >= 0 and (i + 1) * size <= len(r.ids):
-                own = r.keys[i] if i < len(r.keys) else r.block_keys(i + 1, size)[i]
-                assert key == own, f"block {i} of {r.rid} has the key of another prefix"
+        for table in r.tables:
+            for i, block in enumerate(table.blocks, start=table.first):
+                key = key_of[block]
+                if key is not None and is_full[block] >= 0 and (i + 1) * size <= len(r.ids):
+                    own = r.keys[i] if i < len(r.keys) else r.block_keys(i + 1, size)[i]
+                    assert key == own, f"block {i} of {r.rid} has the key of another prefix"
 
 
 def waiting_requests_are_queued(scheduler: Scheduler) -> None:
@@ -146,7 +149,7 @@ def waiting_requests_are_queued(scheduler: Scheduler) -> None:
 def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None:
     """No block that the newest plan writes is in a second block table or is a full block of the prefix cache.
 
-    `copied_to`: the blocks that the plan copies to.
+    `copied_to`: the blocks that the plan copies to, each by its first page.
     """
     pool, size = scheduler.pool, scheduler.block_size
     flight = scheduler._in_flight[-1]
@@ -156,12 +159,12 @@ def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None
     for request, count in rows:
         # All draft tokens of plans in flight may be rejected: each plan writes at least one position.
         draft_tokens = known.num_draft_tokens.get(id(request), 0)
-        written += request.blocks[
-            (request.num_planned - count - draft_tokens) // size : (request.num_planned - 1) // size + 1
-        ]
+        first = (request.num_planned - count - draft_tokens) // size
+        after = set(request.blocks_from((request.num_planned - 1) // size + 1))
+        written += [block for block in request.blocks_from(first) if block not in after]
     assert len(set(written)) == len(written), "two rows write one block"
     # A leaving or ended request whose row is closed on the worker reads no more.
     closed = [r for r in known.all_requests if r.state in (State.LEAVING, State.ENDED) and not r.is_open]
     for block in [*written, *copied_to]:
-        num = pool._holders[block] - sum(block in r.blocks for r in closed)
+        num = pool._holders[block] - sum(block in r.held for r in closed)
         assert num == 1, f"block {block} is written and has {num} holders"

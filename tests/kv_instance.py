@@ -71,7 +71,7 @@ class Instance:
             keys.fill_(-1.0)
             values.fill_(-1.0)
         self.worker.register_kv_caches(self.cache)
-        self.pool = BlockPool(num_blocks=num_blocks)
+        self.pool = BlockPool(num_pages=num_blocks)
         self.copier = BlockCopier(self.cache)
         self.loading: dict[int, tuple[Running, int]] = {}  # rid → request, its first block that is being loaded
         self.to_compute: list[Running] = []  # with the next plan
@@ -179,7 +179,7 @@ class Instance:
 
     def fill_device(self, rid: int) -> None:
         """Evicts all idle blocks of the device."""
-        self.serve(sequence(rid, (rid, self.pool.num_blocks * SIZE)))
+        self.serve(sequence(rid, (rid, self.pool.num_pages * SIZE)))
 
     def close(self) -> None:
         self.core.close()

@@ -60,7 +60,8 @@ class RemoteLibrary:
         self._name = level.name
         with tempfile.TemporaryDirectory() as folder:
             driver = Path(folder) / "driver"
-            subprocess.run([cc, "-O2", "-Wall", str(_DRIVER), "-o", str(driver), "-ldl", "-lpthread"], check=True)
+            flags = ("-O2", "-Wall", "-rdynamic", "-ldl", "-lpthread")
+            subprocess.run([cc, str(_DRIVER), "-o", str(driver), *flags], check=True)
             self._process = self._start([*emulate, str(driver), str(library)])
         self._functions: dict[str, RemoteFunction] = {}
 

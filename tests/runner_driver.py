@@ -13,7 +13,7 @@ from pagewire.config.machine import machine_facts
 from pagewire.config.resolve import resolve
 from pagewire.engine.checkpoint.spec import model_facts, read_spec
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+from pagewire.ipc.messages import GroupTable, RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
 BLOCK_SIZE = 16
 GREEDY = Sampling(temperature=0)
@@ -33,7 +33,8 @@ class Request:
     row: int = -1
     planned: int = 0  # positions whose computation was launched
     sampled: int = 0  # tokens whose sampling was launched
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # pages, of all groups
+    positions: int = 0  # for which it has blocks
 
 
 class Driver:
@@ -42,6 +43,7 @@ class Driver:
     def __init__(self, runner: Runner, num_blocks: int) -> None:
         self.runner = runner
         self.free_blocks = list(range(num_blocks))
+        self.groups = [(shape.kind, shape.pages) for shape in runner.groups] or [("full", 1)]
 
     def run(self, requests: list[Request], *, chunk: int = 64, budget: int = 256, rows: int = 8, seed: int = 0) -> None:
         """Runs all requests to their ends, with at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows per
@@ -65,6 +67,7 @@ class Driver:
                         num_prompt=len(request.prompt),
                         num_computed=0,
                         block_ids=b"",
+                        tables=tuple(GroupTable(0, b"") for _ in self.runner.groups),
                         sampling=request.sampling,
                         min_len=len(request.prompt) + request.min_new if request.min_new else 0,
                         ends=ids_to_bytes(list(request.ends)),
@@ -75,9 +78,13 @@ class Driver:
                 count = min(known - request.planned, chunk, left)
                 if count <= 0 or request.sampled == request.max_new:
                     continue
-                while len(request.blocks) * BLOCK_SIZE < request.planned + count:
-                    request.blocks.append(self.free_blocks.pop(rng.randrange(len(self.free_blocks))))
-                    grown.append((request.row, request.blocks[-1]))
+                while request.positions < request.planned + count:
+                    request.positions += BLOCK_SIZE
+                    for group, (_, pages) in enumerate(self.groups):
+                        free = self.free_blocks
+                        block = [free.pop(rng.randrange(len(free))) for _ in range(pages)]
+                        request.blocks += block
+                        grown.append((request.row, group, block))
                 left -= count
                 request.planned += count
                 sample = request.planned == known
@@ -91,8 +98,9 @@ class Driver:
                     StepPlan(
                         step=step,
                         open=tuple(opened),
-                        grow_rows=ids_to_bytes([row for row, _ in grown]),
-                        grow_blocks=ids_to_bytes([block for _, block in grown]),
+                        grow_rows=ids_to_bytes([row for row, _, _ in grown]),
+                        grow_groups=ids_to_bytes([group for _, group, _ in grown]),
+                        grow_blocks=ids_to_bytes([page for _, _, block in grown for page in block]),
                         rows=ids_to_bytes([request.row for request, _, _ in planned]),
                         counts=ids_to_bytes([count for _, count, _ in planned]),
                         sample=bytes(sample for _, _, sample in planned),

@@ -39,7 +39,7 @@ CALLS = {"torch.load", "torch.save", "torch.hub.load", "np.load", "numpy.load", 
 KEYWORDS = {"allow_pickle", "shell"}
 MODULES_BY_NAME = {
     "__init__": "our own, from a table",
-    "engine.models.registry": "our own, from a table",
+    "engine.models.families": "our own, of its folder",
     "kernels.triton.compile": "our own, from a list",
     "config.plugins": "named by the operator's flags",
     "procs.grammar_sandbox": "named by our own code",
@@ -54,7 +54,7 @@ REGEX = {
     "config.config": "flags of the operator",
     "offline.sampling_params": "messages of msgspec",
     "commands.doctor": "files and tools of this machine",
-    "engine.weights.loader": "names of tensors, one literal at their end",
+    "engine.weights.mapping": "patterns of the pages: names of tensors, with one repetition before and one after",
     "engine.checkpoint.source": "a flag of the operator",
     "engine.text.tokenizer": "alternatives of literal texts: no repetition, so no backtracking",
     "engine.text.grammar_text": "the beginning of each line; the library's error message, which is short",

@@ -105,4 +105,4 @@ def test_with_prefix_hits(case: Case) -> None:
 def _block_bytes(case: Case) -> int:
     """Bytes of one block, from the number of blocks that the engine gets from 16 MiB."""
     size = 16 * 2**20
-    return size // load(case, kv_cache_memory=size)._engine.scheduler.pool.num_blocks
+    return size // load(case, kv_cache_memory=size)._engine.scheduler.pool.num_pages

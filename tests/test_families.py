@@ -178,12 +178,14 @@ def test_features_of_native_families_only(kind: str, tmp_path: Path, capsys: pyt
         (["--load-format", "dummy"], {"load_format": "dummy"}),
     ):
         sentence = serve(folder, **options)
-        assert sentence is not None and re.match(rf"{flags[0]}.* needs one of Llama.*Olmo2ForCausalLM", sentence)
+        assert sentence is not None and re.match(
+            rf"{flags[0]} needs a model that pagewire describes; transformers runs Olmo2ForCausalLM", sentence
+        )
         assert explain(folder, capsys, *flags) == sentence
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     sentence = serve(folder)
-    assert sentence is not None and sentence.startswith("A quantized checkpoint needs one of LlamaForCausalLM")
+    assert sentence is not None and sentence.startswith("A quantized checkpoint needs a model that")
     assert diagnose(folder) == explain(folder, capsys) == sentence
 
 

@@ -62,7 +62,7 @@ def test_steps_without_memory_change_no_token(
     assert tokens(llm) == expected, "the prefix cache holds no bad blocks"
     scheduler = llm._engine.scheduler
     assert scheduler.counters.num_out_of_memory > 5
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pool.num_free == scheduler.pool.num_pages
     llm.close()
     assert main(["replay", str(tmp_path / "trace")]) == 0, capsys.readouterr()
 
@@ -90,7 +90,7 @@ def test_open_requests_continue_after_a_sleep(
             inline.post("core", Sleep())
             run()
             assert scheduler.is_paused and scheduler.num_running == 0 and scheduler.num_waiting == len(PROMPTS)
-            assert scheduler.pool.num_free == scheduler.pool.num_blocks
+            assert scheduler.pool.num_free == scheduler.pool.num_pages
             runner = inline._worker._runner
             assert runner is not None and runner._cache is not None
             kv, step_before = runner._cache.storage, scheduler.step
@@ -121,7 +121,7 @@ def test_leaked_blocks_and_rows_are_found_while_the_engine_is_idle(
         inline.run()
         assert scheduler.counters.num_mended == num_mended
     assert "counted again: reference counts differ from the tables" in caplog.text
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks and len(scheduler.table.free_rows) == 256
+    assert scheduler.pool.num_free == scheduler.pool.num_pages and len(scheduler.table.free_rows) == 256
     assert tokens(llm) == expected
     for _ in range(3):
         inline.post("core", Ping())

@@ -148,7 +148,7 @@ def write_weights(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    from ..engine.weights.dummy import fill_dummy
+    from ..engine.weights.dummy import Dummy
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -156,7 +156,10 @@ def write_weights(folder: Path) -> None:
     model = model.to_empty(device="cpu")
     model.tie_weights()
     tensors = dict(model.named_parameters())  # tied parameters occur once
-    fill_dummy(tensors)
+    dummy = Dummy()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            dummy.fill(name, tensor, is_vector=tensor.dim() < 2)
     tensors = revert_weight_conversion(model, tensors)  # transformers stacks experts
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 

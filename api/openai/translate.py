@@ -136,7 +136,10 @@ def read_turn(request: ChatRequest, config: EngineConfig) -> Turn:
 
 def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:
     """What to read the output with; None if all of it is text."""
-    return find_grammar(config.tool_call_parser, config.reasoning_parser, shows_tools(request))
+    grammar = find_grammar(config.tool_call_parser, config.reasoning_parser, shows_tools(request))
+    if grammar is None or not grammar.needs_schemas:
+        return grammar
+    return grammar._replace(schemas={tool.function.name: tool.function.parameters for tool in _tools(request)})
 
 
 def final_words(request: ChatRequest) -> str:
@@ -351,6 +354,10 @@ def _check_chat(request: ChatRequest) -> list[Tool]:
         raise unsupported("add_special_tokens", detail)
     if request.modalities not in (None, [], ["text"]):
         raise unsupported("modalities", 'modalities must be ["text"].')
+    return _tools(request)
+
+
+def _tools(request: ChatRequest) -> list[Tool]:
     return _decode(lambda: _tools_decoder.decode(request.tools), "tools") if _sends_tools(request) else []
 
 

@@ -19,7 +19,7 @@ _PROMPT_LEN = 20
 def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     """Mean microseconds per step of plan, apply, and of encoding the messages to the worker and the detokenizer."""
     scheduler = Scheduler(
-        pool=BlockPool(num_blocks=num_rows * 64),
+        pool=BlockPool(num_pages=num_rows * 64),
         block_size=16,
         max_num_seqs=num_rows,
         max_num_batched_tokens=max(2048, num_rows),

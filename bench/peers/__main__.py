@@ -20,6 +20,7 @@ from ...tools.make_checkpoint import SHAPES
 from ..report import Row, machine, print_table, write_json
 from .base import CONVERT_TIMEOUT_S, Load, Peer, PeerError
 from .figures import figures
+from .gguf_file import GgufFile
 from .with_floor import Floor
 from .with_llama_cpp_python import LlamaCppPython
 from .with_llama_server import LlamaServer
@@ -29,27 +30,46 @@ from .with_transformers import Transformers
 from .with_vllm import Vllm
 from .work import Workload, warm_up, workloads
 
-_MAKERS: dict[str, Callable[[str], Peer]] = {
-    "openvino": OpenVino,
-    "llama-server": LlamaServer,
-    "llama-cpp-python": LlamaCppPython,
-    "transformers": Transformers,
-    "floor": Floor,
-}
-PEERS = ("pagewire", "pagewire-int8", "pagewire-int4", "vllm", *_MAKERS)
-_WITH_FLAGS = ("pagewire", "pagewire-int8", "pagewire-int4", "vllm")
+_WITH_FLAGS = ("pagewire", "pagewire-int8", "pagewire-int4", "pagewire-q4_k_m", "vllm")
+PEERS = (
+    *_WITH_FLAGS,
+    "openvino",
+    "openvino-int8",
+    "openvino-int4",
+    "llama-server",
+    "llama-server-q4_k_m",
+    "llama-cpp-python",
+    "transformers",
+    "floor",
+)
+_PLACES = ("vllm", "openvino", "optimum", "llama-server", "llama-cpp-python", "transformers", "floor")
 _KV_BYTES = 2 << 30  # for every peer that has such an option
 
 
-def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]]) -> Peer:
-    """`at`: peer → its interpreter or program. `flags`: peer → flags to append to its command line."""
-    if name == "pagewire":
-        return Pagewire(flags.get(name, ()))
-    if name in ("pagewire-int8", "pagewire-int4"):
-        return Pagewire(["--quantization", name.removeprefix("pagewire-"), *flags.get(name, ())], name=name)
-    if name == "vllm":
-        return Vllm(at.get(name, sys.executable), flags.get(name, ()))
-    return _MAKERS[name](at.get(name, name if name == "llama-server" else sys.executable))
+def make_peer(name: str, at: Mapping[str, str], flags: Mapping[str, Sequence[str]]) -> Peer:
+    """`at`: one of `_PLACES` → an interpreter or program. `flags`: peer → flags to append to its command line."""
+    engine, _, precision = name.rpartition("-") if name.endswith(("-int8", "-int4", "-q4_k_m")) else (name, "", "")
+    place = at.get(engine, sys.executable)
+    given = flags.get(name, ())
+    llama_server = at.get("llama-server", "llama-server")
+    file = GgufFile(quantized_by=llama_server) if precision == "q4_k_m" else None
+    match engine:
+        case "pagewire":
+            asked = ("--quantization", precision) if precision and file is None else ()
+            return Pagewire([*asked, *given], name=name, file=file)
+        case "vllm":
+            return Vllm(place, given)
+        case "openvino":
+            return OpenVino(place, precision or "fp16", exporter=at.get("optimum", place))
+        case "llama-server":
+            return LlamaServer(llama_server, file or GgufFile(), name=name)
+        case "llama-cpp-python":
+            return LlamaCppPython(place)
+        case "transformers":
+            return Transformers(place)
+        case "floor":
+            return Floor(place)
+    raise AssertionError(name)
 
 
 def checkpoint(root: Path, like: str) -> Path:
@@ -148,7 +168,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--json", type=Path, default=Path("bench/results/peers.json"), help="(default: %(default)s)")
     flags.add_argument("--files", type=Path, default=Path("build/peers"), help="for checkpoints (default: %(default)s)")
     flags.add_argument(
-        "--at", nargs="+", default=[], metavar="PEER=PATH", help="a peer's interpreter, or llama-server's program"
+        "--at",
+        nargs="+",
+        default=[],
+        metavar="PEER=PATH",
+        help="the interpreter of vllm, openvino (all precisions) or another peer; of optimum, which exports for "
+        "openvino, if that is another one; or llama-server's program, beside which llama-quantize lies",
     )
     flags.add_argument(
         "--flags", nargs="+", default=[], metavar="PEER='FLAGS'", help="flags to append to a server's command line"
@@ -159,9 +184,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if any(len(entry) != 2 for entry in given.skip):
         flags.error("--skip: PEER:W, such as openvino:W3")
     given.at = dict(entry.partition("=")[::2] for entry in given.at)
-    unknown = [name for name, path in given.at.items() if name not in PEERS or name.startswith("pagewire") or not path]
+    unknown = [name for name, path in given.at.items() if name not in _PLACES or not path]
     if unknown:
-        flags.error(f"--at: PEER=PATH with one of {', '.join(('vllm', *_MAKERS))}, not {', '.join(unknown)}")
+        flags.error(f"--at: PEER=PATH with one of {', '.join(_PLACES)}, not {', '.join(unknown)}")
     given.flags = {name: text.split() for name, _, text in (entry.partition("=") for entry in given.flags)}
     unknown = [name for name in given.flags if name not in _WITH_FLAGS]
     if unknown:

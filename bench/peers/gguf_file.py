@@ -1,4 +1,4 @@
-"""Converts a checkpoint of `tools.make_checkpoint` to a GGUF file in bfloat16, for llama.cpp.
+"""Converts a checkpoint of `tools.make_checkpoint` to a GGUF file, in bfloat16 or as llama.cpp quantizes it.
 
 llama.cpp's converter recognises tokenizers by a fingerprint and refuses generated ones, so this module writes the file
 with the `gguf` package. It supports the architectures llama and qwen3.
@@ -6,10 +6,17 @@ with the `gguf` package. It supports the architectures llama and qwen3.
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import PeerError
+from .base import CONVERT_TIMEOUT_S, PeerError
+from .in_child import has_modules
+
+_QUANTIZED = "Q4_K_M"
 
 _NAMES = {  # of a layer's tensors, transformers' → GGUF's
     "input_layernorm": "attn_norm",
@@ -39,7 +46,39 @@ def gguf_name(name: str) -> str:
     return f"blk.{number}.{known}.weight"
 
 
-def convert_to_gguf(folder: Path) -> Path:
+@dataclass(frozen=True)
+class GgufFile:
+    """The checkpoint in bfloat16, or in Q4_K_M."""
+
+    quantized_by: str | None = None  # a program of llama.cpp beside which llama-quantize lies
+
+    def missing(self) -> str:
+        """How to install what is needed; empty if nothing is."""
+        if not has_modules(sys.executable, "gguf"):
+            return "pip install gguf"
+        return "" if self.quantized_by is None or self._quantize() else "build llama.cpp's target llama-quantize"
+
+    def convert(self, folder: Path) -> Path:
+        """The file in the checkpoint's folder, written unless it exists. Raises PeerError."""
+        plain = _convert(folder)
+        target = folder / f"model-{_QUANTIZED}.gguf"
+        if self.quantized_by is None or target.exists():
+            return plain if self.quantized_by is None else target
+        unfinished = target.with_suffix(".unfinished")
+        command = [self._quantize() or "llama-quantize", str(plain), str(unfinished), _QUANTIZED]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=CONVERT_TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise PeerError(f"{plain} could not be quantized: {error}") from None
+        os.replace(unfinished, target)
+        return target
+
+    def _quantize(self) -> str | None:
+        beside = None if self.quantized_by is None else shutil.which(self.quantized_by)
+        return None if beside is None else shutil.which(str(Path(beside).with_name("llama-quantize")))
+
+
+def _convert(folder: Path) -> Path:
     """Writes `model.gguf` into the checkpoint's folder unless it exists. Raises PeerError."""
     target = folder / "model.gguf"
     if target.exists():
@@ -85,7 +124,8 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([_CONTROL if token in ("<pad>", "<s>", "</s>") else _NORMAL for token in tokens])
-    writer.add_token_merges(["Ġ a"])  # llama.cpp requires a list; prompts are ids, so no merge is ever applied
+    # llama.cpp requires a list; prompts are ids, so no merge is ever applied
+    writer.add_token_merges([next(f"{t[:-1]} {t[-1]}" for t in tokens if t[:-1] in entries and t[-1] in entries)])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])

@@ -5,14 +5,13 @@ Its server accepts only text. Server and API run one request at a time; this mod
 for those before it.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from .base import Load
 from .child import Settings, serve
-from .gguf_file import convert_to_gguf
+from .gguf_file import GgufFile
 from .in_child import InChild, has_modules
 
 
@@ -25,11 +24,11 @@ class LlamaCppPython:
         self._python = python
 
     def missing(self) -> str:
-        found = has_modules(self._python, "llama_cpp") and has_modules(sys.executable, "gguf")
-        return "" if found else "pip install llama-cpp-python gguf"
+        found = has_modules(self._python, "llama_cpp")
+        return GgufFile().missing() if found else "pip install llama-cpp-python"
 
     def convert(self, folder: Path) -> Path:
-        return convert_to_gguf(folder)
+        return GgufFile().convert(folder)
 
     def start(self, load: Load) -> InChild:
         return InChild(self._python, "with_llama_cpp_python", load)

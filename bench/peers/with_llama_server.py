@@ -1,37 +1,29 @@
-"""llama.cpp's own server, on the checkpoint as a GGUF file in bfloat16. Written from its documentation; not yet run
-here.
+"""llama.cpp's own server, on the checkpoint as a GGUF file. `--at llama-server=PROGRAM` if it is not on the path."""
 
-`--at llama-server=PROGRAM` when it is not on the path.
-"""
-
+import os
 import shutil
-import sys
 from pathlib import Path
 
 from .base import Load
-from .gguf_file import convert_to_gguf
-from .in_child import has_modules
+from .gguf_file import GgufFile
 from .openai_server import MODEL, OpenAiServer
 
 
 class LlamaServer:
     """The program `program`."""
 
-    name = "llama-server"
-
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, file: GgufFile, name: str = "llama-server") -> None:
+        self.name = name
         self._program = program
+        self._file = file
 
     def missing(self) -> str:
-        wanted = []
         if shutil.which(self._program) is None:
-            wanted.append("get llama-server from https://github.com/ggml-org/llama.cpp/releases")
-        if not has_modules(sys.executable, "gguf"):
-            wanted.append("pip install gguf")
-        return " and ".join(wanted)
+            return "get llama-server from https://github.com/ggml-org/llama.cpp/releases"
+        return self._file.missing()
 
     def convert(self, folder: Path) -> Path:
-        return convert_to_gguf(folder)
+        return self._file.convert(folder)
 
     def start(self, load: Load) -> OpenAiServer:
         return OpenAiServer(self.command(load), load.log)
@@ -39,6 +31,7 @@ class LlamaServer:
     def command(self, load: Load) -> list[str]:
         """The command line, to which a port is added."""
         context = load.num_streams * load.max_len  # it is divided by the number of slots
+        threads = str(len(os.sched_getaffinity(0)))  # by default it counts two threads of a core as one
         return [
             self._program,
             "--model",
@@ -51,4 +44,8 @@ class LlamaServer:
             str(context),
             "--parallel",
             str(load.num_streams),
+            "--threads",
+            threads,
+            "--threads-batch",
+            threads,
         ]

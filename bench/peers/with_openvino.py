@@ -1,9 +1,10 @@
 """OpenVINO GenAI: its continuous batching pipeline, through the Python API.
 
-`optimum-cli` exports the checkpoint once, with weights in 16 bits. OpenVINO chooses the precision of the computation
-and of the KV cache, often 8 bits for the latter.
+`optimum-cli` exports the checkpoint once for each precision of weights. OpenVINO chooses the precision of the
+computation (bfloat16 where the CPU has it) and of the KV cache, often 8 bits for the latter.
 """
 
+import json
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,22 +16,29 @@ from .in_child import InChild, has_modules
 
 
 class OpenVino:
-    name = "openvino"
+    """weights: fp16, int8 or int4. exporter: the interpreter with optimum-intel."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
+    def __init__(self, python: str, weights: str, *, exporter: str) -> None:
+        self.name = "openvino" if weights == "fp16" else f"openvino-{weights}"
+        self._weights = weights
+        self._python, self._exporter = python, exporter
 
     def missing(self) -> str:
-        found = has_modules(self._python, "openvino_genai", "openvino_tokenizers", "optimum.intel")
-        return "" if found else "pip install openvino-genai openvino-tokenizers 'optimum-intel[openvino]'"
+        if not has_modules(self._python, "openvino_genai", "openvino_tokenizers"):
+            return "pip install openvino-genai openvino-tokenizers"
+        return "" if has_modules(self._exporter, "optimum.intel") else "pip install 'optimum-intel[openvino]' nncf"
 
     def convert(self, folder: Path) -> Path:
-        target = folder / "openvino"
+        target = folder / self.name
         if not target.exists():
-            unfinished = folder / "openvino.unfinished"
+            unfinished = folder / f"{self.name}.unfinished"
             # The module of the command `optimum-cli`, which may not be on the path.
-            export = [self._python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-            export += ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+            export = [self._exporter, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+            export += ["--model", str(folder), "--task", "text-generation-with-past"]
+            export += ["--weight-format", self._weights]
+            if self._weights == "int4":  # of all layers; optimum leaves embedding and head at 8 bits
+                hidden_size = json.loads((folder / "config.json").read_text())["hidden_size"]
+                export += ["--group-size", "32" if hidden_size % 128 else "128", "--ratio", "1.0"]
             try:
                 done = subprocess.run(
                     [*export, str(unfinished)], check=False, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S

@@ -5,21 +5,24 @@ from pathlib import Path
 
 from ...tools.servers import PAGEWIRE
 from .base import Load
+from .gguf_file import GgufFile
 from .openai_server import MODEL, OpenAiServer
 
 
 class Pagewire:
-    """This checkout, in this interpreter. `flags` are appended to its command line."""
+    """This checkout, in this interpreter. `flags` are appended to its command line. file: serves the checkpoint as this
+    GGUF file."""
 
-    def __init__(self, flags: Sequence[str] = (), name: str = "pagewire") -> None:
+    def __init__(self, flags: Sequence[str] = (), name: str = "pagewire", file: GgufFile | None = None) -> None:
         self.name = name
         self._flags = flags
+        self._file = file
 
     def missing(self) -> str:
-        return ""
+        return "" if self._file is None else self._file.missing()
 
     def convert(self, folder: Path) -> Path:
-        return folder
+        return folder if self._file is None else self._file.convert(folder)
 
     def start(self, load: Load) -> OpenAiServer:
         return OpenAiServer(self.command(load), load.log)
@@ -29,7 +32,7 @@ class Pagewire:
         return [
             *PAGEWIRE,
             "serve",
-            str(load.folder),
+            str(load.converted),
             "--served-model-name",
             MODEL,
             "--device",

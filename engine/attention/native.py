@@ -35,6 +35,11 @@ class NativePagedAttention:
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._counts = self._contexts
 
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a row."""
+        return self._cache.groups.num_tables
+
     def begin(self, step: AttentionStep) -> None:
         self._slots = step.slots
         self._tables = np.ascontiguousarray(step.tables)

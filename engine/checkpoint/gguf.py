@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from ...config.model_files import MAX_BYTES, open_file
+from ...config.model_files import MAX_BYTES, opened
 from ...errors import CheckpointError, ConfigError
 
 SUFFIX = ".gguf"
@@ -160,10 +160,10 @@ def read_vector(tensor: GgufTensor) -> list[float]:
             f"{tensor.file} has a vector of {tensor.type} {list(tensor.shape)} where pagewire reads a small one of F32."
         )
     try:
-        with open(open_file(tensor.file), "rb") as file:
+        with opened(tensor.file) as file:
             data = os.pread(file.fileno(), tensor.num_bytes, tensor.offset)
-    except (OSError, ConfigError) as error:
-        raise CheckpointError(f"{tensor.file} cannot be read: {error}.") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no file {tensor.file}.") from None
     if len(data) < tensor.num_bytes:
         raise CheckpointError(f"{tensor.file} was cut short while it was read.")
     return list(struct.unpack(f"<{tensor.shape[0]}f", data))
@@ -235,16 +235,12 @@ def _read_part(
 ) -> tuple[dict[str, _Value], dict[str, GgufTensor], int]:
     """Metadata, tensors, and the bytes before the tensors' bytes."""
     try:
-        with open(open_file(path), "rb") as file:
+        with opened(path) as file:
             return _Header(path, file, os.fstat(file.fileno()).st_size, has_vocabulary).read()
     except FileNotFoundError:
         if is_split:
             raise CheckpointError(f"{path} is missing; all parts of a model must be in one folder.") from None
         raise CheckpointError(f"There is no file {path}.") from None
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 class _Header:

@@ -149,6 +149,8 @@ def _rope(gguf: Gguf, arch: str) -> dict[str, object]:
     kind, factor = metadata.text(f"{prefix}type"), metadata.number(f"{prefix}factor")
     if kind is None and (old := metadata.number(f"{arch}.rope.scale_linear")):
         kind, factor = "linear", old
+    if kind not in (None, "none", "linear", "yarn"):  # the factors of longrope are tensors, which are not read
+        raise ConfigError(f"{gguf.path} has {kind} position embeddings, which pagewire does not compute.")
     rope: dict[str, object] = {
         "rope_type": "default" if kind in (None, "none") else kind,
         "rope_theta": metadata.number(f"{arch}.rope.freq_base") or 10_000.0,

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ...config.model_files import open_file
-from ...errors import CheckpointError, ConfigError
+from ...config.model_files import opened
+from ...errors import CheckpointError
 from .spec import MAX_HEADER_BYTES
 
 _MAX_DIMS = 8
@@ -41,25 +41,16 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 
 def check_header(path: Path) -> None:
     """Raises FileNotFoundError, and CheckpointError for a header that is damaged or does not fit the file."""
-    try:
-        with open(open_file(path), "rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if file_size < 8 or length > file_size - 8:
-                raise CheckpointError(
-                    f"{path} is damaged or cut short: its {file_size:,} bytes do not hold its header."
-                )
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{path} is damaged: its header has {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed."
-                )
-            header = file.read(length)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    with opened(path) as file:
+        file_size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if file_size < 8 or length > file_size - 8:
+            raise CheckpointError(f"{path} is damaged or cut short: its {file_size:,} bytes do not hold its header.")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path} is damaged: its header has {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed."
+            )
+        header = file.read(length)
     spans = sorted((*_read(path, name, raw), name) for name, raw in _entries(path, header))
     end = 0
     for first, last, name in spans:

@@ -96,7 +96,7 @@ def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
         config.raw["rope_divisors"] = list(divisors)
     spec = _read_spec(config, Fields(generation_of(gguf), gguf.path), None)
     if not is_native(spec):
-        raise ConfigError(f"{gguf.path} has {spec.rope_kind} position embeddings, which pagewire does not compute.")
+        raise ConfigError(f"{gguf.path} cannot be served: {spec.why_not_described}.")
     types = sorted({tensor.type for tensor in gguf.tensors.values()} - {*PLAIN})
     return replace(spec, scheme=GgufScheme(tuple(types)) if types else None)
 
@@ -176,6 +176,7 @@ def _rope(config: Fields, max_position: int) -> tuple[str, int]:
 def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
     """The part of a spec that the configuration depends on, with the checkpoint's fingerprint. Raises ConfigError."""
     key = fingerprint(folder)  # first: raises ConfigError for files that cannot be read
+    weight_bytes, wide_bytes = _weight_bytes(spec, folder)
     return ModelFacts(
         path=str(folder),
         name=name,
@@ -183,7 +184,8 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         checkpoint_dtype=spec.dtype,
-        weight_bytes=_weight_bytes(spec, folder),
+        weight_bytes=weight_bytes,
+        wide_bytes=wide_bytes,
         fingerprint=key,
         is_native=is_native(spec),
         head_dim=spec.head_dim,
@@ -192,14 +194,22 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
     )
 
 
-def _weight_bytes(spec: ModelSpec, folder: Path) -> int:
-    """About what the weights take unquantized."""
+def _weight_bytes(spec: ModelSpec, folder: Path) -> tuple[int, int]:
+    """What the weights take as they are stored, and about what they take unquantized."""
     if is_gguf(folder):
         itemsize = 4 if spec.dtype == "float32" else 2
         gguf = read_gguf(folder, has_vocabulary=False)
-        return itemsize * sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+        num_weights = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+        return sum(tensor.num_bytes for tensor in gguf.tensors.values()), itemsize * num_weights
     narrower = 1 if spec.scheme is None or isinstance(spec.scheme, GgufScheme) else spec.scheme.narrower
-    return narrower * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored = sum(_tensor_bytes(path) for path in folder.glob("*.safetensors"))
+    return stored, narrower * stored
+
+
+def _tensor_bytes(path: Path) -> int:
+    """What follows the header of a safetensors file."""
+    with open(open_file(path), "rb") as file:
+        return max(0, os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little"))
 
 
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format

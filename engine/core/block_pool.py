@@ -1,129 +1,170 @@
-"""The pool of KV blocks: their reference counts, the prefix index, and which block is evicted next.
+"""The pool of cache memory: the reference counts of its blocks, the prefix index, and which block is evicted next.
 
-It knows neither tokens nor requests. Any free block serves any request, so there is no fragmentation. A block is in
-exactly one of three states:
+It knows neither tokens nor requests. Memory is pages of equal size, and a block of group g is `groups.sizes[g]` of
+them, named by the first. Any free page serves any group, so there is no fragmentation. A block is in exactly one of
+three states; the pages of an empty one belong to no group:
 
     held    reference count ≥ 1: in that many block tables
     idle    count 0, but its content has a key: found again by `match`, evicted when blocks run out
     empty   count 0 and no key
 
-A key names either a full block or the beginning of one, after which its holder may still be writing. The latter can
-only be copied, and the key of the full block replaces it.
+Each group has an index of its own, in which equal beginnings have equal keys. A key names either a full block or the
+beginning of one, after which its holder may still be writing. The latter can only be copied, and the key of the full
+block replaces it.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from ...ipc.messages import ids_to_bytes
 from .eviction import RANKINGS, EvictionName, EvictionQueue
+from .groups import PLAIN, Groups
 from .kv_connector import Evicted
 
 _PARTIAL = -1  # place of a block whose key names only its beginning
 
 
 class BlockPool:
-    """Blocks `0 … num_blocks - 1`."""
+    """Pages `0 … num_pages - 1`."""
 
-    def __init__(self, *, num_blocks: int, eviction: EvictionName = "lru") -> None:
+    def __init__(self, *, num_pages: int, groups: Groups = PLAIN, eviction: EvictionName = "lru") -> None:
         """`eviction`: which idle block is evicted first."""
-        assert num_blocks > 0, num_blocks
-        self.num_blocks = num_blocks
-        self._holders = [0] * num_blocks  # block → number of block tables it is in
-        self._key: list[bytes | None] = [None] * num_blocks  # block → its key in _by_key, if it has one
-        self._place = [0] * num_blocks  # which block of its sequence a keyed block is, from 0, or _PARTIAL
-        self._parent: list[bytes | None] = [None] * num_blocks  # key of the block before a keyed full one
-        self._by_key: dict[bytes, int] = {}  # key → the one block registered for it
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack, so that low blocks go first
+        assert num_pages > 0, num_pages
+        self.num_pages = num_pages
+        self.groups = groups
+        # Lists by block have an entry for each page, of which only a block's first is used.
+        self._holders = [0] * num_pages  # block → number of block tables it is in
+        self._group = [0] * num_pages
+        self._rest: dict[int, list[int]] = {}  # block that is not empty → its other pages, if it has any
+        self._key: list[bytes | None] = [None] * num_pages  # block → its key in its group's index, if it has one
+        self._place = [0] * num_pages  # which block of its sequence a keyed block is, from 0, or _PARTIAL
+        self._parent: list[bytes | None] = [None] * num_pages  # key of the block before a keyed full one
+        self._by_name: dict[bytes, int] = {}  # `_name` of a group's key → the block registered for it
+        self._empty = list(range(num_pages - 1, -1, -1))  # pages; a stack, so that low ones go first
         self._idle: dict[int, None] = {}  # the block that was released longest ago comes first
+        self._num_idle_pages = 0
         self._eviction: EvictionName = eviction
-        self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' keys
-        self._uses = [0] * num_blocks  # how often a keyed block was found; only counted for the queue
+        self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' names
+        self._uses = [0] * num_pages  # how often a keyed block was found; only counted for the queue
         self.evicted: list[Evicted] = []  # full blocks that `allocate` has evicted; the scheduler takes them
-        self.removed: list[bytes] | None = None  # keys of full blocks that can no longer be found; None: not recorded
+        # (group, key) of full blocks that can no longer be found; None: not recorded
+        self.removed: list[tuple[int, bytes]] | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out: empty ones and idle ones."""
-        return len(self._empty) + len(self._idle)
+        """Pages that `allocate` could hand out: empty ones and those of idle blocks."""
+        return len(self._empty) + self._num_idle_pages
 
     @property
     def num_held(self) -> int:
-        """Blocks in at least one block table."""
-        return self.num_blocks - self.num_free
+        """Pages of blocks in at least one block table."""
+        return self.num_pages - self.num_free
 
-    def allocate(self, num: int) -> list[int]:
-        """`num` blocks with undefined content, each held once. `num` is at most `num_free`."""
-        assert num <= self.num_free, (num, self.num_free)
+    def allocate(self, num: int, group: int = 0) -> list[int]:
+        """`num` blocks of a group with undefined content, each held once. There must be free pages for them."""
+        size, empty = self.groups.sizes[group], self._empty
+        holders, uses, groups = self._holders, self._uses, self._group
+        assert num * size <= self.num_free, (num, size, self.num_free)
         blocks = []
         for _ in range(num):
-            block = self._empty.pop() if self._empty else self._evict()
-            self._holders[block] = 1
-            self._uses[block] = 0
+            while len(empty) < size:
+                self._evict()
+            block = empty.pop()
+            if size > 1:
+                self._rest[block] = [empty.pop() for _ in range(size - 1)]
+            holders[block], uses[block], groups[block] = 1, 0, group
             blocks.append(block)
         return blocks
 
-    def _evict(self) -> int:
-        """Takes an idle block out of the prefix index."""
+    def pages(self, blocks: Sequence[int]) -> Sequence[int]:
+        """The pages of these blocks, block by block."""
+        return [page for block in blocks for page in (block, *self._rest.get(block, ()))] if self._rest else blocks
+
+    def pages_of(self, blocks: Sequence[int]) -> bytes:
+        """`pages` as int32."""
+        return ids_to_bytes(list(self.pages(blocks)))
+
+    def _size(self, block: int) -> int:
+        return self.groups.sizes[self._group[block]]
+
+    def _evict(self) -> None:
+        """Takes an idle block out of the prefix index. Its pages are empty."""
         if self._queue is None:
             block = next(iter(self._idle))
         else:
             victim = self._queue.evict()
             assert victim is not None, "there are idle blocks, and none is pinned"
-            block = self._by_key[victim.key]
-        del self._idle[block]
+            block = self._by_name[victim.key]
+        self._remove_idle(block)
         if self._place[block] != _PARTIAL:
             key = self._key[block]
             assert key is not None, block
-            self.evicted.append(Evicted(block, key, self._place[block], self._parent[block]))
+            self.evicted.append(Evicted(block, key, self._place[block], self._parent[block], self._group[block]))
         self._drop_key(block)
-        return block
+        self._empty_out(block)
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest leading run of known keys. They are not yet held."""
+    def _empty_out(self, block: int) -> None:
+        """A block without holders and key gives its pages back."""
+        self._empty.append(block)
+        if self._rest:
+            self._empty += self._rest.pop(block, ())
+
+    def _remove_idle(self, block: int) -> None:
+        del self._idle[block]
+        self._num_idle_pages -= self._size(block)
+
+    def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
+        """The blocks of a group for the longest leading run of known keys. They are not yet held."""
         blocks = []
         for key in keys:
-            block = self._by_key.get(key)
+            block = self._by_name.get(_name(group, key) if group else key)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this key, full or partial. It is not yet held."""
-        return self._by_key.get(key)
+    def find(self, key: bytes, group: int = 0) -> int | None:
+        """The block of a group with this key, full or partial. It is not yet held."""
+        return self._by_name.get(_name(group, key))
 
-    def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` are idle, so `hold` would make `num_free` smaller by so many."""
-        return sum(block in self._idle for block in blocks)
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """The pages of those of `blocks` that are idle, so `hold` would make `num_free` smaller by so many."""
+        return sum([self._size(block) for block in blocks if block in self._idle])
 
     def num_only_held(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` have one holder, so its `release` would free them."""
-        return sum(self._holders[block] == 1 for block in blocks)
+        """The pages of those of `blocks` that have one holder, so its `release` would free them."""
+        return sum([self._size(block) for block in blocks if self._holders[block] == 1])
+
+    def num_in(self, blocks: Iterable[int]) -> int:
+        """The pages of these blocks."""
+        return sum([self._size(block) for block in blocks])
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Another block table has these blocks, which are held or idle."""
         for block in blocks:
             if self._holders[block] == 0:
-                del self._idle[block]
+                self._remove_idle(block)
                 if self._queue is not None:
-                    key = self._key[block]
-                    assert key is not None, block
-                    self._queue.removed(key)
+                    self._queue.removed(self._name_of(block))
             self._holders[block] += 1
             self._uses[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A block table gives its blocks back. Its tail is evicted before its head, which more prompts share."""
+        """A row gives blocks back. The last of them is evicted first: the head of a sequence, which more prompts share,
+        stays longest."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, block
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                key = self._key[block]
-                if key is None:
-                    self._empty.append(block)
+                if self._key[block] is None:
+                    self._empty_out(block)
                     continue
                 self._idle[block] = None
+                self._num_idle_pages += self._size(block)
                 if self._queue is not None:
-                    self._queue.added(key, max(0, self._place[block]), self._parent[block], self._uses[block])
+                    parent = self._parent[block]
+                    before = None if parent is None else _name(self._group[block], parent)
+                    self._queue.added(self._name_of(block), max(0, self._place[block]), before, self._uses[block])
 
     def register(self, block: int, key: bytes, place: int, parent: bytes | None = None) -> bool:
         """`block`, which is held, is full, and `key` names its content: it is block `place` of a sequence, from 0, and
@@ -134,9 +175,10 @@ class BlockPool:
             if self._place[block] != _PARTIAL:
                 return False
             self._drop_key(block)
-        if key in self._by_key:
+        name = _name(self._group[block], key)
+        if name in self._by_name:
             return False
-        self._by_key[key] = block
+        self._by_name[name] = block
         self._key[block] = key
         self._place[block] = place
         self._parent[block] = parent
@@ -156,20 +198,27 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Drops the prefix index; idle blocks become empty."""
-        for key, block in list(self._by_key.items()):
+        for name, block in list(self._by_name.items()):
             if self._queue is not None and block in self._idle:
-                self._queue.removed(key)
+                self._queue.removed(name)
             self._drop_key(block)
-        self._empty.extend(self._idle)
+        for block in self._idle:
+            self._empty_out(block)
         self._idle.clear()
+        self._num_idle_pages = 0
 
     def _drop_key(self, block: int) -> None:
-        key = self._key[block]
+        key, group = self._key[block], self._group[block]
         assert key is not None, block
-        del self._by_key[key]
+        del self._by_name[_name(group, key)]
         self._key[block] = None
         if self.removed is not None and self._place[block] != _PARTIAL:
-            self.removed.append(key)
+            self.removed.append((group, key))
+
+    def _name_of(self, block: int) -> bytes:
+        key = self._key[block]
+        assert key is not None, block
+        return _name(self._group[block], key)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that there is no flaw. For tests."""
@@ -178,7 +227,7 @@ class BlockPool:
 
     def flaw(self, tables: Iterable[Sequence[int]]) -> str | None:
         """The first invariant that does not hold, given all block tables; None: all hold. Linear in the pool."""
-        holders = [0] * self.num_blocks
+        holders = [0] * self.num_pages
         for table in tables:
             if len(set(table)) != len(table):
                 return f"a block is in one table twice: {table}"
@@ -186,16 +235,18 @@ class BlockPool:
                 holders[block] += 1
         if holders != self._holders:
             return "reference counts differ from the tables"
-        if len(set(self._empty)) != len(self._empty):
-            return "a block is among the empty ones twice"
-        states = [{b for b, n in enumerate(holders) if n}, set(self._idle), set(self._empty)]
-        if not sum(map(len, states)) == self.num_blocks == len(set().union(*states)):
-            return "a block is lost or in two states"
-        if self._queue is not None and set(self._queue.keys()) != {self._key[block] for block in self._idle}:
+        used = [block for block in range(self.num_pages) if holders[block] or block in self._idle]
+        if any(len(self._rest.get(block, ())) != self._size(block) - 1 for block in used):
+            return "a block has too few or too many pages"
+        if sorted([*self._empty, *used, *chain.from_iterable(self._rest.values())]) != list(range(self.num_pages)):
+            return "a page is lost or in two places"
+        if self._num_idle_pages != self.num_in(self._idle) or any(holders[block] for block in self._idle):
+            return "idle blocks are miscounted"
+        if self._queue is not None and set(self._queue.keys()) != {self._name_of(block) for block in self._idle}:
             return "an idle block is not in the eviction queue"
-        if not all(self._key[block] == key for key, block in self._by_key.items()):
+        if not all(self._key[block] and self._name_of(block) == name for name, block in self._by_name.items()):
             return "the prefix index names a block with another key"
-        if sum(key is not None for key in self._key) != len(self._by_key):
+        if sum(key is not None for key in self._key) != len(self._by_name):
             return "a key is registered twice"
         return None
 
@@ -203,13 +254,23 @@ class BlockPool:
         """Counts everything again from these block tables, which are all: the prefix index is empty, and so are all
         other blocks."""
         if self.removed is not None:
-            self.removed += [key for key, block in self._by_key.items() if self._place[block] != _PARTIAL]
-        self._by_key.clear()
-        self._key = [None] * self.num_blocks
+            full = (block for block in self._by_name.values() if self._place[block] != _PARTIAL)
+            self.removed += [(self._group[block], key) for block in full if (key := self._key[block]) is not None]
+        self._by_name.clear()
+        self._key = [None] * self.num_pages
         self._idle.clear()
+        self._num_idle_pages = 0
         if self._queue is not None:
             self._queue = EvictionQueue(RANKINGS[self._eviction]())
-        self._holders = [0] * self.num_blocks
+        self._holders = [0] * self.num_pages
         for block in chain.from_iterable(tables):
             self._holders[block] += 1
-        self._empty = [block for block in range(self.num_blocks - 1, -1, -1) if not self._holders[block]]
+        held = {block for block in range(self.num_pages) if self._holders[block]}
+        self._rest = {block: rest for block, rest in self._rest.items() if block in held}
+        held.update(chain.from_iterable(self._rest.values()))
+        self._empty = [page for page in range(self.num_pages - 1, -1, -1) if page not in held]
+
+
+def _name(group: int, key: bytes) -> bytes:
+    """The name of a group's key among the keys of all groups."""
+    return key + bytes((group,)) if group else key

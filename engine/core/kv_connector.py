@@ -36,6 +36,7 @@ class Evicted(NamedTuple):
     key: bytes
     place: int  # which block of its sequence it is, from 0: what it costs to compute again grows with it
     parent: bytes | None = None  # key of the block before it, if there is one
+    group: int = 0  # of the cache; its keys are its own
 
 
 class KvEvent(NamedTuple):

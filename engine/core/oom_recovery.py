@@ -79,13 +79,14 @@ class OomRecovery:
             elif num == request.num_found:
                 num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
             request.set_back(num)
-            bad.update(request.blocks[num // size :])
+            bad.update(request.blocks_from(num // size))
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
         for request in {id(r): r for r in chain(touched, self._table.running, loading)}.values():
-            found = request.blocks[: request.num_computed // size]
-            num_good = next((i for i, block in enumerate(found) if block in bad), None)
-            if num_good is not None:
+            num_good = request.num_before(bad)
+            if num_good < request.num_computed // size:
                 request.set_back(num_good * size)
-                if request.state in (State.RUNNING, State.LOADING):
-                    self._table.preempt(request)
+            elif not request.has_dropped(self._pool.groups):
+                continue
+            if request.state in (State.RUNNING, State.LOADING):
+                self._table.preempt(request)

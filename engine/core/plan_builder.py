@@ -49,7 +49,8 @@ class PlanBuilder:
         self.budget = budget  # positions left
         self.open: list[RowOpen] = []
         self.grow_rows: array[int] = array("i")
-        self.grow_blocks: array[int] = array("i")
+        self.grow_groups: array[int] = array("i")
+        self.grow_blocks: array[int] = array("i")  # pages
         self.decodes: list[Request] = []  # rows that compute one position and sample a token
         self.num_speculative = 0  # the first of `decodes`, which may compute `speculate` positions more
         self.speculate = 0
@@ -58,7 +59,7 @@ class PlanBuilder:
         self.counts: list[int] = []  # positions of each of others
         self.sample: list[int] = []  # tokens of each of others: 0 or 1
         self.masks: list[tuple[int, bytes]] = []  # (row, the mask of the token that it samples)
-        self.copies: list[int] = []  # pairs of blocks
+        self.copies: list[int] = []  # pairs of pages
         self.pinned: list[int] = []  # blocks that are copied from: this plan must not give them away
         self.preempted = False
         self.work = NO_WORK
@@ -70,12 +71,17 @@ class PlanBuilder:
         """Rows planned so far."""
         return len(self.decodes) + len(self.others)
 
-    def grow(self, requests: Sequence[Request], blocks: Sequence[int]) -> None:
-        """Appends a block to the table of each of these requests, whose rows the worker knows."""
-        for request, block in zip(requests, blocks, strict=True):
-            request.grow((block,))
-        self.grow_rows.extend([request.row for request in requests])
-        self.grow_blocks.extend(blocks)
+    def grow(self, rows: Sequence[int], group: int, pages: Sequence[int]) -> None:
+        """Tells the worker that a block of this group was appended to the table of each of these rows."""
+        self.grow_rows.extend(rows)
+        if group or self.grow_groups:
+            self.grow_groups.extend([0] * (len(self.grow_rows) - len(rows) - len(self.grow_groups)))
+            self.grow_groups.extend([group] * len(rows))
+        self.grow_blocks.extend(pages)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """The worker copies the pages of one block to those of another."""
+        self.copies += chain.from_iterable(zip(source, target, strict=True))
 
     def sent(self, step: int, learns: bool) -> InFlight:
         """What is to be remembered. `learns`: the cost model learns from this step."""
@@ -106,4 +112,5 @@ class PlanBuilder:
             masked_rows=ids_to_bytes([row for row, _ in self.masks]),
             masks=b"".join([mask for _, mask in self.masks]),
             after_fault=after_fault,
+            grow_groups=self.grow_groups.tobytes(),
         )

@@ -6,6 +6,9 @@ the policy's order, has a position in every plan and is not preempted while anot
 a bound on waiting from it.
 """
 
+import sys
+from collections.abc import Iterable
+
 from . import decode_rows
 from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
@@ -14,8 +17,8 @@ from .output_buffer import OutputBuffer
 from .plan_builder import PlanBuilder
 from .policy import Policy
 from .preemption import choose_interrupted, choose_victim, order
-from .prefix import PrefixCache
-from .request import Request, State
+from .prefix import Found, PrefixCache
+from .request import Request, State, Table
 from .request_table import RequestTable
 from .stats import Counters
 
@@ -54,6 +57,8 @@ class Planner:
         self._cost = cost
         self._outputs = outputs
         self._counters = counters
+        self._groups = pool.groups
+        self._unit = pool.groups.unit
         self.block_size = block_size
         self.budget = max_num_batched_tokens  # of a step; `OomRecovery` makes it smaller for a while
         self._itl_target_ms = itl_target_ms
@@ -101,7 +106,9 @@ class Planner:
         running = table.running
         limit = builder.budget
         front: Request | None = None
-        if self._pool.num_free < len(table.running) or limit < len(table.running) + (len(table.waiting) > 0):
+        if self._pool.num_free < self._unit * len(table.running) or limit < len(table.running) + (
+            len(table.waiting) > 0
+        ):
             front = self._make_room(builder)
             running = sorted(table.running, key=order(self._policy))
             if front is not None and (front.num_planned >= front.fast_limit or front.num_total - front.num_planned > 1):
@@ -145,10 +152,11 @@ class Planner:
                 builder.decodes.append(request)
             else:
                 over.append(request)
-        num_grown = min(len(growing), limit - len(builder.decodes), self._pool.num_free)
+        self._release_behind(growing)
+        num_grown = min(len(growing), limit - len(builder.decodes), self._num_blocks_free)
         grown = growing[:num_grown]
         if grown:
-            builder.grow(grown, self._pool.allocate(num_grown))
+            self._grow(builder, grown)
             Request.plan_each(grown)
             builder.decodes += grown
         long.sort(key=order(self._policy))
@@ -173,8 +181,9 @@ class Planner:
                 builder.decodes.append(request)
             else:
                 others.append(request)
+        self._release_behind(growing)
         Request.plan_each(builder.decodes, num)
-        builder.grow(growing, self._pool.allocate(len(growing)))
+        self._grow(builder, growing)
         builder.num_speculative = len(builder.decodes)
         builder.speculate = self._speculate if builder.decodes else 0
         builder.break_even = self.break_even
@@ -183,7 +192,8 @@ class Planner:
     def _make_room(self, builder: PlanBuilder) -> Request | None:
         """When blocks are short: preempts until the first request can have its chunk and each row that needs one
         position its block, as far as that is possible. Returns the first request in the policy's order."""
-        table = self._table
+        table, pool = self._table, self._pool
+        self._release_behind(table.running)
         working = [r for r in table.running if r.has_work]
         front = min(working, key=order(self._policy), default=None)
 
@@ -191,22 +201,23 @@ class Planner:
             num = request.num_computable - request.num_planned
             if num > 1 and request is not front:
                 return 0  # its chunk is as long as the blocks that are left allow
-            return max(0, self._num_blocks(request.num_planned + min(num, builder.budget)) - len(request.blocks))
+            num_blocks = self._num_blocks(request.num_planned + min(num, builder.budget)) - request.num_blocks
+            return max(0, num_blocks) * self._unit
 
         total = sum(map(need, working))
         candidates = sorted((r for r in table.running if r.state is State.RUNNING), key=order(self._policy))
-        num_coming = sum(len(r.blocks) for r in table.running if r.state is State.LEAVING)
-        while self._pool.num_free < total:
-            if num_coming and self._pool.num_free + num_coming >= total:
+        num_coming = sum(pool.num_in(r.held) for r in table.running if r.state is State.LEAVING)
+        while pool.num_free < total:
+            if num_coming and pool.num_free + num_coming >= total:
                 break  # they return when the steps in flight are applied
-            victim = choose_victim(candidates, total, pool=self._pool, price=self._price)
+            victim = choose_victim(candidates, total, pool=pool, price=self._price)
             if victim is None:
                 break
             candidates.remove(victim)
             if victim.has_work:
                 total -= need(victim)
             table.preempt(victim)
-            num_coming += len(victim.blocks)  # none, if they have returned already
+            num_coming += pool.num_in(victim.held)  # none, if they have returned already
             builder.preempted = True
         return front
 
@@ -216,25 +227,48 @@ class Planner:
         if not self._cost.is_ready:
             return request.num_planned
         price = self._cost.predict_more(with_chunk(NO_WORK, 0, request.num_planned))
-        load_ms = self._loads.ms_to_load(len(request.blocks)) if self._loads is not None else None
+        load_ms = self._loads.ms_to_load(request.num_blocks) if self._loads is not None else None
         return price if load_ms is None else min(price, load_ms)
 
     def _plan_rest(self, builder: PlanBuilder, request: Request) -> None:
         """Plans a running request that was left by `_plan_decodes`, as far as blocks allow."""
         if not request.has_work:
             return
-        have = (len(request.blocks) + self._pool.num_free) * self.block_size - request.num_planned
+        self._release_behind((request,))
+        have = (request.num_blocks + self._num_blocks_free) * self.block_size - request.num_planned
         num = self._chunk(builder, request.num_planned, min(request.num_computable - request.num_planned, have))
         if num <= 0:
             return
-        need = self._num_blocks(request.num_planned + num) - len(request.blocks)
+        need = self._num_blocks(request.num_planned + num) - request.num_blocks
         if need > 0:
-            blocks = self._pool.allocate(need)
+            blocks = [self._pool.allocate(need, group) for group in range(self._groups.num_tables)]
+            request.grow(need, blocks)
             if request.is_open:
-                builder.grow([request] * need, blocks)
-            else:
-                request.grow(blocks)
+                for group, new in enumerate(blocks):
+                    builder.grow([request.row] * need, group, self._pool.pages(new))
         self._take(builder, request, num)
+
+    def _grow(self, builder: PlanBuilder, requests: list[Request]) -> None:
+        """Appends a block to each table of these requests, whose rows the worker knows. There are pages for it."""
+        rows, num = [request.row for request in requests], len(requests)
+        blocks = [self._pool.allocate(num, group) for group in range(self._groups.num_tables)]
+        for group, new in enumerate(blocks):
+            builder.grow(rows, group, self._pool.pages(new))
+        Request.grow_each(requests, blocks)
+
+    def _release_behind(self, requests: Iterable[Request]) -> None:
+        """Releases the blocks behind the windows and chunks of these requests; others may find them."""
+        if not self._groups.moving:
+            return
+        for request in requests:
+            if request.state is State.RUNNING:
+                self._prefix.commit(request)
+                self._pool.release(request.drop_behind(self._groups))
+
+    @property
+    def _num_blocks_free(self) -> int:
+        """How many blocks of positions, with what each group keeps of them, there are pages for."""
+        return self._pool.num_free // self._unit if self._unit else sys.maxsize
 
     def _take(self, builder: PlanBuilder, request: Request, num: int) -> None:
         """Puts `num` positions of a request that has the blocks for them into the plan."""
@@ -297,47 +331,71 @@ class Planner:
             found = self._prefix.find(request)
             if not builder.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
                 return  # its next block is being computed or loaded: a later plan finds it
-            hits = found.blocks
-            num_cached = len(hits) * size
-            pinned = [] if found.source is None else [found.source]
-            need = self._num_blocks(len(request.ids)) - len(hits)
-            reserve = len(table.running)  # every running row may need its next block soon
-            short = need + reserve - (self._pool.num_free - self._pool.num_idle(hits))
-            if pinned and short + self._pool.num_idle(pinned) > 0:
-                found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
+            short = self._short(request, found)
+            if found.pinned and short + self._pool.num_idle(found.pinned) > 0:
+                found = self._prefix.find(request, copies=False)  # no room to copy from it
+                short = self._short(request, found)
             if short > 0 or not table.free_rows:
-                if self._policy.may_interrupt:
-                    has_row = bool(table.free_rows)
-                    # They free what is missing; a later plan admits the request.
-                    for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
-                        table.preempt(victim)
+                self._interrupt_for(request, short)  # a later plan admits it
                 return
-            external = loads.match(request, num_cached) if loads is not None and not request.wants_all else 0
+            num_hits = found.num // size
+            external = loads.match(request, num_hits * size) if loads is not None and not request.wants_all else 0
             if external is None:
                 return
-            num, num_copied = 0, 0 if external else found.num_copied
-            if external:
-                pinned = []
-            else:
-                past = num_cached + num_copied
-                num = self._chunk(builder, past, request.num_computable - past)
-                if num == 0:
-                    return  # no budget, or its mask has not come
-            self._pool.hold(hits + pinned)  # before others are allocated in their place
-            blocks = hits + self._pool.allocate(self._num_blocks(num_cached + external + num_copied + num) - len(hits))
-            table.admit(request, blocks, num_hits=len(hits), num_copied=num_copied, num_loading=external // size)
             if external:
                 assert loads is not None
+                self._start(request, found._replace(num=num_hits * size, sources=[]), 0, external)
                 loads.start(request)
                 continue
-            if pinned:
-                builder.pinned += pinned
-                builder.copies += (*pinned, blocks[len(hits)])
+            have = (num_hits + self._num_blocks_beside(found)) * size - found.num
+            num = self._chunk(builder, found.num, min(request.num_computable - found.num, have))
+            if num <= 0:
+                return  # no budget, or its mask has not come
+            self._start(request, found, num)
+            builder.pinned += found.pinned
+            for source, entry in zip(found.sources, request.tables, strict=True):
+                if source is not None:
+                    target = entry.blocks[num_hits - entry.first]
+                    builder.copy(self._pool.pages([source]), self._pool.pages([target]))
             self._take(builder, request, num)
+
+    def _interrupt_for(self, request: Request, short: int) -> None:
+        """Preempts running requests for a waiting one that has no row or `short` pages too few, if it may and that is
+        enough."""
+        table = self._table
+        if self._policy.may_interrupt:
+            has_row = bool(table.free_rows)
+            for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
+                table.preempt(victim)
+
+    def _start(self, request: Request, found: Found, num: int, external: int = 0) -> None:
+        """Gives a waiting request a row, what was found, and blocks for `num` positions or `external` ones to load."""
+        self._pool.hold(found.hits + found.pinned)  # before others are allocated in their place
+        num_hits, num_blocks = found.num // self.block_size, self._num_blocks(found.num + external + num)
+        tables = [
+            Table(hit.blocks + self._pool.allocate(num_blocks - num_hits, group), hit.first)
+            for group, hit in enumerate(found.tables)
+        ]
+        num_loading = external // self.block_size
+        self._table.admit(request, tables, num_blocks, num_found=found.num, num_loading=num_loading)
+
+    def _short(self, request: Request, found: Found) -> int:
+        """How many pages are missing to admit a request with this prefix. Beside others there must be pages for all of
+        its prompt, and every running row may need its next block soon; alone it may wait for those behind a window."""
+        running, pool = self._table.running, self._pool
+        step = self.budget if running else 1
+        need = self._groups.num_pages(found.num, len(request.ids), step, self.block_size) - pool.num_in(found.hits)
+        return need + self._unit * len(running) - (pool.num_free - pool.num_idle(found.hits))
+
+    def _num_blocks_beside(self, found: Found) -> int:
+        """How many blocks of positions there are pages for behind this prefix."""
+        pool = self._pool
+        num_pages = pool.num_free - pool.num_idle(found.hits + found.pinned)
+        return num_pages // self._unit if self._unit else sys.maxsize
 
     def _open(self, builder: PlanBuilder, request: Request) -> None:
         """Tells the worker of its row and, with its first step, the detokenizer of the request."""
-        builder.open.append(request.as_row())
+        builder.open.append(request.as_row(self._pool))
         if request.open():
             self._counters.num_prompt_tokens += request.num_prompt
             self._counters.num_cached_tokens += request.num_found

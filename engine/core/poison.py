@@ -15,7 +15,7 @@ from .request_table import RequestTable
 def poison(request: Request, pool: BlockPool, loads: Loads | None, table: RequestTable) -> None:
     """A step has shown it. The caller ends the request unless it `starts_again`."""
     may_recover = request.poison()
-    pool.forget(request.blocks)
+    pool.forget(request.held)
     if loads is not None:
         loads.refuse(request)
     if may_recover:

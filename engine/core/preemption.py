@@ -20,14 +20,14 @@ def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
 def choose_victim(
     candidates: Sequence[Request], need: int, *, pool: BlockPool, price: Callable[[Request], float]
 ) -> Request | None:
-    """The request that is cheapest to preempt so that `need` blocks become free, among the last few `candidates`.
+    """The request that is cheapest to preempt so that `need` pages become free, among the last few `candidates`.
 
-    The cost is the `price` of bringing its KV back, per block that is needed and freed. `candidates` are in the
+    The cost is the `price` of bringing its KV back, per page that is needed and freed. `candidates` are in the
     policy's order; the first is never taken, so that one request always makes progress. None if it is alone.
     """
 
     def cost(request: Request) -> float:
-        freed = pool.num_only_held(request.blocks)
+        freed = pool.num_only_held(request.held)
         return price(request) / min(freed, need) if freed else float("inf")
 
     return min(reversed(candidates[1:][-_NUM_CANDIDATES:]), key=cost, default=None)
@@ -38,7 +38,7 @@ def choose_interrupted(
 ) -> list[Request]:
     """Running requests that the policy allows the waiting `request` to interrupt, enough to make room for it.
 
-    `short`: blocks that are missing; `has_row`: whether a row is free. Empty if they would not make enough room.
+    `short`: pages that are missing; `has_row`: whether a row is free. Empty if they would not make enough room.
     """
     last = max(running, key=order(policy), default=None)
     if last is None or not policy.interrupts(request.queue_key, last.queue_key, len(request.ids)):
@@ -50,5 +50,5 @@ def choose_interrupted(
         if not policy.interrupts(request.queue_key, candidate.queue_key, len(request.ids)):
             return []
         victims.append(candidate)
-        short -= pool.num_only_held(candidate.blocks) + 1  # and the block that was reserved for its next one
+        short -= pool.num_only_held(candidate.held) + pool.groups.unit  # and what was reserved for its next block
     return victims if short <= 0 else []

@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence, Set
 from enum import Enum
 from hashlib import sha256
 
@@ -12,6 +12,7 @@ from ...ipc.messages import (
     Enqueue,
     Failed,
     FinishReason,
+    GroupTable,
     Opened,
     RowLogprobs,
     RowOpen,
@@ -21,6 +22,8 @@ from ...ipc.messages import (
     ids_to_bytes,
 )
 from .block_hash import block_key
+from .block_pool import BlockPool
+from .groups import Groups
 
 _NUM_CONTEXT_IDS = 16  # of the prompt's end, for the detokenizer
 _COMMIT_BLOCKS = 8
@@ -38,6 +41,16 @@ class State(Enum):
     ENDED = "ended"  # its terminal message is out
 
 
+class Table:
+    """A request's block table in one group of the cache."""
+
+    __slots__ = ("blocks", "first")
+
+    def __init__(self, blocks: list[int], first: int = 0) -> None:
+        self.first = first  # the blocks before it were released, or were never needed
+        self.blocks = blocks
+
+
 class Request:
     """A sequence. Only its own methods write its fields (`tests/engine/core/test_request.py` checks it).
 
@@ -50,7 +63,7 @@ class Request:
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
         "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
         "ids num_prompt num_resumed max_len num_needed keys num_allowed mask "
-        "state row blocks num_in_flight num_loading is_open is_poisoned "
+        "state row tables num_blocks num_in_flight num_loading is_open is_poisoned "
         "num_computed num_planned num_total num_found num_committed "
         "opened num_cached num_prompt_logprobs fast_limit next_check"
     ).split()
@@ -106,7 +119,8 @@ class Request:
         # What it holds.
         self.state = State.WAITING
         self.row = -1  # on the worker; -1 if WAITING, ≥ 0 if LOADING, RUNNING or LEAVING
-        self.blocks: list[int] = []  # its block table: room for `num_planned` positions; empty without a row
+        self.tables: list[Table] = []  # of each group with block tables; none without a row
+        self.num_blocks = 0  # where all of them end: there is room for so many blocks of positions, ≥ `num_planned`
         self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while it is not 0
         self.num_loading = 0  # its last blocks, which the KV connector fills or has filled
         self.is_open = False  # the worker knows its row
@@ -124,7 +138,7 @@ class Request:
         self.num_cached = 0  # prompt tokens that were cached when it was first planned
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
 
-        # Of `blocks`, `num_computed` and `state`, kept for the loops over decode rows; `_settle` computes them.
+        # Of `num_blocks`, `num_computed` and `state`, kept for the loops over decode rows; `_settle` computes them.
         self.fast_limit = -1  # positions below need no block and sample a token; -1 unless RUNNING, or if constrained
         self.next_check = 0  # while fewer positions are computed, a token needs to be stored and nothing else
 
@@ -135,16 +149,17 @@ class Request:
         self.num_allowed = len(self.ids) + 1
         self.mask = mask
 
-    def admit(self, row: int, blocks: list[int], *, num_hits: int, num_copied: int, num_loading: int) -> None:
-        """Gives it a row and blocks. The first `num_hits` blocks hold its KV, and so do `num_copied` positions of the
-        next; or else the KV connector fills the last `num_loading`, which counts as one thing in flight."""
+    def admit(self, row: int, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int) -> None:
+        """Gives it a row and block tables that end after `num_blocks`. They hold the KV that later positions read of
+        its first `num_found`; the KV connector fills the last `num_loading` blocks, which counts as one thing in
+        flight."""
         assert self.state is State.WAITING and not self.num_in_flight, (self.rid, self.state)
-        assert not (num_copied and num_loading), (self.rid, num_copied, num_loading)
+        assert not (num_found % self.block_size and num_loading), (self.rid, num_found, num_loading)
         self.state = State.LOADING if num_loading else State.RUNNING
-        self.row, self.blocks = row, blocks
+        self.row, self.tables, self.num_blocks = row, tables, num_blocks
         self.num_loading, self.num_in_flight = num_loading, int(num_loading > 0)
-        self.num_committed = num_hits
-        self.num_computed = self.num_planned = self.num_found = num_hits * self.block_size + num_copied
+        self.num_committed = num_found // self.block_size
+        self.num_computed = self.num_planned = self.num_found = num_found
         self._settle()
 
     def loaded(self, num_good: int) -> None:
@@ -152,7 +167,7 @@ class Request:
         self.num_in_flight -= 1
         if self.state is State.LOADING:
             self.state = State.RUNNING
-            num_hits = len(self.blocks) - self.num_loading
+            num_hits = self.num_blocks - self.num_loading
             self.num_computed = self.num_planned = (num_hits + num_good) * self.block_size
             self._settle()
 
@@ -166,11 +181,38 @@ class Request:
         self.num_cached = min(self.num_computed, self.num_prompt)
         return True
 
-    def grow(self, blocks: Iterable[int]) -> None:
-        """Appends blocks to its table."""
-        self.blocks += blocks
+    def grow(self, num: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Appends `num` blocks to each of its tables."""
+        for table, new in zip(self.tables, blocks, strict=True):
+            table.blocks += new
+        self.num_blocks += num
         if self.fast_limit >= 0:
-            self.fast_limit = min(self.num_needed, len(self.blocks) * self.block_size)
+            self.fast_limit = min(self.num_needed, self.num_blocks * self.block_size)
+
+    @staticmethod
+    def grow_each(requests: Sequence["Request"], blocks: Sequence[Sequence[int]]) -> None:
+        """`grow(1, …)` for each; for each of their tables there is a sequence with a block for each request."""
+        for group, new in enumerate(blocks):
+            for request, block in zip(requests, new, strict=True):
+                request.tables[group].blocks.append(block)
+        for request in requests:
+            request.num_blocks += 1
+            if request.fast_limit >= 0:
+                request.fast_limit = min(request.num_needed, request.num_blocks * request.block_size)
+
+    def drop_behind(self, groups: Groups) -> list[int]:
+        """Takes the blocks that no position after the computed ones reads out of its tables. Returns them.
+
+        Positions in flight do not count: they may have to be computed again."""
+        dropped: list[int] = []
+        for group in groups.moving:
+            table = self.tables[group]
+            num = groups.need_from(group, self.num_computed) // self.block_size - table.first
+            if num > 0:
+                dropped += table.blocks[:num]
+                del table.blocks[:num]
+                table.first += num
+        return dropped
 
     def plan(self, num: int, num_sampled: int) -> None:
         """A plan computes its next `num` positions and samples `num_sampled` tokens, at most."""
@@ -290,7 +332,7 @@ class Request:
         self._forget()
 
     def _forget(self) -> None:
-        self.row, self.blocks = -1, []
+        self.row, self.tables, self.num_blocks = -1, [], 0
         self.is_open = False
         self.num_loading = 0
         self.num_computed = self.num_planned = 0
@@ -305,11 +347,47 @@ class Request:
             self.fast_limit, self.next_check = -1, 0
             return
         is_fast = self.is_open and self.generates and not self.is_constrained
-        self.fast_limit = min(self.num_needed, len(self.blocks) * self.block_size) if is_fast else -1
+        self.fast_limit = min(self.num_needed, self.num_blocks * self.block_size) if is_fast else -1
         stretch = _COMMIT_BLOCKS * self.block_size
         self.next_check = min((self.num_computed // stretch + 1) * stretch, self.num_needed)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its block table in the first group, the only one of most models."""
+        return self.tables[0].blocks if self.tables else []
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks of all groups, in the order of their positions."""
+        if len(self.tables) == 1:
+            return self.tables[0].blocks
+        return [t.blocks[i - t.first] for i in range(self.num_blocks) for t in self.tables if i >= t.first]
+
+    def blocks_from(self, place: int) -> list[int]:
+        """Its blocks of positions from block `place` on."""
+        return [block for table in self.tables for block in table.blocks[max(0, place - table.first) :]]
+
+    def num_before(self, bad: Set[int]) -> int:
+        """How many leading blocks of its computed positions there are before the first of these."""
+        num = self.num_computed // self.block_size
+        return min(
+            (
+                t.first + i
+                for t in self.tables
+                for i, block in enumerate(t.blocks[: max(0, num - t.first)])
+                if block in bad
+            ),
+            default=num,
+        )
+
+    def has_dropped(self, groups: Groups) -> bool:
+        """Whether it has released a block that the positions after the computed ones read."""
+        return bool(self.tables) and any(
+            groups.need_from(group, self.num_computed) // self.block_size < self.tables[group].first
+            for group in groups.moving
+        )
 
     @property
     def generates(self) -> bool:
@@ -366,8 +444,9 @@ class Request:
 
     # ── messages about it ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def as_row(self) -> RowOpen:
+    def as_row(self, pool: BlockPool) -> RowOpen:
         """What the worker is told when it gets a row."""
+        is_plain = pool.groups.is_plain
         limits = self.asked.limits
         min_len = min(self.num_prompt + limits.min_tokens, self.max_len)
         is_short = bool(self.stops) and len(self.ids) < min_len
@@ -376,12 +455,13 @@ class Request:
             ids=self.ids.tobytes(),
             num_prompt=self.num_prompt,
             num_computed=self.num_computed,
-            block_ids=ids_to_bytes(self.blocks),
+            block_ids=ids_to_bytes(self.blocks) if is_plain else b"",
             sampling=self.asked.sampling,
             min_len=min_len if is_short else 0,
             ends=ids_to_bytes(sorted(self.stops)) if is_short else b"",
             pooling=self.asked.pooling,
             type_ids=self.asked.type_ids,
+            tables=() if is_plain else tuple(GroupTable(t.first, pool.pages_of(t.blocks)) for t in self.tables),
         )
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:

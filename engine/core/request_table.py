@@ -15,7 +15,7 @@ from .kv_connector import CoreConnector
 from .output_buffer import OutputBuffer
 from .policy import Policy
 from .prefix import PrefixCache
-from .request import Request, State
+from .request import Request, State, Table
 from .stats import Counters
 from .waiting import Waiting
 
@@ -57,11 +57,13 @@ class RequestTable:
         self.requests[request.rid] = request
         self.waiting.add(request)
 
-    def admit(self, request: Request, blocks: list[int], *, num_hits: int, num_copied: int, num_loading: int) -> None:
-        """A waiting request gets a row and these blocks, which hold what `Request.admit` says."""
+    def admit(
+        self, request: Request, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int
+    ) -> None:
+        """A waiting request gets a row and these block tables, which hold what `Request.admit` says."""
         self.waiting.remove(request)
         row = self.free_rows.pop()
-        request.admit(row, blocks, num_hits=num_hits, num_copied=num_copied, num_loading=num_loading)
+        request.admit(row, tables, num_blocks, num_found=num_found, num_loading=num_loading)
         insort(self.running, request, key=_arrival)
 
     def sweep(self) -> None:
@@ -123,9 +125,9 @@ class RequestTable:
                 if request.state is State.ENDED and self._connector is not None:
                     kept = self._connector.request_finished(request, request.blocks)
             if kept:
-                self.held[request.rid] = request.blocks
+                self.held[request.rid] = request.held
             else:
-                self._pool.release(request.blocks)
+                self._pool.release(request.held)
             self.free_rows.append(request.row)
         request.release()
         if was_preempted:
@@ -161,7 +163,7 @@ class RequestTable:
         them."""
         holders = {id(r): r for r in (*touched, *self.running) if r.row >= 0}
         for request in holders.values():
-            self._pool.release(request.blocks)
+            self._pool.release(request.held)
             self.free_rows.append(request.row)
             request.reset()
             if request.state is not State.ENDED:

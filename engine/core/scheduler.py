@@ -97,7 +97,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
-        self.max_model_len = min(max_model_len, pool.num_blocks * block_size)
+        self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
         self._admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
         self.depth = depth
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Struct, structs
 
 from ...config.config import EngineConfig, ModelFacts
-from ...ipc.messages import Cancel, Enqueue, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
+from ...ipc.messages import Cancel, Enqueue, GroupShape, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
 from .block_pool import BlockPool
 from .extension import PlanExtension
+from .groups import PLAIN, Groups
 from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .scheduler import Scheduler
 from .speculation import num_draft_tokens
@@ -25,7 +26,8 @@ class Opened(Struct, frozen=True, array_like=True, tag=True):
     """The first frame: the scheduler's configuration."""
 
     config: EngineConfig
-    num_blocks: int
+    num_blocks: int  # pages, if there are groups
+    groups: tuple[GroupShape, ...] = ()  # as in `CacheOffer`
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag=True):
@@ -199,13 +201,15 @@ class ReplayedConnector:
 
 def make_scheduler(
     config: EngineConfig,
-    num_blocks: int,
+    num_pages: int,
     connector: CoreConnector | None = None,
     extension: PlanExtension | None = None,
+    groups: Sequence[GroupShape] = (),
 ) -> Scheduler:
-    """The scheduler of an engine with this configuration and number of KV blocks."""
+    """The scheduler of an engine with this configuration, pages of cache memory and cache groups (default: one full
+    group, whose blocks are pages)."""
     return Scheduler(
-        pool=BlockPool(num_blocks=num_blocks, eviction=config.kv_eviction),
+        pool=BlockPool(num_pages=num_pages, groups=Groups(groups) if groups else PLAIN, eviction=config.kv_eviction),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -235,7 +239,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
     for event in events:
         if isinstance(event, Opened):
             config = structs.replace(event.config, kv_events=None)
-            scheduler = make_scheduler(config, event.num_blocks, connector if config.kv_connector else None)
+            replayed = connector if config.kv_connector else None
+            scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups)
             continue
         if scheduler is None:
             return 0, "This is not a step trace: its first frame is not the scheduler's configuration."

@@ -4,7 +4,6 @@ on the same memory."""
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -18,18 +17,24 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..attention.native import NativePagedAttention
 from ..models.program import (
+    Activate,
     Add,
     Attend,
+    Clip,
     Embed,
     GatedProduct,
+    Glu,
+    Heat,
     Layout,
     Matrix,
     Mixture,
+    Multiply,
     Normalize,
     Op,
     Product,
     Program,
     Rotate,
+    Scale,
     Vector,
     View,
     layout,
@@ -37,8 +42,18 @@ from ..models.program import (
 from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
-_EMBED, _NORM, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _ADD = range(7)  # `OpKind` of program.c
+# `OpKind` of program.c
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT = range(9)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
+# `MapKind` of elements.h
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_ONE, _CLIP = range(9)
+_ACTS = {
+    name: number
+    for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
+}
+
+
+Field = int | float
 
 
 @dataclass(frozen=True)
@@ -70,22 +85,27 @@ class NativeModel:
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
             return self._alone.hidden(ids, positions, attention)
-        if self._parts is None:  # the cache is open now. The compiler keeps what operations point to.
-            self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)
-            self._parts = self._compiler.parts()
+        parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
             self._work = torch.empty(tokens * self._layout.size)
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
         step, registers = Step(ids, positions, attention), None
-        for part in self._parts:
+        for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
         return self._register(program.result.register, tokens).clone()
+
+    def parts(self, attention: NativePagedAttention) -> "list[_InC | _InTorch]":
+        """The program, compiled for an open cache."""
+        if self._parts is None:
+            self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)  # keeps pointers valid
+            self._parts = self._compiler.parts()
+        return self._parts
 
     def _register(self, register: int, tokens: int) -> Tensor:
         first = self._layout.offsets[register] * tokens
@@ -94,6 +114,11 @@ class NativeModel:
 
     def _registers(self, tokens: int) -> Registers:
         return Registers([self._register(i, tokens) for i in range(len(self._reference.program.widths))])
+
+
+def in_torch(model: NativeModel, attention: NativePagedAttention) -> list[Op]:
+    """The operations of a model that C lacks."""
+    return [part.op for part in model.parts(attention) if isinstance(part, _InTorch)]
 
 
 class _Compiler:
@@ -116,10 +141,10 @@ class _Compiler:
         ops = self._program.ops
         number = 0
         while number < len(ops):
-            compiled = self._compile(ops[number:])
+            compiled = self._compile(ops[number : number + 4])
             if compiled is not None:
-                operation, count = compiled
-                run.append(operation)
+                operations, count = compiled
+                run += operations
                 number += count
                 continue
             if run:
@@ -131,42 +156,87 @@ class _Compiler:
             found.append(_InC((Operation * len(run))(*run)))
         return found
 
-    def _compile(self, ops: Sequence[Op]) -> tuple[Operation, int] | None:
-        """The C operation for the first of `ops`, and how many of them it computes; None if C has none."""
+    def _compile(self, ops: Sequence[Op]) -> tuple[list[Operation], int] | None:
+        """The C operations for the first of `ops`, and how many of `ops` they compute; None if C has none."""
         op = ops[0]
         match op.args:
-            case Embed():
-                return self._embed(op, op.args)
-            case Normalize():
-                return self._rotary(ops) or self._norm(op, op.args)
-            case Rotate():
-                return self._rotary(ops)
+            case Normalize() | Rotate():
+                if (fused := self._rotary(ops)) is not None:
+                    return [fused[0]], fused[1]
             case Product():
                 return self._product(ops, op.args)
-            case GatedProduct():
-                return self._operation(
-                    op, _PRODUCT, matrix=self._matrix(op.args.matrix, op.args.bias), epilogue=_SILU_MUL
-                ), 1  # fmt: skip
-            case Attend():
-                return self._attend(op, op.args)
             case Mixture():
                 return self._mixture(ops, op.args)
-            case Add(alpha=1.0, beta=1.0) if op.outs == op.ins[:1] and all(map(self._is_whole, op.ins)):
-                return self._operation(op, _ADD, x=op.ins[1], out=op.ins[0], width=op.ins[0].width), 1
+        operations = self._single(op)
+        return None if operations is None else (operations, 1)
+
+    def _single(self, op: Op) -> list[Operation] | None:
+        """The C operations that compute one operation."""
+        match op.args:
+            case Embed() as args:
+                return self._embed(op, args)
+            case Normalize() as args:
+                return [self._norm(op, args)]
+            case Rotate() as args:
+                return [self._turn(op, args)]
+            case GatedProduct() as args:
+                matrix = self._matrix(args.matrix, args.bias)
+                return [self._operation(op, _PRODUCT, matrix=matrix, epilogue=_SILU_MUL)]
+            case Attend() as args:
+                return self._attend(op, args)
+            case Heat() as args:
+                heat = args.temperature
+                return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
+        return self._map(op)
+
+    def _map(self, op: Op) -> list[Operation] | None:
+        """Operations on each number."""
+        match op.args:
+            case Add(alpha=alpha, beta=beta):
+                return [self._operation(op, _MAP, map=_COMBINE, alpha=alpha, beta=beta)]
+            case Scale(factor=factor, vector=None):
+                return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
+            case Scale(vector=vector) if vector is not None and vector.weights[0].rows == 1:
+                factor = float(self._reference.weights.vectors[vector.key])
+                return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
+            case Scale(vector=vector) if vector is not None:
+                return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
+            case Activate(act=act):
+                return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
+            case Glu(act="swiglu_clamped", limit=limit):
+                return [self._operation(op, _MAP, map=_GLU_CLAMPED, limit=limit)]
+            case Glu(act=act, gate_scale=factor, sparsity=0.0):
+                return [self._operation(op, _MAP, map=_GLU, act=_ACTS[act], alpha=factor)]
+            case Multiply(act=act) if op.ins[1].width in (1, op.ins[0].width):
+                kind = _MULTIPLY if op.ins[1].width == op.ins[0].width else _MULTIPLY_ONE
+                return [self._operation(op, _MAP, map=kind, act=_ACTS[act])]
+            case Clip(limit=limit):
+                return [self._operation(op, _MAP, map=_CLIP, limit=limit)]
         return None
 
-    def _embed(self, op: Op, args: Embed) -> tuple[Operation, int] | None:
-        if args.scale != 1.0 or args.table.rows != self._program.vocab:
+    def _embed(self, op: Op, args: Embed) -> list[Operation] | None:
+        if args.table.rows != self._program.vocab:
             return None
-        return self._operation(op, _EMBED, x=op.outs[0], matrix=self._matrix(args.table, None)), 1
+        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=self._matrix(args.table, None))]
+        if args.scale != 1.0:
+            scale = self._reference.embedding_scale(args)
+            found.append(self._operation(op, _MAP, x=op.outs[0], map=_FACTOR, alpha=scale))
+        return found
 
-    def _norm(self, op: Op, args: Normalize) -> tuple[Operation, int] | None:
-        x, out = op.ins[0], op.outs[0]
-        if args.norm.kind != "rms" or args.weight is None or args.bias is not None or args.norm.size != x.width:
-            return None
-        if not self._is_whole(x) or not self._is_whole(out):
-            return None
-        return self._operation(op, _NORM, weight=self._vector(args.weight), eps=args.norm.eps, width=x.width), 1
+    def _norm(self, op: Op, args: Normalize) -> Operation:
+        weight, bias = args.weight, args.bias
+        return self._operation(
+            op, _NORM, size=args.norm.size, act=int(args.norm.kind == "layer"), eps=args.norm.eps,
+            dims=0 if weight is None else sum(each.rows for each in weight.weights),
+            weight=0 if weight is None else self._vector(weight), weight2=0 if bias is None else self._vector(bias),
+        )  # fmt: skip
+
+    def _turn(self, op: Op, args: Rotate) -> Operation:
+        cos, sin = self._reference.rotary[args.rope].tables
+        return self._operation(
+            op, _TURN, heads=args.heads, dim=op.ins[0].width // args.heads, dims=args.rope.dims,
+            cos=cos.data_ptr(), sin=sin.data_ptr(),
+        )  # fmt: skip
 
     def _rotary(self, ops: Sequence[Op]) -> tuple[Operation, int] | None:
         """[norm of queries, norm of keys,] rotation of queries and of keys."""
@@ -201,30 +271,26 @@ class _Compiler:
         is_shared = norm.weight is not None and norm.weight.rows == dim
         return norm.kind == "rms" and norm.size == dim and is_shared and args.bias is None
 
-    def _product(self, ops: Sequence[Op], args: Product) -> tuple[Operation, int]:
+    def _product(self, ops: Sequence[Op], args: Product) -> tuple[list[Operation], int]:
         op = ops[0]
         out, matrix = op.outs[0], self._matrix(args.matrix, args.bias)
         if len(ops) > 1 and len(op.outs) == 1 and self._is_added(out, ops[1]):
-            return self._operation(op, _PRODUCT, out=ops[1].outs[0], matrix=matrix, epilogue=_ADD_TO), 2
-        return self._operation(op, _PRODUCT, out=out, matrix=matrix, epilogue=_STORE), 1
+            return [self._operation(op, _PRODUCT, out=ops[1].outs[0], matrix=matrix, epilogue=_ADD_TO)], 2
+        return [self._operation(op, _PRODUCT, out=out, matrix=matrix, epilogue=_STORE)], 1
 
     def _is_added(self, view: View, op: Op) -> bool:
         """Whether all that happens to a view is that it is added to the stream."""
         is_plain = isinstance(op.args, Add) and op.args.alpha == op.args.beta == 1.0 and op.outs == op.ins[:1]
         return is_plain and op.ins[1] == view and self._readers[view.register] == 1
 
-    def _attend(self, op: Op, args: Attend) -> tuple[Operation, int] | None:
-        views = op.ins
+    def _attend(self, op: Op, args: Attend) -> list[Operation] | None:
         parameters = self._reference.attention(args)
-        if len(views) < 3 or self._attention.lacks(args.tile, parameters) is not None:
+        if len(op.ins) < 3 or self._attention.lacks(args.tile, parameters) is not None:
             return None
-        for before, after in pairwise(views):
-            if (before.register, before.first + before.width) != (after.register, after.first):
-                return None
         pages = self._attention.pages(args.tile, args.heads, parameters)
-        return self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile)), 1
+        return [self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile))]
 
-    def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[Operation, int] | None:
+    def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int] | None:
         op, router = ops[0], args.router
         is_known = router.score == "softmax" and router.groups == 1 and router.scale == 1.0 and not router.floor
         rest = (args.correction, args.expert_scale, args.gate_up_bias, args.down_bias)
@@ -243,49 +309,22 @@ class _Compiler:
         self._kept.append(experts)
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):
-            return self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, epilogue=_ADD_TO), 2
-        return self._operation(op, _EXPERTS, experts=address, epilogue=_STORE), 1
+            return [self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, epilogue=_ADD_TO)], 2
+        return [self._operation(op, _EXPERTS, experts=address, epilogue=_STORE)], 1
 
     # Parts of operations.
 
     def _operation(
-        self,
-        op: Op,
-        kind: int,
-        *,
-        x: View | None = None,
-        out: View | None = None,
-        epilogue: int = 0,
-        width: int = 0,
-        heads: int = 0,
-        kv_heads: int = 0,
-        dim: int = 0,
-        matrix: int = 0,
-        experts: int = 0,
-        weight: int = 0,
-        cos: int = 0,
-        sin: int = 0,
-        pages: int = 0,
-        table: int = 0,
-        eps: float = 0.0,
+        self, op: Op, kind: int, *, x: View | None = None, out: View | None = None, **fields: Field
     ) -> Operation:
-        """x, out: those of the operation if not given. The others: fields of C."""
-        second = op.ins[1] if len(op.ins) > 1 else op.outs[0]
-        return Operation(
-            kind=kind,
-            epilogue=epilogue,
-            in_=self._columns(x or op.ins[0]),
-            in2=self._columns(second),
-            out=self._columns(out or op.outs[0]),
-            width=width, heads=heads, kv_heads=kv_heads, dim=dim,
-            matrix=matrix, experts=experts, weight=weight, cos=cos, sin=sin, pages=pages, table=table, eps=eps,
-        )  # fmt: skip
+        """x, out: those of the operation if not given. fields: those of `structs.Operation`."""
+        ins = [x or op.ins[0], *op.ins[1:3]]
+        places = dict(zip(("x", "x2", "x3"), map(self._columns, ins), strict=False))
+        out = out or op.outs[0]
+        return Operation(kind=kind, width=ins[0].width, out=self._columns(out), **places, **fields)
 
     def _columns(self, view: View) -> Columns:
         return Columns(self._layout.offsets[view.register], view.first, self._program.widths[view.register])
-
-    def _is_whole(self, view: View) -> bool:
-        return view.width == self._program.widths[view.register]
 
     def _matrix(self, matrix: Matrix, bias: Vector | None) -> int:
         key = matrix.key, "" if bias is None else bias.key

@@ -142,8 +142,11 @@ class Reference:
             is_elsewhere = (local < 0) | (local >= args.table.rows)
             out = matrix.lookup(local.clamp(0, args.table.rows - 1)).masked_fill_(is_elsewhere[:, None], 0)
         if args.scale != 1.0:
-            out = out * float(torch.tensor(args.scale, dtype=self._weight_dtype))
+            out = out * self.embedding_scale(args)
         return out
+
+    def embedding_scale(self, args: Embed) -> float:
+        return float(torch.tensor(args.scale, dtype=self._weight_dtype))
 
     def _positions(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args

@@ -6,9 +6,7 @@ QKV projection, rotary embedding and KV write, attention, output projection and 
 projection and residual. More tokens take cuBLAS and a norm that adds the residual.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -168,7 +166,7 @@ class TritonDecoder:
         reference = Reference(
             program, tables, max_len=1, dtype=dtype, weight_dtype=dtype, device=device, group=group
         )  # fmt: skip
-        self._embed: Callable[[Tensor], Tensor] = partial(reference.embed, embed)
+        self._reference, self._table = reference, embed  # not a bound function: sleep follows attributes to tensors
         self._vocabulary = Vocabulary(program, tables, group)
         hidden = program.hidden
 
@@ -177,8 +175,9 @@ class TritonDecoder:
 
         rope = layers[0].rope
         self._rotary = rotary_table(inverse_frequencies(rope).to(device), rope.cos_scale, max_len)
-        self._ids, self._positions, self._slots = (integers(limits.tokens) for _ in range(3))
-        self._context_lens, self._tables = integers(limits.rows), integers(limits.rows, limits.blocks)
+        self._ids, self._positions = integers(limits.tokens), integers(limits.tokens)
+        self._slots, self._context_lens = integers(limits.tables, limits.tokens), integers(limits.rows)
+        self._tables = integers(limits.tables, limits.rows, limits.blocks)
         self._stream = torch.zeros((limits.tokens, hidden), dtype=dtype, device=device)  # the residual stream
         self._windows: dict[int | None, DecodeWorkspace] = {
             window: workspace_decode(
@@ -210,7 +209,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
-        assert cache.groups.num_tables == 1, "the Triton kernels' packet has one block table a row"
+        assert cache.groups.num_tables == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
@@ -218,8 +217,8 @@ class TritonDecoder:
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
-        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:tokens]
-        lens, tables = self._context_lens[:rows], self._tables[:rows]
+        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
+        lens, tables = self._context_lens[:rows], self._tables[:, :rows]
         block_size = cache.block_size
         prepare_step(packet.step, state.last_ids, state.tables, ids, positions, slots, lens, tables, block_size)
         decode_lens = packet.decode_lens[:rows]
@@ -231,7 +230,7 @@ class TritonDecoder:
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
 
         stream = self._stream[:tokens]
-        stream.copy_(self._embed(ids))
+        stream.copy_(self._reference.embed(self._table, ids))
         dtype, device = stream.dtype, stream.device
         qkv = torch.empty((tokens, (self._heads + 2 * self._kv_heads) * self._dim), dtype=dtype, device=device)
         query = torch.empty((tokens, self._heads, self._dim), dtype=dtype, device=device)
@@ -240,14 +239,15 @@ class TritonDecoder:
         num_tokens = packet.step[1:2]
 
         def attend(number: int, layer: _Layer) -> None:
-            k_pages, v_pages = cache.pages[number]
-            norm_rotary_write(qkv, layer.head_norms, self._eps, self._rotary, positions, slots, query, k_pages, v_pages)
+            (k_pages, v_pages), table = cache.pages[number], cache.tables[number]
+            own = slots[table]
+            norm_rotary_write(qkv, layer.head_norms, self._eps, self._rotary, positions, own, query, k_pages, v_pages)
             decode_attention(
                 attended[:rows],
                 query[:rows],
                 k_pages,
                 v_pages,
-                tables,
+                tables[table],
                 self._windows[layer.window],
                 scale=self._scale,
                 num_programs=self._num_programs,
@@ -258,7 +258,7 @@ class TritonDecoder:
                     query,
                     k_pages,
                     v_pages,
-                    tables,
+                    tables[table],
                     lens,
                     tiles,
                     scale=self._scale,

@@ -85,8 +85,9 @@ class _Pending:
     sampled: Sampled | None = None  # set once the host has read the ids
 
 
-def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
-    """The largest step that the core may plan. group: query heads per kv head; draft_tokens: the most per row."""
+def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1) -> Limits:
+    """The largest step that the core may plan. group: query heads per kv head; draft_tokens: the most per row; tables:
+    of a row."""
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
     part = min(rows, _MAX_PART)
@@ -98,6 +99,7 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
         part=part,
         tiles=tiles,
         blocks=-(-(config.max_model_len + 1) // config.block_size),
+        tables=tables,
     )
 
 
@@ -137,9 +139,11 @@ class DeviceSteps:
             max_len=config.max_model_len,
             block_size=config.block_size,
             vocab_size=self._vocab_size,
+            groups=cache.groups,
         )
+        assert not self._rows.has_states, "the Triton kernels have no scans"
         self._pooler = RowPooler(num_rows=limits.rows)
-        self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's table
+        self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's tables
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
         self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
         self._part = limits.part
@@ -194,7 +198,7 @@ class DeviceSteps:
             self._num_opens[opened.row] += 1
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
         rows.mask(plan)
-        rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        rows.grow(plan)
         packet = slot.packet
         write_opens(plan.open, packet.opens)
         begun = self._queue.mark()
@@ -316,7 +320,8 @@ class DeviceSteps:
         total, most = int(counts.sum()), int(counts.max(initial=0))
         row_of_token = np.repeat(picked, counts)
         positions = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        num_new = rows.num_blocks[0, picked] - self._num_sent[picked]
+        num_blocks = rows.num_positions(picked) // self._config.block_size
+        num_new = num_blocks - self._num_sent[picked]
         row_of_block = np.repeat(picked, num_new)
         place = np.arange(len(row_of_block)) + np.repeat(
             self._num_sent[picked] - (np.cumsum(num_new) - num_new), num_new
@@ -329,9 +334,9 @@ class DeviceSteps:
             ids=rows.ids[row_of_token, positions],
             places=self._num_sent[picked],
             num_new=num_new,
-            blocks=rows.tables[0, row_of_block, place],
+            pages=rows.tables[:, row_of_block, place],
         )
-        self._num_sent[picked] = rows.num_blocks[0, picked]
+        self._num_sent[picked] = num_blocks
         packet.decode_lens[:num_decode] = starts[:num_decode] + 1
         packet.decode_lens[num_decode:] = 0
         if num_decode == len(picked):  # also if there are no rows

@@ -25,6 +25,7 @@ class Limits:
     part: int  # tokens sampled at once
     tiles: int  # attention tiles of rows with several tokens
     blocks: int  # per row
+    tables: int = 1  # per row: one for each shelf of each group of the cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Packet:
 
 
 def _sizes(limits: Limits) -> list[int]:
-    step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=limits.rows * limits.blocks)
+    new_blocks = limits.rows * limits.blocks
+    step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=new_blocks, tables=limits.tables)
     sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
     # Every section starts at a multiple of 16 bytes, as kernels' pointers must.
     return [-(-size // 4) * 4 for size in sizes] + [step]

@@ -35,7 +35,7 @@ class RowState:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
         self.last_ids = column(torch.int32)
-        self.tables = column(torch.int32, 0, limits.blocks)
+        self.tables = torch.zeros((limits.tables, rows, limits.blocks), dtype=torch.int32, device=device)
         self._sampling = SamplingColumns(
             temperature=column(torch.float32),
             top_k=column(torch.int32),

@@ -82,7 +82,7 @@ class HostCore:
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        for block, key, place, parent in evicted:
+        for block, key, place, parent, _ in evicted:
             if key in self._slots:
                 self._queue.touched(key)
                 continue

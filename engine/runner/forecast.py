@@ -6,7 +6,6 @@ except those that only weights answer. What the start measures is calculated her
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,7 +75,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     if not is_native(spec):
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
     program = program_of(spec, 0, config.tensor_parallel_size)
-    shape = replace(shape_of(program), dtype=kv_dtype)
+    shape = shape_of(config, program)
     kept: set[str] = set()
     if config.load_format != "dummy":
         assert spec.decoder is not None

@@ -12,6 +12,7 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
+from ..attention.cache_groups import FULL, Lifetime
 from ..attention.kv_cache import KvShape, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
@@ -23,6 +24,7 @@ from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.layers import UnknownLayerError, layers_of
 from ..models.cut import cut, share
+from ..models.description import Reach
 from ..models.lower import lower
 from ..models.program import Mixture, Program
 from ..parallel.collectives import Group
@@ -92,7 +94,7 @@ def load_model(
         ops = None if why is None else backend.ops
         is_kept = keeps_quantized(config, spec, ops, dtype)
         program = program_of(spec, group.rank, group.size)
-        kv_shape = replace(shape_of(program), dtype=kv_dtype)
+        kv_shape = shape_of(config, program)
         if why is None:
             assert queue is not None
             return _on_device(config, spec, program, kv_shape, queue, group, progress, is_kept=is_kept)
@@ -251,7 +253,12 @@ def _on_device(
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
     _fill(config, spec, program, progress, loaded)
     heads = program.attention[0].heads
-    limits = limits_of(config, group=heads // tile.kv_heads, draft_tokens=num_draft_tokens(config))
+    limits = limits_of(
+        config,
+        group=heads // tile.kv_heads,
+        draft_tokens=num_draft_tokens(config),
+        tables=shape.groups(config.block_size).num_tables,
+    )
     triton = TritonDecoder(
         program,
         loaded,
@@ -289,10 +296,18 @@ def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
     return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
 
 
-def shape_of(program: Program) -> KvShape:
-    """The KV of a program, in float32."""
-    tiles = tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim) for tile in program.tiles)
-    return KvShape(layers=tiles, dtype=torch.float32)
+def shape_of(config: EngineConfig, program: Program) -> KvShape:
+    """The KV of a program. Connectors store the blocks of one group only, so with one no layer's blocks end early."""
+
+    def lifetime(reach: Reach) -> Lifetime:
+        return FULL if config.kv_connector else Lifetime(reach.kind, reach.positions)
+
+    return KvShape(
+        layers=tuple(
+            Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime(tile.reach)) for tile in program.tiles
+        ),
+        dtype=DTYPES[config.kv_cache_dtype],
+    )
 
 
 def _fill(

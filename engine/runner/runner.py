@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config.config import EngineConfig
-from ...errors import ConfigError
-from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import GroupShape, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
+from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
@@ -128,6 +128,14 @@ class Runner:
         return self._memory.page_bytes
 
     @property
+    def groups(self) -> tuple[GroupShape, ...]:
+        """The cache groups; empty for a model with one group of full attention, whose blocks are pages."""
+        groups = self._memory.groups.groups
+        if len(groups) == 1 and groups[0].lifetime == FULL:
+            return ()
+        return tuple(GroupShape(group.lifetime.kind, group.lifetime.span, group.pages) for group in groups)
+
+    @property
     def num_pending(self) -> int:
         """Plans launched and not collected."""
         return len(self._order)
@@ -167,12 +175,6 @@ class Runner:
         self._num_pages = num_pages
         self._cache = cache
         if config.kv_connector:
-            num_groups = len(cache.groups.groups)
-            if num_groups > 1:
-                raise ConfigError(
-                    f"--kv-connector needs a model whose layers keep one kind of KV, and this one's keep {num_groups}. "
-                    "Leave the flag out."
-                )
             facts = ConnectorFacts(
                 block_size=config.block_size, block_bytes=self.block_bytes, model_key=config.kv_model_key
             )

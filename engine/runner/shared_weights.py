@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -72,11 +71,8 @@ class SharedWeights:
 
 def segment_key(config: EngineConfig, rank: int, layout: str) -> bytes:
     """32 bytes that differ if the packed weights may differ. Reads the headers of the checkpoint's files."""
-    config = msgspec.structs.replace(
-        config, cpu_sets=()
-    )  # engines that share the weights are bound to CPUs of their own
-    parts = (__version__, layout, rank, fingerprint(Path(config.model.path)), torch.__version__)
-    return sha256(repr(parts).encode() + msgspec.msgpack.encode(config, order="deterministic")).digest()
+    parts = (__version__, layout, rank, fingerprint(Path(config.model.path)), torch.__version__, config.weights_key)
+    return sha256(repr(parts).encode()).digest()
 
 
 class _IntoSegment(Packing):

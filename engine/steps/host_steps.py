@@ -59,7 +59,7 @@ class HostSteps(ImmediateSteps):
             self._rows.open(row)
             self._pooler.open(row)
         self._rows.mask(plan)
-        self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        self._rows.grow(plan)
         started = time.perf_counter()
         copy_blocks(plan, self._cache)
         self._clear_rests(plan)

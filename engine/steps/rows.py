@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ipc.messages import RowOpen, Sampling, StepPlan
+from ...ipc.messages import GroupTable, RowOpen, Sampling, StepPlan
 from ..attention.cache_groups import ONE_GROUP, CacheGroups
 
 _FIRST_LEVEL = 1  # of `draft_level`: a row drafts only after silent drafts were right
@@ -74,7 +74,9 @@ class Rows:
         self.num_ids[i] = len(ids)
         self.num_prompt[i] = row.num_prompt
         self.num_computed[i] = row.num_computed
-        self.set_table(i, 0, np.frombuffer(row.block_ids, "<i4"))
+        tables = row.tables or (GroupTable(0, row.block_ids),)
+        for group, table in zip(self._position_groups, tables, strict=bool(row.tables)):
+            self.set_table(i, group, np.frombuffer(table.pages, "<i4"), first=table.first)
         self.temperature[i] = sampling.temperature
         self.top_k[i] = sampling.top_k
         self.top_p[i] = sampling.top_p
@@ -112,11 +114,14 @@ class Rows:
         if self.has_states:
             self.states[:, rows, 0] = self.states[:, rows, 1]
 
-    def grow(self, rows: NDArray[np.int32], pages: NDArray[np.int32], groups: NDArray[np.int32] | None = None) -> None:
-        """Appends a block to each row's table of a group; a row may appear several times. pages: those of each block
-        next to each other. groups: None: the first one."""
+    def grow(self, plan: StepPlan) -> None:
+        """Appends the plan's blocks to the rows' tables."""
+        if not plan.grow_rows:
+            return
+        rows, pages = (np.frombuffer(column, "<i4").tolist() for column in (plan.grow_rows, plan.grow_blocks))
+        groups = np.frombuffer(plan.grow_groups, "<i4").tolist() or [0] * len(rows)
         at = 0
-        for row, group in zip(rows.tolist(), [0] * len(rows) if groups is None else groups.tolist(), strict=True):
+        for row, group in zip(rows, groups, strict=True):
             tables = self._group_tables[group]
             self.tables[tables.start : tables.stop, row, self.num_blocks[group, row]] = pages[at : at + len(tables)]
             self.num_blocks[group, row] += 1

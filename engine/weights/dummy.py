@@ -1,7 +1,5 @@
 """Random weights: gives a model's shapes, memory and speed without its checkpoint, for benchmarks."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -26,10 +24,3 @@ class Dummy:
             part = flat[start : start + _PERIOD]
             part.copy_(cast.roll(-self._offset)[: part.numel()])
         self._offset += 7919  # so that no two matrices are equal
-
-
-def fill_dummy(tensors: Mapping[str, Tensor]) -> None:
-    dummy = Dummy()
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            dummy.fill(name, tensor, is_vector=tensor.dim() < 2)

@@ -31,6 +31,15 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "program": (_P, _L, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
+    "conv": (_P, _P),
+    "scan_delta": (_P, _P),
+    "scan_mamba1": (_P, _P),
+    "scan_mamba2": (_P, _P),
+    "scan_lightning": (_P, _P),
+    "gated_norm": (_P, _L),
+    "absorb": (_P, _P, _L, _P, _L),
+    "expand": (_P, _P, _P, _L, _L),
+    "write_latent": (_P, _P, _L, _P, _L, _P, _L),
 }
 
 
@@ -64,6 +73,15 @@ class Kernels:
         self.program = function("program")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
+        self.conv = function("conv")
+        self.scan_delta = function("scan_delta")
+        self.scan_mamba1 = function("scan_mamba1")
+        self.scan_mamba2 = function("scan_mamba2")
+        self.scan_lightning = function("scan_lightning")
+        self.gated_norm = function("gated_norm")
+        self.absorb = function("absorb")
+        self.expand = function("expand")
+        self.write_latent = function("write_latent")
         self.threads()
 
     def threads(self) -> int:

@@ -1,8 +1,8 @@
 /* Runs a list of operations over the tokens of a step in one call: most of a decoder's pass. An operation reads and
  * writes registers, which are columns of one array for all tokens. */
+#include "elements.h"
 #include "experts.h"
 
-void pagewire_rms_norm(const float *, const float *, const float *, float, float *, float *, long, long);
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
 void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, long, long,
@@ -14,26 +14,29 @@ typedef struct {
 } Columns;
 
 enum OpKind {
-    OP_EMBED,  /* out = rows of the matrix for the ids */
-    OP_NORM,   /* out = RMS norm of in, whole registers */
+    OP_EMBED,   /* out = rows of the matrix for the ids */
     OP_PRODUCT, /* out = in · matrixᵀ by `epilogue` */
-    OP_ROTATE, /* norms and rotates heads and kv_heads that follow each other, in place; `weight`s or 0 */
-    OP_ATTEND, /* in: queries, keys, values, next to each other */
+    OP_ROTATE,  /* norms and rotates heads and kv_heads that follow each other, in place; weights or 0 */
+    OP_ATTEND,  /* in, in2, in3: queries, keys, values */
     OP_EXPERTS, /* out = or += the experts of in; in2: the router's product */
-    OP_ADD,    /* out += in, whole registers */
+    OP_MAP,     /* out = one of MapKind of in and in2 */
+    OP_NORM,    /* out = norm of groups of in */
+    OP_TURN,    /* rotates heads of in, in place */
+    OP_HEAT,    /* multiplies in by a factor of its position, in place */
 };
 
 typedef struct {
     long kind, epilogue;
-    Columns in, in2, out;
-    long width; /* of a row of OP_NORM, OP_ADD */
-    long heads, kv_heads, dim;
-    long table; /* of OP_ATTEND */
+    Columns in, in2, in3, out;
+    long width, size, heads, kv_heads, dim, dims;
+    long table;           /* of OP_ATTEND */
+    long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
+    long every, shift;    /* of OP_HEAT */
     const Matrix *matrix;
     const Experts *experts;
-    const float *weight, *weight2, *cos, *sin;
+    const float *weight, *weight2, *cos, *sin; /* weight2: the keys' norm of OP_ROTATE, the biases of OP_NORM */
     const Pages *pages;
-    float eps;
+    float eps, alpha, beta, limit;
 } Operation;
 
 typedef struct {
@@ -50,16 +53,20 @@ static float *at(const Step *s, Columns c)
     return s->work + c.offset * s->tokens + c.first;
 }
 
+static Numbers numbers(const Step *s, Columns c)
+{
+    return (Numbers){at(s, c), c.stride};
+}
+
 static void attend(const Operation *o, const Step *s)
 {
     const Pages *p = o->pages;
-    long stride = o->in.stride, kv = p->kv_heads * p->dim;
-    const float *query = at(s, o->in), *key = query + p->heads * p->dim, *value = key + kv;
     const int64_t *slots = s->slots + o->table * s->tokens;
     const int32_t *table = s->tables + o->table * s->rows * s->table_stride;
-    pagewire_write_kv(key, stride, value, stride, (char *)p->keys, (char *)p->values, slots, s->tokens, kv,
-                      p->block_size, p->page_stride, p->bf16);
-    pagewire_attend(p, query, stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out), s->rows);
+    pagewire_write_kv(at(s, o->in2), o->in2.stride, at(s, o->in3), o->in3.stride, (char *)p->keys, (char *)p->values,
+                      slots, s->tokens, p->kv_heads * p->dim, p->block_size, p->page_stride, p->bf16);
+    pagewire_attend(p, at(s, o->in), o->in.stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out),
+                    s->rows);
 }
 
 static void mix(const Operation *o, const Step *s)
@@ -80,9 +87,6 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
         case OP_EMBED:
             pagewire_lookup(o->matrix, s->ids, at(s, o->out), m);
             break;
-        case OP_NORM:
-            pagewire_rms_norm(at(s, o->in), 0, o->weight, o->eps, 0, at(s, o->out), m, o->width);
-            break;
         case OP_PRODUCT:
             pagewire_product(o->matrix, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue);
             break;
@@ -96,12 +100,21 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
         case OP_EXPERTS:
             mix(o, s);
             break;
-        case OP_ADD: {
-            const float *x = at(s, o->in);
-            float *y = at(s, o->out);
-            for (long i = 0; i < m * o->width; i++)
-                y[i] += x[i];
+        case OP_MAP:
+            pagewire_map(&(Map){numbers(s, o->in), numbers(s, o->in2), numbers(s, o->out), o->weight, o->map, o->width,
+                                o->act, o->alpha, o->beta, o->limit},
+                         m);
             break;
-        }
+        case OP_NORM:
+            pagewire_normalize(&(Normalize){numbers(s, o->in), numbers(s, o->out), o->weight, o->weight2, o->width,
+                                            o->size, o->dims, o->act, o->eps},
+                               m);
+            break;
+        case OP_TURN:
+            pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->positions, m);
+            break;
+        case OP_HEAT:
+            pagewire_heat(numbers(s, o->in), o->width, o->alpha, o->every, o->shift, s->positions, m);
+            break;
         }
 }

@@ -48,10 +48,11 @@ class Operation(ctypes.Structure):
 
     _fields_ = (
         *((name, _L) for name in ("kind", "epilogue")),
-        *((name, Columns) for name in ("in_", "in2", "out")),
-        *((name, _L) for name in ("width", "heads", "kv_heads", "dim", "table")),
+        *((name, Columns) for name in ("x", "x2", "x3", "out")),
+        *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
+        *((name, _L) for name in ("every", "shift")),
         *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages")),
-        ("eps", _F),
+        *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
     )
 
 
@@ -62,4 +63,110 @@ class StepFields(ctypes.Structure):
         *((name, _P) for name in ("ids", "positions", "slots", "tables", "contexts", "counts")),
         *((name, _L) for name in ("tokens", "rows", "table_stride")),
         ("work", _P),
+    )
+
+
+class StateRowsFields(ctypes.Structure):
+    """`StateRows` of scans.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("memory", "counts", "read", "written", "keep_rows", "keep_counts", "keep_pages")),
+        *((name, _L) for name in ("page_bytes", "rows", "pages", "keeps")),
+    )
+
+
+class TilesFields(ctypes.Structure):
+    """`Tiles` of scans.h."""
+
+    _fields_ = (*((name, _P) for name in ("shelves", "offsets")), ("per_tile", _L))
+
+
+class ViewFields(ctypes.Structure):
+    """`View` of scans.h."""
+
+    _fields_ = (("x", _P), ("stride", _L))
+
+
+class ConvFields(ctypes.Structure):
+    """`Conv` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("x", "out")),
+        *((name, _P) for name in ("weight", "bias")),
+        *((name, _L) for name in ("channels", "taps", "act")),
+        ("tiles", TilesFields),
+    )
+
+
+class ScanDeltaFields(ctypes.Structure):
+    """`ScanDelta` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("q", "k", "v", "out", "beta", "decay")),
+        *((name, _P) for name in ("a", "dt_bias")),
+        *((name, _L) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "per_channel")),
+        ("tiles", TilesFields),
+    )
+
+
+class ScanMamba1Fields(ctypes.Structure):
+    """`ScanMamba1` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("x", "dt", "out", "b", "c")),
+        *((name, _P) for name in ("a", "dt_bias", "d")),
+        *((name, _L) for name in ("channels", "state_dim")),
+        ("tiles", TilesFields),
+    )
+
+
+class ScanMamba2Fields(ctypes.Structure):
+    """`ScanMamba2` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("x", "out", "b", "c", "dt")),
+        *((name, _P) for name in ("a", "dt_bias", "d")),
+        *((name, _L) for name in ("heads", "head_dim", "state_dim", "groups")),
+        *((name, _F) for name in ("dt_min", "dt_max")),
+        ("tiles", TilesFields),
+    )
+
+
+class ScanLightningFields(ctypes.Structure):
+    """`ScanLightning` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("q", "k", "v", "out")),
+        ("decay", _P),
+        *((name, _L) for name in ("heads", "head_dim")),
+        ("tiles", TilesFields),
+    )
+
+
+class GatedNormFields(ctypes.Structure):
+    """`GatedNorm` of scans.h."""
+
+    _fields_ = (
+        *((name, ViewFields) for name in ("x", "z", "out")),
+        ("weight", _P),
+        *((name, _L) for name in ("num_weights", "width", "size", "act", "gate_first")),
+        ("eps", _F),
+    )
+
+
+class LatentFields(ctypes.Structure):
+    """`Latent` of latent.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("keys", "values")),
+        *((name, _L) for name in ("heads", "nope", "rope", "rank", "value", "width")),
+    )
+
+
+class LatentCacheFields(ctypes.Structure):
+    """`LatentCache` of latent.h."""
+
+    _fields_ = (
+        ("pages", _P),
+        *((name, _L) for name in ("block_size", "page_stride", "rank", "rope", "width", "bf16")),
     )

@@ -289,14 +289,14 @@ def _decode_kernel(
         # not pipelined.
         next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
         for page in range(first_page, last_page):
-            at = next_block.to(tl.int64) * page_stride + of_head
+            at = next_block.to(tl.int64) * page_stride
             next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
             position = page * BLOCK_SIZE + offsets
             seen = (position >= start) & (position < stop)
             # The values are masked too, not only the scores: 0 · NaN from a stale page is NaN.
-            k = tl.load(k_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            k = tl.load(k_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
             scores = tl.where(seen[None, :], tile_scores(q, k, score_scale, cap), float("-inf"))
-            v = tl.load(v_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            v = tl.load(v_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
             acc, most, total = softmax_step(acc, most, total, scores, v)
 
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]

@@ -1,14 +1,14 @@
 """Expands the host's packet into the inputs of a step's kernels, as the first node of the step's graph.
 
-The rows' state stays on the device: the id each row sampled last, and its block table. So the host can describe a step
-before the previous one has ended: it names the rows, their positions and their new blocks. A packet is one int32 array,
-sent in one copy:
+The state of the rows stays on the device: the id each row sampled last, and its block tables, one for each shelf of
+each group of the cache. So the host can describe a step before the previous one has ended: it names the rows, their
+positions and their new blocks. A packet is one int32 array, sent in one copy:
 
-    rows, tokens, offset of the ids, offset of the blocks
-    a record for each row: row, first token, tokens, position of the first, index of its first new block in its table,
-        number of new blocks, offset of these in the packet's blocks
+    rows, tokens, offset of the ids, offset of the pages, new blocks of all rows
+    a record for each row: row, first token, tokens, position of the first, index of its first new block in its
+        tables, number of new blocks, offset of these among a table's new blocks
     an id for each token; -1: the id that the row sampled last
-    the new blocks of all rows
+    for each table, the pages of the new blocks of all rows
 
 A graph is recorded for a padded number of rows and tokens. Padding rows get a context of 0, and padding tokens get no
 slot.
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from .variant import Plan, Variant, shaped
 
-_HEADER = 4
+_HEADER = 5
 _RECORD = 7
 _BLOCK = 256  # tokens or blocks that a program copies at a time
 
 
-def packet_size(*, rows: int, tokens: int, new_blocks: int) -> int:
+def packet_size(*, rows: int, tokens: int, new_blocks: int, tables: int) -> int:
     """The most int32 that a packet takes."""
-    return _HEADER + _RECORD * rows + tokens + new_blocks
+    return _HEADER + _RECORD * rows + tokens + tables * new_blocks
 
 
 def fill_packet(
@@ -44,15 +44,15 @@ def fill_packet(
     ids: NDArray[np.integer[Any]],
     places: NDArray[np.integer[Any]],
     num_new: NDArray[np.integer[Any]],
-    blocks: NDArray[np.integer[Any]],
+    pages: NDArray[np.integer[Any]],
 ) -> int:
     """Writes a step's packet and returns its length in int32. rows: the rows in step order; counts, starts: [rows]
     tokens of each and the position of the first; ids: [tokens], -1 for the id that the row sampled last; places,
-    num_new: [rows] index of each row's first new block in its table, and their number; blocks: the new blocks, row
-    after row."""
+    num_new: [rows] index of each row's first new block in its tables, and their number; pages: [tables, new blocks],
+    row after row."""
     ids_at = _HEADER + _RECORD * len(rows)
     blocks_at = ids_at + len(ids)
-    packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at
+    packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at, pages.shape[1]
     records = packet[_HEADER:ids_at].reshape(-1, _RECORD)
     records[:, 0] = rows
     records[:, 1] = np.cumsum(counts) - counts
@@ -62,12 +62,12 @@ def fill_packet(
     records[:, 5] = num_new
     records[:, 6] = np.cumsum(num_new) - num_new
     packet[ids_at:blocks_at] = ids
-    end = blocks_at + len(blocks)
-    packet[blocks_at:end] = blocks
+    end = blocks_at + pages.size
+    packet[blocks_at:end] = pages.reshape(-1)
     return end
 
 
-@triton.jit(do_not_specialize=["max_tokens", "max_blocks"])
+@triton.jit(do_not_specialize=["max_tokens", "max_blocks", "all_rows", "slots_stride", "max_rows"])
 def _prepare_step(
     packet,
     last_ids,
@@ -79,13 +79,18 @@ def _prepare_step(
     tables,
     max_tokens,
     max_blocks,
+    all_rows,
+    slots_stride,
+    max_rows,
     PAGE: tl.constexpr,
     HEADER: tl.constexpr,
     RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row of the graph, and a last one for the padding tokens."""
+    """For each table one program per row of the graph, and a last one for the padding tokens."""
     place = tl.program_id(0)
+    number = tl.program_id(1).to(tl.int64)  # of the table
+    own_slots = slots + number * slots_stride
     lanes = tl.arange(0, BLOCK)
     num_rows = tl.load(packet)
     if place == tl.num_programs(0) - 1:
@@ -93,7 +98,7 @@ def _prepare_step(
             token = begin + lanes
             tl.store(ids + token, 0, mask=token < max_tokens)
             tl.store(positions + token, 0, mask=token < max_tokens)
-            tl.store(slots + token, -1, mask=token < max_tokens)
+            tl.store(own_slots + token, -1, mask=token < max_tokens)
     elif place >= num_rows:
         tl.store(context_lens + place, 0)
     else:
@@ -103,9 +108,9 @@ def _prepare_step(
         count = tl.load(record + 2)
         start = tl.load(record + 3)
         num_new = tl.load(record + 5)
-        new_blocks = packet + tl.load(packet + 3) + tl.load(record + 6)
+        new_blocks = packet + tl.load(packet + 3) + number * tl.load(packet + 4) + tl.load(record + 6)
         known_ids = packet + tl.load(packet + 2)
-        table = row_tables + row.to(tl.int64) * max_blocks
+        table = row_tables + (number * all_rows + row) * max_blocks
         new_table = table + tl.load(record + 4)
         for begin in range(0, num_new, BLOCK):
             i = begin + lanes
@@ -122,10 +127,10 @@ def _prepare_step(
             block = tl.load(table + position // PAGE, mask=inside, other=0)
             tl.store(ids + first_token + i, tl.where(known >= 0, known, last_id), mask=inside)
             tl.store(positions + first_token + i, position, mask=inside)
-            tl.store(slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
+            tl.store(own_slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
 
         num_blocks = (end + PAGE - 1) // PAGE
-        step_table = tables + place.to(tl.int64) * max_blocks
+        step_table = tables + (number * max_rows + place) * max_blocks
         for begin in range(0, num_blocks, BLOCK):
             i = begin + lanes
             tl.store(step_table + i, tl.load(table + i, mask=i < num_blocks), mask=i < num_blocks)
@@ -151,13 +156,14 @@ def prepare_step(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """All tensors are int32 and contiguous. State: last_ids: [all rows]; row_tables: [all rows, max blocks], to which
-    the new blocks are added. Step: ids, positions, slots: [max tokens]; context_lens: [max rows], this step's tokens
-    included; tables: [max rows, max blocks], of which only a row's own blocks are written. A row may appear once in
-    a packet.
+    """All tensors are int32. State: last_ids: [all rows]; row_tables: [tables, all rows, max blocks], to which the new
+    blocks are added. Step: ids, positions: [max tokens]; slots: [tables, max tokens]; context_lens: [max rows], this
+    step's tokens included; tables: [tables, max rows, max blocks], of which only a row's own blocks are written. Slots
+    and tables may be the first ones of more. A row may appear once in a packet.
     """
-    assert tables.shape[1] == row_tables.shape[1], (tables.shape, row_tables.shape)
-    _prepare_step[(len(context_lens) + 1,)](
+    assert tables.shape[2] == row_tables.shape[2] == tables.stride(1), (tables.shape, row_tables.shape)
+    assert row_tables.is_contiguous() and len(slots) == len(tables) == len(row_tables), (slots.shape, tables.shape)
+    _prepare_step[(len(context_lens) + 1, len(tables))](
         packet,
         last_ids,
         row_tables,
@@ -167,7 +173,10 @@ def prepare_step(
         context_lens,
         tables,
         len(ids),
-        tables.shape[1],
+        tables.shape[2],
+        row_tables.shape[1],
+        slots.stride(0),
+        tables.stride(0) // tables.shape[2],
         PAGE=block_size,
         HEADER=_HEADER,
         RECORD=_RECORD,
@@ -188,9 +197,9 @@ def _integers(*shape: int) -> Tensor:
 
 def _variant(block_size: int) -> Variant:
     def launch(rows: int) -> None:
-        tokens, tables = _integers(40 * rows), _integers(rows, 700)
-        step = (tokens, tokens, tokens, _integers(rows), tables)
-        prepare_step(_integers(1000), _integers(256), _integers(256, 700), *step, block_size)
+        tokens, tables = _integers(40 * rows), _integers(1, rows, 700)
+        step = (tokens, tokens, tokens[None], _integers(rows), tables)
+        prepare_step(_integers(1000), _integers(256), _integers(1, 256, 700), *step, block_size)
 
     return Variant(name=f"prepare_step page {block_size}", launch=launch, plans={"_prepare_step": Plan()})
 

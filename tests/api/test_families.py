@@ -106,3 +106,19 @@ def test_a_family_without_the_part_that_the_flag_sets_is_refused(flag: str, name
 def test_unknown_family_names_are_refused_before_the_start(flag: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} .*{words}"):
         prepare(make_config(**{flag: name}))
+
+
+def test_arguments_without_quotes_have_the_types_of_the_request_tools() -> None:
+    """The schemas come with the request, not with the family."""
+    text = (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+        "<tool_call>other\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+    )
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+    answer = request(FakeEngine(pieces), "/v1/chat/completions", body, tool_call_parser="glm45")
+    calls = [call["function"] for call in answer.json["choices"][0]["message"]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+        ("weather", {"city": "5"}),
+        ("other", {"city": 5}),
+    ]

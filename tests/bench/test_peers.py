@@ -12,7 +12,7 @@ import pytest
 from pagewire.bench.peers.__main__ import compare, main
 from pagewire.bench.peers.base import Load, PeerError, Request, Stream
 from pagewire.bench.peers.figures import figures
-from pagewire.bench.peers.gguf_file import gguf_name
+from pagewire.bench.peers.gguf_file import GgufFile, gguf_name
 from pagewire.bench.peers.in_child import InChild, has_modules
 from pagewire.bench.peers.openai_server import OpenAiServer, read_stream
 from pagewire.bench.peers.process_tree import ProcessTree
@@ -194,7 +194,7 @@ def test_invalid_flags_are_refused(flags: list[str]) -> None:
 
 
 def test_command_lines_name_the_checkpoint(tmp_path: Path) -> None:
-    for peer in (Pagewire(["--threads", "1"]), Vllm("python"), LlamaServer("llama-server")):
+    for peer in (Pagewire(["--threads", "1"]), Vllm("python"), LlamaServer("llama-server", GgufFile())):
         assert str(tmp_path) in peer.command(load(tmp_path))
 
 

@@ -19,7 +19,7 @@ MODEL = ModelFacts(
     vocab_size=100,
     eos_token_ids=(2,),
     checkpoint_dtype="float16",
-    weight_bytes=1000,
+    wide_bytes=1000,
 )
 CPU = MachineFacts(num_cores=4)
 BARE_CPU = MachineFacts(num_cores=4, has_compiler=False)

@@ -61,21 +61,21 @@ def test_defaults_on_a_cpu() -> None:
     [
         ({"checkpoint_dtype": "bfloat16"}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
         ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "exact")),
-        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
+        ({"checkpoint_dtype": "bfloat16", "wide_bytes": 900}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "float32"}, ("float32", "float32", "compiled", "exact")),
         ({"checkpoint_dtype": "bfloat16", "head_dim": 20}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
         ({}, {}, {"cpu_kernels": "torch", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "torch", "none")),
         ({"checkpoint_dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
-        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, NO_COMPILER, {},
+        ({"checkpoint_dtype": "bfloat16", "wide_bytes": 900}, NO_COMPILER, {},
          ("bfloat16", "bfloat16", "torch", "none")),
-        ({"checkpoint_dtype": "float32", "weight_bytes": 900}, NO_COMPILER, {},
+        ({"checkpoint_dtype": "float32", "wide_bytes": 900}, NO_COMPILER, {},
          ("float32", "float32", "torch", "float32")),
-        ({"weight_bytes": 900}, NO_COMPILER, {"quantization": "int8"}, ("float32", "float32", "torch", "none")),
+        ({"wide_bytes": 900}, NO_COMPILER, {"quantization": "int8"}, ("float32", "float32", "torch", "none")),
         ({}, {}, {"quantization": "int8", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "compiled", "exact")),
         # transformers' own model widens its weights, compiler or not.
         ({"checkpoint_dtype": "bfloat16", "is_native": False}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"weight_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
+        ({"wide_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
         ({"checkpoint_dtype": "bfloat16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
         ({"checkpoint_dtype": "float16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
         ({"checkpoint_dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
@@ -90,7 +90,7 @@ def test_types_and_kernels(
     """`expected`: (weights and KV, what is multiplied, kernels, batch invariance) with 1,000 bytes of memory."""
     engine = resolve(
         make_config(**flags),
-        msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model),
+        msgspec.structs.replace(MODEL, **{"wide_bytes": 10} | model),
         msgspec.convert({"num_cores": 2, "memory_bytes": 1000} | machine, MachineFacts),
     )
     assert (engine.dtype, engine.arithmetic, engine.kernels, engine.batch_invariance) == expected
@@ -139,7 +139,7 @@ def test_bfloat16_instructions_change_no_setting(
     flags: dict[str, object], facts: dict[str, object], model: dict[str, object]
 ) -> None:
     """So a request has the same tokens on every processor."""
-    model_facts = msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model)
+    model_facts = msgspec.structs.replace(MODEL, **{"wide_bytes": 10} | model)
     engines = [
         resolve(
             make_config(**flags),

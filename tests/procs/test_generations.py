@@ -1,11 +1,12 @@
 """The settings that an administrator's request may change."""
 
+import msgspec
 import pytest
 
-from pagewire.config.config import Config
+from pagewire.config.config import Config, EngineConfig, ModelFacts
 from pagewire.config.flags import make_config
 from pagewire.errors import ConfigError
-from pagewire.procs.generations import changed
+from pagewire.procs.generations import _has_room, changed
 
 
 def test_given_settings_are_changed_and_others_kept() -> None:
@@ -19,3 +20,18 @@ def test_given_settings_are_changed_and_others_kept() -> None:
 def test_a_request_cannot_make_the_server_import_a_module(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be the name of a family here"):
         changed(Config(), {name: "os:path"})
+
+
+def test_an_engine_that_maps_the_same_weights_needs_no_memory_for_them() -> None:
+    model = ModelFacts(
+        path="m", name="m", max_position=64, vocab_size=9, eos_token_ids=(), checkpoint_dtype="bfloat16",
+        weight_bytes=1 << 50, wide_bytes=1 << 50,
+    )  # fmt: skip
+    config = EngineConfig(
+        model=model, served_model_names=("m",), dtype="bfloat16", num_threads=1, block_size=16, max_model_len=64,
+        max_num_batched_tokens=64, kv_cache_dtype="bfloat16", device="cpu", kv_cache_memory=1 << 20,
+    )  # fmt: skip
+    assert not _has_room(config, shares_weights=False)
+    small = msgspec.structs.replace(model, weight_bytes=1 << 20)
+    if _has_room(msgspec.structs.replace(config, model=small), shares_weights=False):  # else this machine is full
+        assert _has_room(config, shares_weights=True)

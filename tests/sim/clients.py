@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fakes import EOS, allowed_after, enqueue, expected_output
 
+from pagewire.engine.core.groups import Groups
 from pagewire.ipc.messages import Accepted, Constraint, Enqueue, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
 
 from .oracle import Oracle
@@ -79,6 +80,7 @@ class Client:
         stop_after: int | None,
         grammar_fails: bool,
         may_be_too_large: bool,
+        groups: Groups,
     ) -> None:
         """`fails`: its logits are not finite. `stop_after`: the output length at which its text has a stop string.
         `grammar_fails`: its grammar may fail. `may_be_too_large`: its steps may not fit into the memory."""
@@ -100,6 +102,7 @@ class Client:
             ask.stop_token_ids,
             ask.min_tokens,
             grammar,
+            groups,
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # ids of the prompt positions whose log-probabilities arrived

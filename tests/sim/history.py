@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from random import Random
 from unittest.mock import patch
 
-from fakes import EOS, VOCAB, FakeRow, FakeWorker, kv_of, next_token
+from fakes import EOS, VOCAB, Content, FakeRow, FakeWorker, next_token
 from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
@@ -57,7 +57,7 @@ class History:
         self.counts: Counter[str] = Counter()
         self._log = log
         self._setting = Setting(self.rng)
-        self._oracle = Oracle(BLOCK_SIZE)
+        self._oracle = Oracle(self._setting.groups, BLOCK_SIZE)
         self._journal = Journal(self._oracle)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: (time, number of the event, call)
         self._num_events = 0
@@ -151,6 +151,7 @@ class History:
                 stop_after=stop_after,
                 grammar_fails=grammar_fails,
                 may_be_too_large=setting.shortage_rate > 0,
+                groups=setting.groups,
             )
             if grammar_fails:
                 self._grammar_fails_at[client.rid] = rng.randint(0, 10)
@@ -180,7 +181,7 @@ class History:
         if setting.tier is not None:
             self._connector = core_half(setting.tier, self._stores, BLOCK_SIZE, self.rng)
         self._scheduler = Scheduler(
-            pool=BlockPool(num_blocks=setting.num_blocks, eviction=setting.eviction),
+            pool=BlockPool(num_pages=setting.num_pages, groups=setting.groups, eviction=setting.eviction),
             block_size=BLOCK_SIZE,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
@@ -318,7 +319,8 @@ class History:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
         copies = bytes_to_ids(plan.copies)
-        writes_are_exclusive(scheduler, copies[1::2])
+        others = set().union(*scheduler.pool._rest.values())
+        writes_are_exclusive(scheduler, [page for page in copies[1::2] if page not in others])
         core_knew = not self._worker.is_faulted or plan.after_fault
         result = self._worker.run(plan)
         if self._worker.is_faulted:
@@ -348,7 +350,7 @@ class History:
         scheduler = self._scheduler
         requests = " ".join(
             f"{r.rid}{'' if r.state.value == 'running' else '(' + r.state.value + ')'}:{r.num_computed}/{r.num_planned}"
-            f"/{r.num_total}{r.blocks}"
+            f"/{r.num_total}{r.held}"
             for r in scheduler.table.running
         )
         summary = "no plan"
@@ -387,7 +389,8 @@ class History:
             else:
                 routed.difference_update((event.tier, key) for key in event.keys)
         pool = self._scheduler.pool
-        known = {("device", key) for key, block in pool._by_key.items() if pool._place[block] != _PARTIAL}
+        full = [b for b in pool._by_name.values() if pool._place[b] != _PARTIAL and pool._group[b] == pool.groups.full]
+        known = {("device", pool._key[block]) for block in full}
         if self._connector is not None:
             known |= keys_of(self._connector)
         assert routed <= known, "a router believes that a block is cached which is not"
@@ -398,13 +401,14 @@ class History:
     def _new_worker(self) -> None:
         setting = self._setting
         self._worker = worker = FakeWorker(
-            num_blocks=setting.num_blocks,
+            num_blocks=setting.num_pages,
             block_size=BLOCK_SIZE,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             carry_out=self._carry_out,
             draft=self._draft,
             fits=self._fits,
+            groups=setting.groups,
         )
         worker.memory[:] = self.rng.randbytes(len(worker.memory))
         worker.fail_seeds = self._fail_seeds
@@ -442,7 +446,7 @@ class History:
         """Draft tokens of a row, each right with probability `draft_accuracy`."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
-            ids.append(next_token(kv_of(ids), row.sampling.seed))
+            ids.append(next_token(Content(self._setting.groups, ids).reads(), row.sampling.seed))
             if rng.random() >= self._setting.draft_accuracy:
                 ids[-1] = rng.randrange(VOCAB)
         return ids[len(row.ids) :]
@@ -519,11 +523,16 @@ class History:
 
     def _check_content(self) -> None:
         """Every block with a key has the content that its key names. Not checked after a step without memory."""
-        worker = self._worker
+        worker, pool = self._worker, self._scheduler.pool
+        if not self._setting.tier:  # a tier may read blocks with the next plan
+            for page in pool._empty:
+                worker.write_block(page, b"\xdd" * worker.block_bytes)
         if self._faults:
             return
-        for key, block in self._scheduler.pool._by_key.items():
-            self._oracle.expect(key, worker.read_block(block))
+        for block in pool._by_name.values():
+            key, group = pool._key[block], pool._group[block]
+            assert key is not None
+            self._oracle.expect(key, *map(worker.read_block, pool.pages([block])), group=group)
 
     def _check_the_end(self) -> None:
         scheduler, setting = self._scheduler, self._setting
@@ -532,7 +541,7 @@ class History:
         assert scheduler.num_in_flight == scheduler.num_running == scheduler.num_waiting == 0
         assert not scheduler.table.held, "blocks are held for no request"
         assert not self._grammar.outputs, "grammars are open for no request"
-        assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
+        assert scheduler.pool.num_free == setting.num_pages, "pages leaked"
         assert len(scheduler.table.free_rows) == setting.max_num_seqs, "rows leaked"
         assert scheduler.mend() is None, "the check for leaks finds one"
         if self._fairness is not None:
@@ -540,6 +549,9 @@ class History:
         counters = scheduler.counters
         self.counts["preempted"] += counters.num_preemptions
         self.counts["cached tokens"] += counters.num_cached_tokens
+        if len(setting.groups.shapes) > 1:
+            self.counts["several groups"] += 1
+            self.counts["several groups, cached tokens"] += counters.num_cached_tokens
         self.counts["draft tokens"] += counters.num_draft_tokens
         self.counts["draft tokens accepted"] += counters.num_accepted_tokens
         for client in self._journal.clients.values():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from fakes import FakeRow, FakeWorker, kv_of, next_token
+from fakes import FakeRow, FakeWorker, next_token
 from msgspec.structs import replace
 
 from pagewire.engine.core import kv_events, planner, scheduler
@@ -12,11 +12,12 @@ from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
+from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
-from pagewire.engine.core.prefix import PrefixCache
-from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.prefix import PrefixCache, _Lookup
+from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
@@ -41,6 +42,11 @@ _apply_each = Request.apply_each
 _apply_drafted = Request.apply_drafted
 _builder_init = PlanBuilder.__init__
 _builder_finish = PlanBuilder.finish
+_builder_copy = PlanBuilder.copy
+_builder_grow = PlanBuilder.grow
+_need_from = Groups.need_from
+_restores = _Lookup.restores
+_drop_behind = Request.drop_behind
 _prefix_find = PrefixCache.find
 _prefix_events = PrefixCache.take_events
 _loads_start = Loads.start
@@ -62,14 +68,14 @@ def _hold_nothing(self: BlockPool, blocks: list[int]) -> None:
 def _release_in_flight(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
     _table_end(self, request, terminal)
     if request.row >= 0:
-        self._pool.release(request.blocks)
+        self._pool.release(request.held)
         self.free_rows.append(request.row)
         request._forget()
 
 
 def _preempt_in_flight(self: RequestTable, request: Request) -> None:
-    self._pool.release(request.blocks)
-    request.blocks = []
+    self._pool.release(request.held)
+    request.tables = [Table([], request.num_blocks) for _ in request.tables]
     _table_preempt(self, request)
 
 
@@ -103,14 +109,16 @@ def _key_without_parent(parent: bytes, ids: bytes) -> bytes:
 
 def _commit_too_early(self: PrefixCache, request: Request) -> None:
     full = len(request.ids) // self._block_size if self.enabled else 0
-    for i, key in enumerate(request.block_keys(full, self._block_size)[: len(request.blocks)]):
-        self._pool.register(request.blocks[i], key, i)
+    for i, key in enumerate(request.block_keys(full, self._block_size)[: request.num_blocks]):
+        for table in request.tables:
+            if i >= table.first:
+                self._pool.register(table.blocks[i - table.first], key, i)
 
 
-def _copy_one_too_many(self: PrefixCache, request: Request):
-    found = _prefix_find(self, request)
-    is_last = len(found.blocks) * self._block_size + found.num_copied + 1 >= len(request.ids)
-    return found if found.source is None or is_last else found._replace(num_copied=found.num_copied + 1)
+def _copy_one_too_many(self: PrefixCache, request: Request, **more):
+    found = _prefix_find(self, request, **more)
+    is_last = found.num + 1 >= len(request.ids)
+    return found if not found.pinned or is_last else found._replace(num=found.num + 1)
 
 
 def _forget_copies(self: PlanBuilder, *more) -> StepPlan:
@@ -132,7 +140,7 @@ def _trust_failed_loads(self: Loads, message):
 def _compute_while_loading(self: Loads, request: Request) -> None:
     _loads_start(self, request)
     request.state = State.RUNNING
-    request.num_computed = request.num_planned = len(request.blocks) * request.block_size
+    request.num_computed = request.num_planned = request.num_blocks * request.block_size
 
 
 def _read_too_late(self: HostCore) -> bytes:
@@ -199,7 +207,7 @@ def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[in
     tokens = _speculate(self, state, draft_tokens)
     if len(tokens) <= len(draft_tokens):
         state.num_computed += 1
-        state.ids.append(next_token(kv_of(state.ids), state.sampling.seed))
+        state.ids.append(next_token(self._reads(state, len(state.ids)), state.sampling.seed))
         tokens.append(state.ids[-1])
     return tokens
 
@@ -238,15 +246,17 @@ def _discard_nothing(self: Request, num: int = 0, num_sampled: int = 0) -> None:
     self.num_in_flight -= 1
 
 
-def _admit_further(self: Request, row: int, blocks: list[int], **more: int) -> None:
-    _request_admit(self, row, blocks, **more)
-    if self.num_computed + 1 < len(self.ids) and self.num_computed < len(blocks) * self.block_size:
+def _admit_further(self: Request, row: int, tables: list[Table], num_blocks: int, **more: int) -> None:
+    _request_admit(self, row, tables, num_blocks, **more)
+    if self.num_computed + 1 < len(self.ids) and self.num_computed < num_blocks * self.block_size:
         self.num_computed += 1
         self.num_planned += 1
 
 
-def _grow_unnoticed(self: Request, blocks) -> None:
-    self.blocks += blocks
+def _grow_unnoticed(self: Request, num: int, blocks) -> None:
+    for table, new in zip(self.tables, blocks, strict=True):
+        table.blocks += new
+    self.num_blocks += num
 
 
 def _set_back_but_open(self: Request, num: int) -> None:
@@ -287,7 +297,7 @@ def _open_again(self: Request) -> bool:
 
 
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
-    if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
+    if request.row >= 0 and request.num_computed < min(len(request.ids), request.num_blocks * request.block_size):
         request.num_computed += 1  # its last id has no KV, but a rejected draft token may have some
         request.num_planned = max(request.num_planned, request.num_computed)
     _table_release(self, request)
@@ -318,6 +328,49 @@ def _sample_without_a_mask(self: Request, message, **more) -> None:
 def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
     self.num_allowed = 10**9  # one mask holds for all later tokens
     self.mask = mask
+
+
+def _drop_a_block_early(self: Request, groups: Groups) -> list[int]:
+    computed, self.num_computed = self.num_computed, self.num_computed + self.block_size
+    dropped = _drop_behind(self, groups)
+    self.num_computed = computed
+    return dropped
+
+
+def _drop_by_planned_positions(self: Request, groups: Groups) -> list[int]:
+    computed, self.num_computed = self.num_computed, self.num_planned
+    dropped = _drop_behind(self, groups)
+    self.num_computed = computed
+    return dropped
+
+
+def _restores_the_longest(self: _Lookup, num: int) -> bool:
+    """A prefix is found if one of the groups has it."""
+    self._present = {group: list(range(self.run + 1)) for group in self._present}
+    return _restores(self, num)
+
+
+def _chunk_one_too_late(self: Groups, group: int, position: int) -> int:
+    first = _need_from(self, group, position)
+    return min(position, first + 1) if self.shapes[group].kind == "chunk" else first
+
+
+def _copy_in_one_group(self: PlanBuilder, source: list[int], target: list[int]) -> None:
+    if not self.copies:
+        _builder_copy(self, source, target)
+
+
+def _grow_only_one_group(self: PlanBuilder, rows: list[int], group: int, pages: list[int]) -> None:
+    if not group:
+        _builder_grow(self, rows, group, pages)
+
+
+def _free_the_first_page(self: BlockPool, block: int) -> None:
+    self._empty.append(block)
+
+
+def _free_all_but_one_page(self: BlockPool, block: int) -> None:
+    self._empty += [block, *self._rest.pop(block, ())][:1]
 
 
 def _nothing(*_: object) -> None:
@@ -386,6 +439,15 @@ MUTANTS: dict[str, Patch] = {
     "a step without memory counts as computed": (InFlight, "emptied", lambda self: self),
     "plans continue after a step without memory": (PlanBuilder, "finish", _know_every_fault),
     "a row with log-probabilities gets draft tokens": (Request, "__init__", _speculate_for_all),
+    "a block of a window is released early": (Request, "drop_behind", _drop_a_block_early),
+    "a window is released by planned positions": (Request, "drop_behind", _drop_by_planned_positions),
+    "a row goes on behind a released block": (Request, "has_dropped", lambda self, groups: False),
+    "a prefix is found that one group lacks": (_Lookup, "restores", _restores_the_longest),
+    "a chunk begins one position late": (Groups, "need_from", _chunk_one_too_late),
+    "a block is copied in one group only": (PlanBuilder, "copy", _copy_in_one_group),
+    "a table grows in one group only": (PlanBuilder, "grow", _grow_only_one_group),
+    "a block is freed in part": (BlockPool, "_empty_out", _free_the_first_page),
+    "pages of a block leak": (BlockPool, "_empty_out", _free_all_but_one_page),
 }
 
 

@@ -4,32 +4,39 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from fakes import KV_BYTES, kv_of
+from fakes import KV_BYTES, Content, shelved
 
 from pagewire.engine.core.block_hash import root_key
+from pagewire.engine.core.groups import Groups
 
 
 class Oracle:
-    """Maps each key to the KV with which a block of this key begins."""
+    """Maps each key to what a block of this key begins with, in each group."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, groups: Groups, block_size: int) -> None:
+        self.groups = groups
         self._block_size = block_size
-        self._kv: dict[bytes, bytes] = {}
+        self._known: dict[bytes, tuple[Content, int, int]] = {}  # key → a sequence, and its positions from … to
 
     def learn(self, ids: Sequence[int], salt: bytes) -> None:
         """Adds the keys of a sequence with this salt: of its full blocks, and of every beginning of a block."""
-        size, known = self._block_size, self._kv
-        kv, data = kv_of(ids), array("i", ids).tobytes()
+        size, known = self._block_size, self._known
+        content, data = Content(self.groups, ids), array("i", ids).tobytes()
         parent = root_key(b"", salt)
         for start in range(0, len(ids), size):
             digest = sha256(parent)
             for end in range(start + 1, min(start + size, len(ids)) + 1):
                 digest.update(data[4 * end - 4 : 4 * end])
-                known[digest.digest()] = kv[start * KV_BYTES : end * KV_BYTES]
+                known[digest.digest()] = content, start, end
             parent = digest.digest()
 
-    def expect(self, key: bytes, content: bytes) -> None:
-        """Asserts that this content matches the key."""
-        kv = self._kv.get(key)
-        assert kv is not None, "a key of tokens that no request has"
-        assert content[: len(kv)] == kv, "the content of a block does not match its key"
+    def expect(self, key: bytes, *pages: bytes, group: int = 0) -> None:
+        """Asserts that the pages of a block match its key."""
+        assert key in self._known, "a key of tokens that no request has"
+        content, start, end = self._known[key]
+        if group < self.groups.num_tables:
+            values = bytes(content.values[group][start * KV_BYTES : end * KV_BYTES])
+        else:
+            values = content.states[end].to_bytes(KV_BYTES, "little")
+        for page, part in zip(pages, shelved(values, self.groups.sizes[group]), strict=True):
+            assert page[: len(part)] == part, f"a block of group {group} does not match its key"

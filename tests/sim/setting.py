@@ -1,14 +1,27 @@
 """The random configuration of a simulated engine and its clients."""
 
 from random import Random
+from typing import Literal
 
 from pagewire.engine.core import policy
 from pagewire.engine.core.eviction import EvictionName
+from pagewire.engine.core.groups import PLAIN, Groups
+from pagewire.ipc.messages import GroupShape
 
 from .stores import TierOptions
 
 BLOCK_SIZE = 4
 _TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free", "disk"), ("host", "free")]
+
+
+def _draw_groups(rng: Random) -> Groups:
+    """One to three groups of any kinds and sizes."""
+    kinds: list[Literal["full", "window", "chunk"]] = rng.choices(["full", "window", "chunk"], k=rng.randint(1, 3))
+    shapes = []
+    for kind in kinds:
+        span = 0 if kind == "full" else rng.choice([1, 3, 4, 6, 8, 9, 17])
+        shapes.append(GroupShape(kind, span, rng.randint(1, 6)))
+    return Groups(shapes)
 
 
 class Setting:
@@ -43,8 +56,13 @@ class Setting:
         self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # the most time that a mask takes
         self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely a step starts a shortage of memory
         self.num_sleeps = rng.choice([0, 0, 0, 1, 2])
+        self.groups, self.num_pages = PLAIN, self.num_blocks
+        if rng.random() < 0.5:
+            self.groups = _draw_groups(rng)
+            fewest = self.groups.num_pages(0, self.max_len, 1, BLOCK_SIZE)
+            self.num_pages = int(fewest * rng.choice([1.0, 1.2, 1.5, 2.0, 3.0]))
         self.tier: TierOptions | None = None
-        if rng.random() < 0.7:
+        if rng.random() < 0.7 and self.groups.is_plain:
             kinds = rng.choice(_TIERS)
             self.tier = TierOptions(
                 kinds=kinds,

@@ -7,7 +7,7 @@ The lexer keeps a bounded number of characters that may have to become text agai
 """
 
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -16,8 +16,10 @@ from .events import CallArguments, CallStart, Event
 
 T = TypeVar("T")
 Reads = Generator[None, str, T]
-Kind = Literal["text", "reasoning"]
+Kind = Literal["text", "reasoning", "answer"]  # "answer": text between tags, which are dropped
 Give = Callable[[str], object]
+Schemas = Mapping[str, object]
+"""The schema of each tool's arguments by the tool's name, as the client sent it."""
 
 SPACE = " \t\r\n"
 MAX_DEPTH = 64
@@ -36,8 +38,10 @@ class Broken(Exception):
 class Block:
     """What a reader has found in one block."""
 
-    def __init__(self, before: str, kind: Kind) -> None:
-        """`before`: the block's tag and the spaces before it, which become text again if the block cannot be read."""
+    def __init__(self, before: str, kind: Kind, schemas: Schemas) -> None:
+        """`before`: the block's tag and the spaces before it, which become text again if the block cannot be read.
+        `schemas`: see `Grammar`."""
+        self.schemas = schemas
         self.raw = [before]  # read, and in no event yet
         self.kind: Kind = kind  # of the text after the block
         self.quiet = False  # if the output ends here, `raw` is dropped
@@ -74,6 +78,14 @@ class Block:
             self._pieces.clear()
 
 
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest proper prefix of `tag` that ends `text`."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
+
+
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -84,6 +96,7 @@ class Syntax(NamedTuple):
     words: Mapping[str, str]  # as written, by JSON's word
     string: Callable[[str, Give], Reads[None]]  # after the opening quote, to the closing one
     has_trailing_comma: bool
+    has_bare_keys: bool = False  # keys are written without quotes
 
 
 def skip_space(give: Give | None = None) -> Reads[str]:
@@ -147,15 +160,26 @@ def value(char: str, give: Give, syntax: Syntax) -> Reads[str]:
 
 def _key(char: str, give: Give, syntax: Syntax) -> Reads[str]:
     """A key and its colon; returns the first character of the value."""
-    if char not in syntax.quotes:
-        raise Broken
-    give('"')
-    yield from syntax.string(char, give)
-    give('"')
-    if (yield from skip_space(give)) != ":":
+    if char in syntax.quotes:
+        give('"')
+        yield from syntax.string(char, give)
+        give('"')
+        char = yield from skip_space(give)
+    elif syntax.has_bare_keys:
+        give(f'"{(yield from _bare_key(char))}"')
+        char = ":"
+    if char != ":":
         raise Broken
     give(":")
     return (yield from skip_space(give))
+
+
+def _bare_key(char: str) -> Reads[str]:
+    """A key without quotes, and its colon."""
+    name = char + (yield from until(":", MAX_NAME))
+    if not _NAME_CHARS.issuperset(name):
+        raise Broken
+    return name
 
 
 _DIGITS = "0123456789"
@@ -207,7 +231,7 @@ def _hex(num_digits: int) -> Reads[int]:
     return int(digits, 16)
 
 
-def _escaped(char: str) -> str:
+def escaped(char: str) -> str:
     """A character as it may stand in a JSON string."""
     if char >= " " and char not in '"\\' and not "\ud800" <= char <= "\udfff":
         return char
@@ -218,7 +242,7 @@ def _json_string(quote: str, give: Give) -> Reads[None]:
     r"""A JSON string. Models also write bare control characters and `\'`, which are given as valid JSON."""
     while (char := (yield)) != '"':
         if char != "\\":
-            give(char if char >= " " else _escaped(char))
+            give(char if char >= " " else escaped(char))
             continue
         char = yield
         if char == "u":
@@ -237,27 +261,34 @@ _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "
 def _python_string(quote: str, give: Give) -> Reads[None]:
     while (char := (yield)) != quote:
         if char != "\\":
-            give(_escaped(char))
+            give(escaped(char))
             continue
         char = yield
         if char in "xuU":
             code = yield from _hex({"x": 2, "u": 4, "U": 8}[char])
             if code > 0x10FFFF:
                 raise Broken
-            give(_escaped(chr(code)))
+            give(escaped(chr(code)))
         elif char in "\\'\"":
-            give(_escaped(char))
+            give(escaped(char))
         elif char in _PYTHON_ESCAPES:
-            give(_escaped(_PYTHON_ESCAPES[char]))
+            give(escaped(_PYTHON_ESCAPES[char]))
         else:  # Python keeps a backslash that means nothing
-            give("\\\\" + _escaped(char))
+            give("\\\\" + escaped(char))
 
 
 _JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
 JSON = Syntax('"', _JSON_WORDS, _json_string, has_trailing_comma=False)
-PYTHON = Syntax(
-    "'\"", {"True": "true", "False": "false", "None": "null", **_JSON_WORDS}, _python_string, has_trailing_comma=True
-)
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", **_JSON_WORDS}
+PYTHON = Syntax("'\"", _PYTHON_WORDS, _python_string, has_trailing_comma=True)
+
+
+def _either_string(quote: str, give: Give) -> Reads[None]:
+    yield from (_json_string if quote == '"' else _python_string)(quote, give)
+
+
+# For families whose templates write some values as JSON and others as Python's str() does.
+JSON_OR_PYTHON = Syntax("'\"", _PYTHON_WORDS, _either_string, has_trailing_comma=True)
 
 
 # ── parts of calls ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,6 +308,16 @@ def call_name(char: str) -> Reads[tuple[str, str]]:
             raise Broken
         char = yield
     return name, char
+
+
+def one_tag(char: str, tags: Sequence[str]) -> Reads[str]:
+    """Which of the tags comes, of which `char` is the first character."""
+    text = char
+    while text not in tags:
+        if not any(tag.startswith(text) for tag in tags):
+            raise Broken
+        text += yield
+    return text
 
 
 def until(tag: str, limit: int) -> Reads[str]:

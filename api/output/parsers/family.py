@@ -7,7 +7,7 @@ operator's that a flag names.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .block import Block, Reads, is_call_name
+from .block import Block, Kind, Reads, is_call_name
 from .lexer import Grammar
 from .spelling import CallRules, CannotSpell, Tools
 
@@ -30,6 +30,7 @@ class Family(NamedTuple):
     spell: Speller | None = None  # None: calls cannot be forced
     shows_calls: Callable[[str], bool] = lambda template: False  # whether a chat template makes models write such calls
     reasoning: tuple[str, str] | None = None  # the strings that begin and end reasoning
+    answer_tags: tuple[str, str] | None = None  # the strings around an answer that follows reasoning
     shows_reasoning: Callable[[str], bool] = lambda template: False
     # Begins an answer, in a family whose whole output is messages: `calls` then reads all of it, with or without tools,
     # and either flag selects the family for both.
@@ -39,7 +40,7 @@ class Family(NamedTuple):
         """What to read an output with; None if all of it is text."""
         calls = self.calls if has_tools or self.answer else NO_CALLS
         if self.reasoning is not None and not self.answer:
-            return _thinking(*self.reasoning, calls)
+            return _thinking(self.reasoning, self.answer_tags, calls)
         return None if calls is NO_CALLS else calls
 
     def spell_calls(self, tools: Tools, *, several: bool) -> CallRules | None:
@@ -50,16 +51,30 @@ class Family(NamedTuple):
         return None if self.spell is None else self.spell(tools, several)
 
 
-def _thinking(opening: str, ending: str, calls: Grammar) -> Grammar:
-    """Reasoning between two tags before the answer; the prompt may end with the first. In the answer, `calls`."""
+def _thinking(reasoning: tuple[str, str], answer: tuple[str, str] | None, calls: Grammar) -> Grammar:
+    """Reasoning between two tags before the answer, which may stand between two tags, too; the prompt may end with the
+    first. In the answer, `calls`."""
+    kinds: dict[str, Kind] = {reasoning[0]: "reasoning", reasoning[1]: "text"}
+    if answer is not None:
+        kinds |= {answer[0]: "answer", answer[1]: "text"}
 
     def read(tag: str, block: Block) -> Reads[str]:
-        if tag not in (opening, ending):
+        if tag not in kinds:
             return calls.read(tag, block)
-        block.kind = "reasoning" if tag == opening else "text"
+        block.kind = kinds[tag]
         return _read_nothing(tag, block)
 
     def reasons(prompt: str) -> bool:
-        return prompt.rstrip().endswith(opening)  # further back it may be what a user wrote
+        return prompt.rstrip().endswith(reasoning[0].rstrip())  # further back it may be what a user wrote
 
-    return Grammar(read, (opening, *calls.leads), calls.tags, (ending,), calls.marks, reasons)
+    leads = (reasoning[0], *((answer[0],) if answer else ()), *calls.leads)
+    ends = (answer[1],) if answer else ()
+    tag, _, more = reasoning[0].partition(">")
+    return calls._replace(
+        read=read,
+        leads=leads,
+        reasoning_tags=reasoning[1:],
+        answer_tags=ends,
+        marks=(*calls.marks, tag + ">") if more else calls.marks,  # what is a special token of the first string
+        reasons=reasons,
+    )

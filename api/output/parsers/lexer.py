@@ -7,9 +7,10 @@ text. Time is linear, and at most `MAX_HELD` characters are held back.
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from .block import SPACE, Block, Broken, Kind, Reads
+from .block import SPACE, Block, Broken, Kind, Reads, Schemas, overlap
 from .events import CallStart, Event, Reasoning, Text, joined
 
 MAX_HELD = 1 << 16  # characters that may yet turn out to be a call
@@ -32,11 +33,20 @@ class Grammar(NamedTuple):
     reasoning_tags: tuple[str, ...] = ()  # begin a block anywhere in reasoning
     marks: tuple[str, ...] = ()  # further tags, inside blocks
     reasons: Callable[[str], bool] = lambda prompt: False  # whether the output of a prompt with this end is reasoning
+    answer_tags: tuple[str, ...] = ()  # begin a block only in text of the kind "answer", as `tags` do there, too
+    needs_schemas: bool = False  # whether the reader needs `schemas` to know the types of arguments
+    schemas: Schemas = MappingProxyType({})  # of the request's tools
 
     @property
     def all_marks(self) -> tuple[str, ...]:
         """All tags. Those that are special tokens have to be kept when the output is detokenized."""
-        return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.marks)))
+        return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.answer_tags, *self.marks)))
+
+    def tags_in(self, kind: Kind) -> tuple[str, ...]:
+        """The tags that begin a block in text of this kind."""
+        if kind == "reasoning":
+            return self.reasoning_tags
+        return self.tags if kind == "text" else (*self.tags, *self.answer_tags)
 
 
 class Lexer:
@@ -108,7 +118,7 @@ class Lexer:
     def _push_words(self, text: str, events: list[Event]) -> str:
         text = self._held + text
         self._held = ""
-        tags = self._grammar.tags if self._kind == "text" else self._grammar.reasoning_tags
+        tags = self._grammar.tags_in(self._kind)
         if not any(tag[0] in text for tag in tags):  # nearly always
             self._give(text, events)
             return ""
@@ -118,7 +128,7 @@ class Lexer:
             self._give(text[:at], events)
             self._enter(tag, events)
             return text[at + len(tag) :]
-        num_words = len(text) - max((_overlap(text, tag) for tag in tags), default=0)
+        num_words = len(text) - max((overlap(text, tag) for tag in tags), default=0)
         self._held = text[num_words:]
         self._give(text[:num_words], events)
         return ""
@@ -152,7 +162,7 @@ class Lexer:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, tag: str, events: list[Event]) -> None:
-        self._block = Block("".join(self._spaces) + tag, self._kind)
+        self._block = Block("".join(self._spaces) + tag, self._kind, self._grammar.schemas)
         self._forget_spaces()
         self._reads = self._grammar.read(tag, self._block)
         try:
@@ -197,11 +207,3 @@ class Lexer:
         chunks = block.take()
         self._num_calls += sum(isinstance(event, CallStart) for event in chunks)
         events += chunks
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest proper prefix of `tag` that ends `text`."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

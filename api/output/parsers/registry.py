@@ -34,7 +34,7 @@ def find_family(tool_call_parser: str, reasoning_parser: str) -> Family:
     for family in (calls, reasoning):
         if family.answer:
             return family
-    return calls._replace(reasoning=reasoning.reasoning)
+    return calls._replace(reasoning=reasoning.reasoning, answer_tags=reasoning.answer_tags)
 
 
 @cache

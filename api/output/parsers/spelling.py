@@ -12,13 +12,18 @@ import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from .block import is_call_name
+
 Schema = dict[str, object]
 Tools = Sequence[tuple[str, Schema]]
 """The name of each tool and the schema of its arguments, which is an object's."""
 
 ANY_OBJECT: Schema = {"type": "object"}
 
-_MAX_CALLS = 16  # of one answer, so that a model that repeats itself ends
+MAX_ARGUMENTS = 64  # of a call of a tool whose schema does not name them
+NOTES = {"title", "description", "$schema", "$defs", "definitions", "examples", "default", "strict"}  # allow everything
+_OF_AN_OBJECT = {"type", "properties", "required", "additionalProperties"}  # what arguments by name can express
+MAX_CALLS = 16  # of one answer, so that a model that repeats itself ends
 
 
 class CannotSpell(Exception):
@@ -48,7 +53,7 @@ def literal(text: str) -> str:
 
 def repeat(call: str, between: str, several: bool) -> str:
     """The rule `call`, once or, if `several`, up to 16 times with the literal `between` in between."""
-    return f"{call} ({literal(between)} {call}){{0,{_MAX_CALLS - 1}}}" if several else call
+    return f"{call} ({literal(between)} {call}){{0,{MAX_CALLS - 1}}}" if several else call
 
 
 def one_of(name: str, parts: Sequence[str], tools: Tools) -> list[str]:
@@ -65,6 +70,27 @@ def call_objects(tools: Tools, key: str) -> list[str]:
     """The rule `object`, which is `{"name": …, key: {…}}`, and those of the arguments."""
     parts = [literal('{"name": "'), "name", literal(f'", "{key}": '), "arguments", literal("}")]
     return [*one_of("object", parts, tools), *argument_schemas(tools)]
+
+
+def named_properties(name: str, schema: Schema) -> list[tuple[str, object, bool]] | None:
+    """For families that write each argument by its name: the name, the schema, and whether it is required; None if the
+    schema allows any object. Raises CannotSpell if an argument's schema depends on another argument."""
+    if schema == ANY_OBJECT:
+        return None
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if (
+        not schema.keys() <= _OF_AN_OBJECT | NOTES
+        or not isinstance(properties, dict)
+        or not isinstance(required, list)
+        or not all(map(is_call_name, properties))
+        or not properties.keys() >= set(required)
+    ):
+        raise CannotSpell(
+            f"{name!r} cannot be forced on this model, which writes each argument by its name: its parameters must be "
+            "an object with named properties and nothing else",
+            "parameters",
+        )
+    return [(key, inner, key in required) for key, inner in properties.items()]
 
 
 def argument_schemas(tools: Tools) -> list[str]:

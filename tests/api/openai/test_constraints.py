@@ -287,7 +287,8 @@ ODD: list[tuple[str, Any]] = [
     ("list", {"type": "array"}),
     ("open", True),
 ]
-FAMILIES = ("hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai")
+OBJECTS = ("hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "kimi_k2", "granite")
+FAMILIES = (*OBJECTS, "pythonic", "lfm2")
 
 
 def odd_tools(*names: str) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A GGUF file's metadata gives the spec that the checkpoint's config.json gives."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -8,11 +9,12 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import asdict, replace
+from msgspec import structs
 
 from pagewire.config.config import SamplingDefaults
 from pagewire.engine.checkpoint.spec import fingerprint, model_facts, read_spec
-from pagewire.engine.layers.rotary import inverse_frequencies
+from pagewire.engine.executors.rotary import inverse_frequencies
+from pagewire.engine.models.description import Attention, Block, Decoder, Reach, Rope
 from pagewire.errors import CheckpointError, ConfigError, PagewireError
 
 KINDS = ["llama", "llama-biased", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
@@ -24,15 +26,44 @@ def make(folder: Path, kind: str = "llama", **changes: object) -> Path:
     return checkpoints.make_checkpoint(folder / "folder", kind, **changes)
 
 
+def ropes(decoder: Decoder | None) -> list[Rope | None]:
+    """Of every layer."""
+    assert decoder is not None
+    bodies = [branch.body for block in decoder.blocks for sub in block.sublayers for branch in sub.branches]
+    return [body.rope for body in bodies if isinstance(body, Attention)]
+
+
+def reaches(decoder: Decoder | None) -> list[Reach]:
+    """Of every layer."""
+    assert decoder is not None
+    bodies = [branch.body for block in decoder.blocks for sub in block.sublayers for branch in sub.branches]
+    return [body.reach for body in bodies if isinstance(body, Attention)]
+
+
+def with_rope(decoder: Decoder, rope: Rope) -> Decoder:
+    """The same decoder, with this rope in every layer."""
+
+    def changed(block: Block) -> Block:
+        attention, feed_forward = block.sublayers
+        (branch,) = attention.branches
+        assert isinstance(branch.body, Attention)
+        branches = (replace(branch, body=replace(branch.body, rope=rope)),)
+        return replace(block, sublayers=(replace(attention, branches=branches), feed_forward))
+
+    return replace(decoder, blocks=tuple(map(changed, decoder.blocks)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_spec_is_that_of_the_folder(kind: str, tmp_path: Path) -> None:
     folder = make(tmp_path, kind)
     ours, theirs = read_spec(gguf_files.write_gguf(folder, tmp_path / "model.gguf")), read_spec(folder)
     if kind == "llama":  # whose scaled frequencies are numbers in the file
-        own, other = (inverse_frequencies(spec.rope, spec.head_dim) for spec in (ours, theirs))
-        assert torch.allclose(own, other, rtol=1e-6, atol=0)
-        ours = replace(ours, rope=theirs.rope)
-    assert asdict(ours) == asdict(theirs)
+        own, other = ropes(ours.decoder)[0], ropes(theirs.decoder)[0]
+        assert own is not None and other is not None and ours.decoder is not None
+        assert torch.allclose(inverse_frequencies(own), inverse_frequencies(other), rtol=1e-6, atol=0)
+        decoder = with_rope(ours.decoder, other)
+        ours = structs.replace(ours, rope_kind=theirs.rope_kind, original_max_position=256, decoder=decoder)
+    assert structs.asdict(ours) == structs.asdict(theirs)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.5}, {"rope_type": "yarn", "factor": 4.0}])
@@ -41,9 +72,11 @@ def test_scaled_positions(rope: dict[str, object], tmp_path: Path) -> None:
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = 256
     folder = make(tmp_path, "qwen2", rope_parameters=rope)
-    ours, theirs = read_spec(gguf_files.write_gguf(folder, tmp_path / "model.gguf")).rope, read_spec(folder).rope
-    assert ours.attention_factor == pytest.approx(theirs.attention_factor)
-    assert torch.equal(inverse_frequencies(ours, 16), inverse_frequencies(theirs, 16))
+    (ours, *_) = ropes(read_spec(gguf_files.write_gguf(folder, tmp_path / "model.gguf")).decoder)
+    (theirs, *_) = ropes(read_spec(folder).decoder)
+    assert ours is not None and theirs is not None
+    assert ours.cos_scale == pytest.approx(theirs.cos_scale)
+    assert torch.equal(inverse_frequencies(ours), inverse_frequencies(theirs))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +92,7 @@ def test_types(kind: str, expected: str, tmp_path: Path) -> None:
     else:
         assert spec.scheme is None
     facts = model_facts(spec, path, "x")
-    num = facts.weight_bytes // (4 if expected == "float32" else 2)
+    num = facts.wide_bytes // (4 if expected == "float32" else 2)
     assert num == sum(tensor.numel() for tensor in checkpoints.load_reference(folder).parameters())
     assert (facts.path, facts.checkpoint_dtype, facts.is_native) == (str(path), expected, True)
 
@@ -143,7 +176,7 @@ def test_a_window_of_some_layers_is_refused(tmp_path: Path) -> None:
     ):
         read_spec(path)
     path = gguf_files.write_gguf(folder, tmp_path / "m.gguf", metadata={"qwen2.attention.sliding_window": 4096})
-    assert read_spec(path).windows == (None,) * 3, "as long as the context"
+    assert reaches(read_spec(path).decoder) == [Reach()] * 3, "as long as the context"
 
 
 @pytest.mark.parametrize("divisors", [[1.0] * 7, [1.0] * 7 + [0.0], [1.0] * 7 + [float("nan")]])

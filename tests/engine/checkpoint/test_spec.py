@@ -12,7 +12,8 @@ import pytest
 from pagewire.config.config import Config, MachineFacts, SamplingDefaults
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
-from pagewire.engine.checkpoint.spec import Moe, fingerprint, model_facts, read_spec
+from pagewire.engine.checkpoint.spec import fingerprint, model_facts, read_spec
+from pagewire.engine.models.description import Attention, Mlp, Moe, Reach
 from pagewire.errors import ConfigError
 
 LLAMA = {
@@ -37,11 +38,20 @@ def _folder(path, generation=None, **changes):
     return path
 
 
+def _bodies(spec, kind):
+    """The layers' parts of a kind."""
+    sublayers = [sublayer for block in spec.decoder.blocks for sublayer in block.sublayers]
+    bodies = [branch.body for sublayer in sublayers for branch in sublayer.branches]
+    return [body for body in bodies if isinstance(body, kind)]
+
+
 def test_missing_fields_of_an_old_llama_config_get_their_defaults(tmp_path):
     spec = read_spec(_folder(tmp_path, rope_theta=5e5))
-    assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.rope.theta) == (4, 16, "float16", 5e5)
-    assert spec.windows == (None, None)
-    assert not spec.tie_word_embeddings
+    assert (spec.num_kv_heads, spec.head_dim, spec.dtype) == (4, 16, "float16")
+    for attention in _bodies(spec, Attention):
+        assert (attention.kv_heads, attention.head_dim, attention.rope.theta) == (4, 16, 5e5)
+        assert attention.reach == Reach()
+    assert spec.decoder.head.weight is not None, "a head of its own"
 
 
 def test_model_facts_come_from_the_config(tmp_path):
@@ -126,38 +136,39 @@ def test_configs_that_transformers_writes_are_read(kind, tmp_path):
     spec = read_spec(checkpoints.make_checkpoint(tmp_path, kind))
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, 3)
     assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
+    if spec.decoder is None:
+        assert kind in ("gemma2", "gpt_neox", "phi3", "granite"), "those without a page"
+        return
     windows = {
         "mistral": (40,) * 3,
-        "qwen2-sliding": (None, 24, 24),
+        "qwen2-sliding": (0, 24, 24),
         "qwen3_moe-sparse": (24,) * 3,
         "mixtral": (40,) * 3,
     }
-    assert spec.windows == windows.get(kind, (None,) * 3)
+    if kind != "gemma2":
+        assert tuple(a.reach.positions for a in _bodies(spec, Attention)) == windows.get(kind, (0,) * 3)
 
 
 def test_expert_fields_are_read_in_both_spellings(tmp_path):
     """In the spelling of checkpoints on the Hub, and in that of transformers 5."""
     sizes = {"num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, **sizes}
-    expected = Moe(
-        num_experts=8,
-        num_experts_per_tok=2,
-        intermediate_size=96,
-        norm_topk_prob=True,
-        rounds_weights=False,
-        layers=(True,) * 4,
-    )
-    assert read_spec(_folder(tmp_path, **mixtral)).moe == expected
+    moes = _bodies(read_spec(_folder(tmp_path, **mixtral)), Moe)
+    assert len(moes) == 4
+    for moe in moes:
+        assert (moe.num_experts, moe.experts.width) == (8, 96)
+        assert (moe.router.top_k, moe.router.renorm, moe.router.rounds_weights) == (2, True, False)
     qwen = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32, **sizes}
     for spelled in ("num_experts", "num_local_experts"):
-        moe = read_spec(_folder(tmp_path, **qwen, **{spelled: 16})).moe
-        assert (moe.num_experts, moe.intermediate_size, moe.norm_topk_prob, moe.layers) == (16, 32, False, (True,) * 4)
+        moes = _bodies(read_spec(_folder(tmp_path, **qwen, **{spelled: 16})), Moe)
+        assert len(moes) == 4
+        assert {(moe.num_experts, moe.experts.width, moe.router.renorm) for moe in moes} == {(16, 32, False)}
     changes = {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    moe = read_spec(_folder(tmp_path, **qwen, **changes)).moe
-    assert (moe.num_experts, moe.norm_topk_prob, moe.layers) == (128, True, (False, True, False, False))
-    assert moe.rounds_weights
-    assert read_spec(_folder(tmp_path, **qwen, mlp_only_layers=[0, 1, 2, 3])).moe is None
-    assert read_spec(_folder(tmp_path, **sizes, num_local_experts=8)).moe is None, "Llama has no experts"
+    bodies = _bodies(read_spec(_folder(tmp_path, **qwen, **changes)), (Mlp, Moe))
+    assert [type(body) for body in bodies] == [Mlp, Moe, Mlp, Mlp]
+    assert (bodies[1].num_experts, bodies[1].router.renorm, bodies[1].router.rounds_weights) == (128, True, True)
+    assert not _bodies(read_spec(_folder(tmp_path, **qwen, mlp_only_layers=[0, 1, 2, 3])), Moe)
+    assert not _bodies(read_spec(_folder(tmp_path, **sizes, num_local_experts=8)), Moe), "Llama has no experts"
 
 
 def test_gpt2_has_other_names_for_its_sizes(tmp_path):
@@ -206,7 +217,8 @@ def test_gpt2_has_other_names_for_its_sizes(tmp_path):
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "which should be a list of numbers"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["x"]},
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
+            | {"layer_types": ["x"]},
             "2 layers but 1 layer_types",
         ),
     ],

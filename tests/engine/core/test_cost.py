@@ -93,7 +93,7 @@ def test_the_longest_chunk_stays_below_the_target() -> None:
 def test_chunks_of_a_long_prompt_beside_decode_rows_keep_to_the_target() -> None:
     target_ms = 3.0  # the fake worker takes 1 ms and 0.01 ms a position
     scheduler = Scheduler(
-        pool=BlockPool(num_blocks=4000),
+        pool=BlockPool(num_pages=4000),
         block_size=4,
         max_num_seqs=16,
         max_num_batched_tokens=2048,

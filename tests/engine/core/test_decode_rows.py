@@ -18,7 +18,7 @@ from pagewire.engine.core.scheduler import Scheduler
 from pagewire.ipc.messages import StepResult, TokenBatch, ids_to_bytes
 
 NUM_HISTORIES = 60
-_counters = attrgetter(*(name for name in Request.__slots__ if name not in ("asked", "blocks", "ids", "keys", "root")))
+_counters = attrgetter(*(name for name in Request.__slots__ if name not in ("asked", "ids", "keys", "root", "tables")))
 _plan, _apply, _apply_drafted = decode_rows.plan, decode_rows.apply, decode_rows.apply_drafted
 
 
@@ -82,7 +82,7 @@ def counted(counts: Counter[str]) -> Iterator[None]:
 def state(scheduler: Scheduler) -> list[object]:
     """Every counter of the scheduler and of the requests that hold a row."""
     counters = [value for value in vars(scheduler.counters).values() if isinstance(value, int)]
-    return [counters, *((_counters(r), len(r.ids), r.blocks.copy()) for r in scheduler.table.running)]
+    return [counters, *((_counters(r), len(r.ids), r.held.copy()) for r in scheduler.table.running)]
 
 
 def log_of(seed: int) -> list[object]:
@@ -143,7 +143,7 @@ def test_a_wrong_counter_in_a_bulk_method_is_noticed(name: str) -> None:
 def scheduler_with(num_rows: int, **more: object) -> Scheduler:
     """A scheduler with a request of three prompt tokens for every row."""
     scheduler = Scheduler(
-        pool=BlockPool(num_blocks=1024),
+        pool=BlockPool(num_pages=1024),
         block_size=4,
         max_num_seqs=num_rows,
         max_num_batched_tokens=256,

@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, *, depth: int = 2, max_positions: int = 1000, **more: Any) -> None:
         self.max_positions = max_positions
         self.scheduler = Scheduler(
-            pool=BlockPool(num_blocks=64),
+            pool=BlockPool(num_pages=64),
             block_size=SIZE,
             depth=depth,
             max_model_len=100,

@@ -22,7 +22,7 @@ LAST, MEAN = Pooling("last"), Pooling("mean")
 def make(*, num_blocks: int = 64, budget: int = 32, depth: int = 1, **more: Any) -> tuple[Scheduler, FakeWorker]:
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": budget}
     scheduler = Scheduler(
-        pool=BlockPool(num_blocks=num_blocks),
+        pool=BlockPool(num_pages=num_blocks),
         block_size=BLOCK_SIZE,
         depth=depth,
         max_model_len=100,

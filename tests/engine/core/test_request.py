@@ -9,16 +9,16 @@ import pytest
 from fakes import EOS, enqueue
 
 import pagewire
-from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.request import Request, State, Table
 
 ROOT = Path(pagewire.__file__).resolve().parent
-FIELDS = frozenset(Request.__slots__)
+FIELDS = frozenset((*Request.__slots__, "blocks"))
 ROOMS = {  # the folders that handle requests, and the fields that each knows
     "engine/core": FIELDS,
     "engine/kv_connector": frozenset({"rid", "ids", "num_computed"}),
     "procs": FIELDS,
 }
-LISTS = FIELDS & {"blocks", "ids", "keys"}
+LISTS = FIELDS & {"blocks", "ids", "keys", "tables"}
 CHANGES = frozenset(
     {"append", "clear", "extend", "frombytes", "fromlist", "insert", "pop", "remove", "reverse", "sort"}
 )
@@ -42,7 +42,7 @@ def make(num_prompt: int = 10, **more: object) -> Request:
 def admitted(num_prompt: int = 10, **more: object) -> Request:
     """A request with a row and three blocks whose whole prompt is in flight."""
     request = make(num_prompt, **more)
-    request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)
+    request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)
     request.open()
     request.plan(num_prompt, 1)
     return request
@@ -173,7 +173,7 @@ def test_a_request_ends_once_and_is_preempted_only_while_it_runs() -> None:
 
 def test_a_load_counts_as_in_flight_and_blocks_that_failed_to_load_are_computed() -> None:
     request = make()
-    request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
+    request.admit(0, [Table([5, 6])], 2, num_found=0, num_loading=2)
     assert request.state == State.LOADING and request.num_in_flight == 1 and not request.has_work
     request.loaded(1)
     assert counters(request) == (4, 4, 10, 10, 0) and request.state == State.RUNNING  # type: ignore[comparison-overlap]  # `loaded` changed it
@@ -181,7 +181,7 @@ def test_a_load_counts_as_in_flight_and_blocks_that_failed_to_load_are_computed(
 
 def test_a_preempted_request_does_not_run_when_its_load_ends() -> None:
     request = make()
-    request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
+    request.admit(0, [Table([5, 6])], 2, num_found=0, num_loading=2)
     request.preempt()
     request.loaded(2)
     assert request.state is State.LEAVING and request.may_release
@@ -199,7 +199,7 @@ def test_only_a_request_with_cached_kv_may_recover_from_non_finite_numbers() -> 
     request = admitted()
     assert not request.poison() and not request.wants_all
     request = make()
-    request.admit(0, [5, 6, 7], num_hits=1, num_copied=2, num_loading=0)
+    request.admit(0, [Table([5, 6, 7])], 3, num_found=6, num_loading=0)
     assert counters(request) == (6, 6, 10, 10, 0)
     assert request.poison() and request.wants_all
     request.preempt()
@@ -211,15 +211,15 @@ def test_only_a_request_with_cached_kv_may_recover_from_non_finite_numbers() -> 
 def test_a_block_raises_the_limit_of_a_decode_row() -> None:
     request = admitted()
     assert request.fast_limit == 12
-    request.grow([8])
+    request.grow(1, [[8]])
     assert request.fast_limit == 16
-    request.grow(range(9, 20))
+    request.grow(11, [range(9, 20)])
     assert request.fast_limit == request.num_needed == 29
 
 
 def test_a_constrained_request_is_not_a_decode_row() -> None:
     request = make()
     request.is_constrained = True
-    request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)
+    request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)
     request.open()
     assert request.fast_limit == -1

@@ -13,6 +13,7 @@ BLOCK_SIZE = 4
 
 def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth: int = 1, **more: object) -> Scheduler:
     options = {
+        "pool": BlockPool(num_pages=num_blocks),
         "max_model_len": 100,
         "max_queued_requests": 100,
         "max_queued_tokens": 10**6,
@@ -20,7 +21,6 @@ def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth
         **more,
     }
     return Scheduler(
-        pool=BlockPool(num_blocks=num_blocks),
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -31,7 +31,7 @@ def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth
 
 def worker_for(scheduler: Scheduler) -> FakeWorker:
     return FakeWorker(
-        num_blocks=scheduler.pool.num_blocks,
+        num_blocks=scheduler.pool.num_pages,
         block_size=BLOCK_SIZE,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -44,7 +44,7 @@ def make(draft: Drafted = truth, *, num_blocks: int = 64, **more: object) -> tup
         "speculate": 3,
         **more,
     }
-    scheduler = Scheduler(pool=BlockPool(num_blocks=num_blocks), block_size=BLOCK_SIZE, **options)  # type: ignore[arg-type]
+    scheduler = Scheduler(pool=BlockPool(num_pages=num_blocks), block_size=BLOCK_SIZE, **options)  # type: ignore[arg-type]
     worker = FakeWorker(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
@@ -186,7 +186,7 @@ def test_tokens_before_a_non_finite_position_are_output(num_good: int) -> None:
         i for batch in batches if isinstance(batch, TokenBatch) for t in all_tokens(batch) for i in bytes_to_ids(t.ids)
     ]
     assert sent[1:] == ids[:-1]
-    assert not scheduler.pool._by_key, "none of its blocks is found again"
+    assert not scheduler.pool._by_name, "none of its blocks is found again"
 
 
 def test_only_blocks_of_accepted_draft_tokens_are_found_again() -> None:

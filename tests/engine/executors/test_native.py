@@ -1,42 +1,72 @@
-"""All layers in one C call give the same bits as the layers op by op."""
+"""The C program gives the hidden states of the reference, however many operations it has in C."""
+
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import checkpoints
+import decoders
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pagewire.bench.engine.step import opened, plan
 from pagewire.config.flags import make_config
-from pagewire.engine.models.decoder import Decoder
-from pagewire.engine.models.native import NativeDecoder
+from pagewire.engine.attention.base import AttentionStep
+from pagewire.engine.attention.kv_cache import KvCache
+from pagewire.engine.attention.native import NativePagedAttention
+from pagewire.engine.executors import native
+from pagewire.engine.executors.native import NativeModel
+from pagewire.engine.executors.reference import Reference, ReferenceModel
+from pagewire.engine.executors.vocabulary import Vocabulary
+from pagewire.engine.executors.weights import Options, Packing
+from pagewire.engine.models.cut import cut, share
+from pagewire.engine.models.description import Attention, Body, Decoder, Mlp, Norm, Temperature
+from pagewire.engine.models.lower import lower
+from pagewire.engine.models.program import Matrix, Vector
+from pagewire.engine.parallel.collectives import Alone, Group, join
+from pagewire.engine.parallel.rank import RankInfo
+from pagewire.engine.parallel.shared_memory import make_memory
+from pagewire.engine.runner.loading import shape_of
 from pagewire.engine.runner.runner import Runner
+from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu.library import Kernels
+from pagewire.kernels.cpu.operations import native_ops
 from pagewire.procs.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-sparse", "mixtral"]
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-sparse", "mixtral"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"}])
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path):
-    folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype)
+def test_one_c_call_gives_the_states_of_the_reference(kind, options, dtype, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype, **({"num_hidden_layers": 1} if options else {}))
     config = prepare(
         make_config(model=str(folder), dtype="float32", max_model_len=96, kv_cache_memory=1 << 22, **options)
     )
-    hidden_states: dict[bool, list[torch.Tensor]] = {}
-    for in_one_call in (True, False):
+    hidden_states: dict[bool, list[Tensor]] = {}
+    for in_c in (True, False):
         runner = Runner.load(config)
         runner.open_cache(runner.offer())
         model = runner._steps._model
-        assert isinstance(model, NativeDecoder)
-        inner = model if in_one_call else model._decoder
-        outputs = hidden_states[in_one_call] = []
+        assert isinstance(model, NativeModel)
+        inner = model if in_c else model._alone
+        outputs = hidden_states[in_c] = []
 
         class Recorder:
             kv_shape = model.kv_shape
             logits, greedy = staticmethod(inner.logits), staticmethod(inner.greedy)
 
             @staticmethod
-            def hidden(ids, positions, attention, inner: NativeDecoder | Decoder = inner, to=outputs):
+            def hidden(ids, positions, attention, inner: NativeModel | ReferenceModel = inner, to=outputs):
                 to.append(inner.hidden(ids, positions, attention))
                 return to[-1]
 
@@ -46,6 +76,203 @@ def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path)
         for step in steps:
             runner.launch(step)
             assert min(torch.tensor(bytearray(runner.collect().ids))) >= 0
+        if in_c:
+            assert [type(part).__name__ for part in model._parts] == ["_InC"], "one call"
     assert len(hidden_states[True]) == 3
-    for native, by_ops in zip(hidden_states[True], hidden_states[False], strict=True):
-        assert torch.equal(native, by_ops) and native.isfinite().all()
+    for ours, theirs in zip(hidden_states[True], hidden_states[False], strict=True):
+        errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+        # A number between two roundings, of 8-bit activations or of 16-bit keys, may fall to the other side, which
+        # changes the rows after it, too. `test_fused_operations_give_the_bits_of_single_ones` is exact.
+        assert errors.max() < (0.05 if options else 1e-5), errors
+
+
+# Programs that no checkpoint has, by hand.
+
+
+def decoder(change: Callable[[Body], Body] = lambda body: body, **fields: object) -> Decoder:
+    """A small Llama, with changes to the bodies of its first layer."""
+    found = decoders.llama(tie_word_embeddings=True, **fields)
+    first, *others = found.blocks
+    sublayers = tuple(
+        replace(sub, branches=tuple(replace(branch, body=change(branch.body)) for branch in sub.branches))
+        for sub in first.sublayers
+    )
+    return replace(found, blocks=(replace(first, sublayers=sublayers), *others))
+
+
+def filled(target: Matrix | Vector, values: Tensor) -> Tensor:
+    """Random numbers that depend on the rows' place in the checkpoint, so that ranks get parts of one model."""
+    rows = []
+    for weight in target.weights:
+        for part in weight.parts:
+            for turn in range(part.times):
+                for row in range(part.count):
+                    seed = f"{part.name} {part.first + turn * part.every + row}"
+                    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+                    if isinstance(target, Vector):
+                        rows.append(1 + 0.2 * torch.randn(1, generator=generator)[0])
+                    else:
+                        whole = torch.randn(128, generator=generator) / 7
+                        rows.append(whole[weight.first_column : weight.first_column + weight.columns])
+    return values.copy_(torch.stack(rows))
+
+
+class Engine:
+    """A model of this rank, and a cache of three pages of 16 positions for each of two rows."""
+
+    def __init__(self, whole: Decoder, group: Group | None = None, quantization: str | None = None) -> None:
+        group = group or Alone()
+        first, _ = share(whole.vocab, group.rank, group.size)
+        self.program = lower(cut(whole, group.rank, group.size), ranks=group.size, first_id=first)
+        self.kernels = Kernels(build.find().load())
+        self.ops = native_ops(self.kernels, quantization=quantization)
+        cpu, float32 = torch.device("cpu"), torch.float32
+        packing = Packing(Options(ops=self.ops, dtype=float32, weight_dtype=float32, device=cpu, keeps=False))
+        for target in self.program.targets:
+            packing.end(target, filled(target, packing.begin(target)))
+        reference = Reference(
+            self.program, packing.weights, max_len=64, dtype=float32, weight_dtype=float32, device=cpu, group=group
+        )
+        vocabulary = Vocabulary(self.program, packing.weights, group)
+        self.model = NativeModel(reference, vocabulary, shape_of(self.program), self.kernels)
+
+    def states(self, *, in_c: bool) -> list[Tensor]:
+        """Of a step with 20 and 7 tokens, and one with a token of each row."""
+        cache = KvCache(shape=self.model.kv_shape, num_pages=6, block_size=16, device=torch.device("cpu"))
+        cache.clear(torch.arange(6))
+        attention = NativePagedAttention(cache=cache, ops=self.ops, kernels=self.kernels)
+        if in_c:
+            self.model._parts = None  # they hold the addresses of another cache
+        found = []
+        for firsts, counts in (((0, 0), (20, 7)), ((20, 7), (1, 1))):
+            positions = [first + i for first, count in zip(firsts, counts, strict=True) for i in range(count)]
+            rows = [row for row, count in enumerate(counts) for _ in range(count)]
+            slots = [
+                (3 * row + position // 16) * 16 + position % 16 for row, position in zip(rows, positions, strict=True)
+            ]
+            order = np.arange(2)
+            if counts == (1, 1):  # decode rows come in ascending order of context
+                positions, rows, slots, order = positions[::-1], rows[::-1], slots[::-1], order[::-1]
+            step = AttentionStep(
+                num_decode=2 if counts == (1, 1) else 0,
+                context_lens=np.array([firsts[row] + counts[row] for row in order]),
+                query_lens=np.array(counts),
+                tables=np.arange(6, dtype=np.int32).reshape(2, 3)[None, order],
+                slots=torch.tensor([slots]),
+                order=order,
+            )
+            ids = torch.tensor([(7 * position + 31 * row) % 90 for position, row in zip(positions, rows, strict=True)])
+            attention.begin(step)
+            model = self.model if in_c else self.model._alone
+            found.append(model.hidden(ids, torch.tensor(positions), attention))
+        return found
+
+    @property
+    def parts(self) -> str:
+        """C for a call, and the names of operations in torch."""
+        assert self.model._parts is not None
+        names = ["C" if isinstance(part, native._InC) else type(part.op.args).__name__ for part in self.model._parts]
+        return " ".join(names)
+
+
+def check(engine: Engine) -> list[Tensor]:
+    """The states in C are those of the reference."""
+    ours = engine.states(in_c=True)
+    for found, expected in zip(ours, engine.states(in_c=False), strict=True):
+        assert found.isfinite().all() and 0.1 < float(found.std()) < 10
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    return ours
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_fused_operations_give_the_bits_of_single_ones(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = Engine(decoder(), quantization=quantization)
+    monkeypatch.setattr(native._Compiler, "_is_added", lambda *_: False)
+    single = Engine(decoder(), quantization=quantization)
+    if quantization is None:
+        check(single)
+    monkeypatch.undo()
+    states = fused.states(in_c=True)
+    monkeypatch.setattr(native._Compiler, "_is_added", lambda *_: False)
+    for ours, theirs in zip(single.states(in_c=True), states, strict=True):
+        assert torch.equal(ours, theirs)
+    assert num_operations(single) == len(single.program.ops) - 2, "two rotations are one"
+    assert num_operations(fused) == num_operations(single) - 4, "products add to the stream"
+
+
+def num_operations(engine: Engine) -> int:
+    """In C."""
+    return sum(len(part.operations) for part in engine.model._parts or () if isinstance(part, native._InC))
+
+
+def on_attention(**changes: object) -> Callable[[Body], Body]:
+    return lambda body: replace(body, **changes) if isinstance(body, Attention) else body
+
+
+HEADS = Norm(16, kind="layer")  # without weights
+CHANGES: dict[str, tuple[Callable[[Body], Body], str]] = {
+    "nothing": (lambda body: body, "C"),
+    "clipped projections": (on_attention(clip=0.5), "C Clip Clip Clip C"),
+    "scaled queries": (on_attention(temperature=Temperature(0.5, 4)), "C Heat C"),
+    "norms after the rotation": (
+        on_attention(q_norm=HEADS, k_norm=HEADS, norm_after_rope=True), "C Normalize Normalize C",
+    ),
+    "a norm of values": (on_attention(v_norm=HEADS), "C Normalize C"),
+    "no rotation": (on_attention(rope=None), "C"),
+    "capped scores": (on_attention(softcap=2.0), "C"),
+    "an activation": (
+        lambda body: replace(body, act="gelu_tanh") if isinstance(body, Mlp) else body, "C Glu C",
+    ),
+    "no gate": (
+        lambda body: replace(body, gate=None, act="relu2") if isinstance(body, Mlp) else body, "C Activate C",
+    ),
+    "a scaled output": (
+        lambda body: replace(body, out_scale=0.5) if isinstance(body, Mlp) else body, "C Scale C",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_operations_that_c_lacks_run_between_those_that_it_has(name: str) -> None:
+    change, parts = CHANGES[name]
+    engine = Engine(decoder(change))
+    changed = check(engine)
+    assert engine.parts == parts
+    if name != "nothing":
+        assert not torch.allclose(changed[0], Engine(decoder()).states(in_c=False)[0], atol=1e-3)
+
+
+def take_part(rank: int, fd: int, folder: Path) -> None:
+    """A rank's process."""
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        group = join(RankInfo(rank, (0, 1), f"file://{folder}/ranks", fd), 2, torch.device("cpu"))
+        engine = Engine(decoder(), group)
+        states = check(engine)
+        logits = [engine.model.logits(state) for state in states]
+    assert engine.parts == "Embed AllReduce C AllReduce C AllReduce C AllReduce C AllReduce C"
+    torch.save([*states, *logits], folder / f"rank-{rank}.pt")
+
+
+def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
+    fd = make_memory()
+    command = [sys.executable, __file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(fd), str(tmp_path)], pass_fds=[fd], env=environment)
+        for rank in range(2)
+    ]
+    os.close(fd)
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    whole = Engine(decoder())
+    states = whole.states(in_c=True)
+    expected = [*states, *(whole.model.logits(state) for state in states)]
+    for rank in range(2):
+        for ours, theirs in zip(torch.load(tmp_path / f"rank-{rank}.pt"), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+if __name__ == "__main__":
+    take_part(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

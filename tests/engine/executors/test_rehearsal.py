@@ -5,13 +5,14 @@ import re
 import pytest
 import torch
 
+from pagewire.engine.attention.base import AttentionParameters
 from pagewire.engine.executors.rehearsal import NUM_TOKENS, STEPS, Rehearsal, compare
 from pagewire.errors import UnsupportedModel
 
 
 def call(rehearsal: Rehearsal, layer: int, num: int, *, num_keys: int | None = None, scale: float = 0.25) -> None:
     kv = torch.randn(num if num_keys is None else num_keys, 2, 16)
-    rehearsal.forward(layer, torch.randn(num, 4, 16), kv, kv, scale=scale)
+    rehearsal.forward(layer, torch.randn(num, 4, 16), kv, kv, AttentionParameters(scale=scale))
 
 
 def test_layers_may_call_attention_in_any_order() -> None:

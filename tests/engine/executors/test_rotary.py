@@ -6,9 +6,9 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pagewire.engine.checkpoint import spec as spec_module
-from pagewire.engine.layers.rotary import RotaryTable
-from pagewire.kernels.reference import norm_rotary
+from pagewire.engine.checkpoint.spec import read_spec
+from pagewire.engine.executors.rotary import RotaryTable, inverse_frequencies
+from pagewire.engine.models.description import Attention, Rope
 
 VARIANTS = {
     "default": {"rope_type": "default", "rope_theta": 500_000.0},
@@ -64,13 +64,34 @@ def test_tables_rotate_as_transformers_does(variant, old_style, tmp_path):
         fields["rope_theta"] = scaling.pop("rope_theta")
         fields["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
         file.write_bytes(msgspec.json.encode(fields))
-    rope = spec_module.read_spec(tmp_path).rope
-    table = RotaryTable(rope, dim=32, max_len=512, dtype=torch.float32, device=torch.device("cpu"))
+    attention = read_spec(tmp_path).decoder.blocks[0].sublayers[0].branches[0].body
+    assert isinstance(attention, Attention) and attention.rope is not None
+    table = RotaryTable(attention.rope, max_len=512, dtype=torch.float32, device=torch.device("cpu"))
 
     positions = torch.arange(0, 512, 7)
     query = torch.randn(len(positions), 2, 32)
     cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
     expected, _ = apply_rotary_pos_emb(query[None], query[None], cos, sin, unsqueeze_dim=2)
+    ours_cos, ours_sin = table.at(positions)
+    found = query * ours_cos + query.roll(16, -1) * ours_sin
+    torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_longrope_divides_the_frequencies_by_its_short_factors():
+    rope = Rope(8, 100.0, "longrope", divisors=(1.0, 2.0, 3.0, 4.0), long_divisors=(5.0,) * 4)
     torch.testing.assert_close(
-        norm_rotary(query, query.shape[1], None, None, 0.0, *table.at(positions)), expected[0], atol=1e-5, rtol=1e-5
+        inverse_frequencies(rope), 100.0 ** -torch.tensor([0, 0.25, 0.5, 0.75]) / torch.arange(1, 5)
     )
+
+
+def test_frequencies_of_a_proportional_rope_beyond_its_share_are_zero():
+    """Gemma 4: the exponents are those of all dimensions."""
+    rope = Rope(16, 100.0, "proportional", factor=2.0, high=0.25)
+    expected = torch.tensor([1.0, 100.0 ** (-1 / 8), 0, 0, 0, 0, 0, 0]) / 2
+    torch.testing.assert_close(inverse_frequencies(rope), expected)
+
+
+def test_ntk_alpha_enlarges_the_base():
+    """HunYuan: theta · alpha^(dims / (dims − 2))."""
+    expected = inverse_frequencies(Rope(16, 100.0 * 50 ** (16 / 14)))
+    torch.testing.assert_close(inverse_frequencies(Rope(16, 100.0, "ntk_alpha", 50.0)), expected)

@@ -89,7 +89,9 @@ def test_8_and_4_bits_are_near_and_need_a_native_architecture(kind, quantization
         found.append([entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)])
     distances = [abs(exact - rounded) for exact, rounded in zip(*found, strict=True)]
     assert 0 < sum(distances) / len(distances) < most
-    with pytest.raises(ConfigError, match="--quantization needs one of LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match="--quantization needs a model that pagewire describes; transformers runs Gemma2"
+    ):
         LLM(str(checkpoint("gemma2")), quantization=quantization)
 
 

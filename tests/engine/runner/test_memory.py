@@ -25,6 +25,6 @@ def test_lines_report_pages_of_several_groups():
     (line,) = plan.lines(2 * of_request)
     assert line.endswith(
         f"{2 * of_request:,} pages of 64.0 kB (full attention: 1 page for 16 tokens; windows of 1,024: 2 pages for 16 "
-        "tokens; state: 1 page a request; chunks of 8,192: 1 page for 16 tokens), 2 requests of 4,096 tokens"
+        "tokens; chunks of 8,192: 1 page for 16 tokens; state: 1 page a request), 2 requests of 4,096 tokens"
     )
     assert plan.lines(2 * of_request - 1)[0].endswith("1 request of 4,096 tokens")

@@ -110,6 +110,14 @@ def test_other_options_other_ranks_and_other_models_do_not_fit(fd: int, checkpoi
         assert not runner.weights_fit and tokens == load(folder, -1, **flags)[1]
 
 
+def test_engines_with_other_limits_share_the_weights(fd: int, checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("qwen3")
+    _, expected = load(folder, fd, served_model_name=["a"])
+    for flags in ({"served_model_name": ["b"]}, {"max_num_seqs": 9}, {"max_model_len": 100}):
+        runner, tokens = load(folder, fd, **flags)
+        assert runner.weights_fit and tokens == expected
+
+
 def test_kernels_of_torch_leave_the_segment_alone(fd: int, checkpoint: Callable[..., Path]) -> None:
     runner, _ = load(checkpoint("qwen3"), fd, cpu_kernels="torch")
     assert runner.weights_fit and is_open(fd) and os.fstat(fd).st_size == 0

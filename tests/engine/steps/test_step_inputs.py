@@ -6,7 +6,7 @@ import torch
 from pagewire.engine.attention.cache_groups import FULL, CacheGroups, Lifetime
 from pagewire.engine.steps.rows import Rows
 from pagewire.engine.steps.step_inputs import step_inputs
-from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
+from pagewire.ipc.messages import GroupTable, RowOpen, Sampling, StepPlan, ids_to_bytes
 
 WINDOW = Lifetime("window", 6)
 # Full attention takes one page a block, the window two, a state two.
@@ -21,25 +21,21 @@ def _rows() -> tuple[Rows, CacheGroups]:
     return Rows(num_rows=4, max_len=40, block_size=SIZE, vocab_size=100, groups=groups), groups
 
 
-def _open(rows: Rows, row: int, *, length: int, num_computed: int) -> None:
-    ids = ids_to_bytes(list(range(length)))
-    rows.open(RowOpen(row, ids, length, num_computed, b"", Sampling(temperature=0)))
+def _open(rows: Rows, row: int, *, length: int, num_computed: int, tables: list[tuple[int, list[int]]]) -> None:
+    """tables: of the window and of full attention: the first block, and the pages."""
+    ids, groups = ids_to_bytes(list(range(length))), tuple(GroupTable(f, ids_to_bytes(pages)) for f, pages in tables)
+    rows.open(RowOpen(row, ids, length, num_computed, b"", Sampling(temperature=0), tables=groups))
 
 
 def _plan(rows: list[int], counts: list[int]) -> StepPlan:
     return StepPlan(1, (), b"", b"", ids_to_bytes(rows), ids_to_bytes(counts), bytes(len(rows)))
 
 
-def _int32(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int32)
-
-
 def test_every_shelf_of_every_group_has_a_table_and_slots():
     rows, _ = _rows()
-    _open(rows, 2, length=9, num_computed=0)
-    rows.set_table(2, 0, _int32(10, 20, 11, 21))
-    rows.set_table(2, 1, _int32(30, 31))
-    rows.grow(_int32(2, 2), _int32(12, 22, 32), _int32(0, 1))
+    _open(rows, 2, length=9, num_computed=0, tables=[(0, [10, 20, 11, 21]), (0, [30, 31])])
+    pages, groups = ids_to_bytes([12, 22, 32]), ids_to_bytes([0, 1])
+    rows.grow(StepPlan(1, (), ids_to_bytes([2, 2]), pages, b"", b"", b"", grow_groups=groups))
     rows.set_state(2, 2, [40, 50], [])
     step = step_inputs(_plan([2], [9]), rows, np.zeros(0, np.int64), block_size=SIZE, device=CPU)
     assert step.attention.tables[:3, 0].tolist() == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
@@ -59,9 +55,8 @@ def test_every_shelf_of_every_group_has_a_table_and_slots():
 def test_a_pass_reads_the_state_that_the_one_before_wrote():
     rows, _ = _rows()
     for row, source in ((0, [7, 8]), (3, [])):
-        _open(rows, row, length=12, num_computed=8)
-        rows.set_table(row, 0, _int32(*range(10 * row, 10 * row + 6)))
-        rows.set_table(row, 1, _int32(*range(50 + 10 * row, 53 + 10 * row)))
+        window, full = list(range(10 * row, 10 * row + 6)), list(range(50 + 10 * row, 53 + 10 * row))
+        _open(rows, row, length=12, num_computed=8, tables=[(0, window), (0, full)])
         rows.set_state(row, 2, [40 + row, 44 + row], source)
     step = step_inputs(_plan([3, 0], [1, 2]), rows, np.zeros(0, np.int64), block_size=SIZE, device=CPU)
     assert step.rows.tolist() == [3, 0] and step.attention.states is not None
@@ -73,9 +68,7 @@ def test_a_pass_reads_the_state_that_the_one_before_wrote():
 
 def test_released_blocks_are_a_hole_at_the_beginning_of_the_table():
     rows, _ = _rows()
-    _open(rows, 1, length=20, num_computed=18)
-    rows.set_table(1, 0, _int32(10, 20, 11, 21), first=3)
-    rows.set_table(1, 1, _int32(30, 31, 32, 33, 34))
+    _open(rows, 1, length=20, num_computed=18, tables=[(3, [10, 20, 11, 21]), (0, [30, 31, 32, 33, 34])])
     rows.set_state(1, 2, [40, 41], [42, 43])
     assert rows.num_positions(np.array([1])).tolist() == [20]
     step = step_inputs(_plan([1], [2]), rows, np.zeros(0, np.int64), block_size=SIZE, device=CPU)

@@ -15,7 +15,32 @@ from pagewire.procs.prepare import prepare
 SHOWN: dict[str, tuple[str, str, str]] = {
     "qwen2.5": ("return a json object within <tool_call></tool_call> XML tags:", "hermes", "none"),
     "qwen3": ("<tool_call>\\n' }}{%- if '</think>' in content %}<think>\\n\\n</think>", "hermes", "qwen3"),
-    "qwen3-coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=", "none", "none"),
+    "qwen3-coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=", "qwen3_coder", "none"),
+    "qwen3.5": (
+        "<tool_call>\\n<function=f>\\n<parameter=a>\\n {%- if '</think>' in content %}",
+        "qwen3_coder",
+        "qwen3",
+    ),
+    "glm 4.5": (
+        "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n'\\n<think></think>'",
+        "glm45",
+        "glm45",
+    ),
+    "glm 4.7": (
+        "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call><think>",
+        "glm47",
+        "glm45",
+    ),
+    "minimax m2": (
+        "{% set begins = '<minimax:tool_call>' %}<invoke name=\"{name}\"> ]~b]ai\\n<think>\\n {{'</think>'}}",
+        "minimax_m2",
+        "minimax_m2",
+    ),
+    "seed-oss": (
+        "{% set a = '<seed:tool_call>' %}\\n<function=name>\\n<parameter=a>1</parameter>{% set b = '<seed:think>' %}",
+        "seed_oss",
+        "seed_oss",
+    ),
     "llama 3.1": ('"<|python_tag|>" + tool_call.name + ".call("', "llama3_json", "none"),
     "llama 3.2": (
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
@@ -37,6 +62,35 @@ SHOWN: dict[str, tuple[str, str, str]] = {
         "deepseek_r1",
     ),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai", "openai_gptoss"),
+    "kimi k2": ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2", "none"),
+    "kimi k2 thinking": (
+        "<think>{{ reasoning }}</think><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+        "kimi_k2",
+        "kimi_k2",
+    ),
+    "kimi vl": ("{{ text.split('◁/think▷') }}", "hermes", "kimi_vl"),
+    "nemotron nano 2": ("<TOOLCALL>[{{ calls }}]</TOOLCALL> {{ content.split('</think>') }}", "nemotron_json", "qwen3"),
+    "nemotron 3": ("<tool_call>\\n<function=f>\\n<parameter=a>\\n '</think>'", "qwen3_coder", "qwen3"),
+    "granite 3.0": ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>{{ calls }}", "granite", "none"),
+    "granite 3.3": (
+        "<|start_of_role|>system<|end_of_role|>Think in <think></think>, answer in <response></response>. "
+        "To call a tool begin with <|tool_call|>.",
+        "granite",
+        "granite",
+    ),
+    "granite 4": ("<|start_of_role|>system<|end_of_role|>\\n<tool_call>{{ call }}</tool_call>", "hermes", "none"),
+    "lfm2": ("<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "none"),
+    "lfm2.5": ("{{ content.split('</think>') }}<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", "lfm2", "qwen3"),
+    "gemma 4": (
+        "<|channel>thought\\n<channel|><|tool_call>call:{{ name }}{ {{ arguments }} }<tool_call|>",
+        "gemma4",
+        "gemma4",
+    ),
+    "ernie 4.5": (
+        "<think></think><response>{{ content }}</response><tool_call>{{ call }}</tool_call>",
+        "hermes",
+        "ernie45",
+    ),
     "nothing": ("{{ message.content }}", "hermes", "none"),
 }
 

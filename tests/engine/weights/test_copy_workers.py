@@ -5,17 +5,11 @@ import threading
 from contextlib import contextmanager
 
 import checkpoints
+import programs
 import pytest
 import torch
 
-from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.models import registry
-from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy
-from pagewire.engine.weights.loader import load_weights
-from pagewire.engine.weights.mapping import checkpoint_targets
-from pagewire.engine.weights.reader import CheckpointReader
-from pagewire.kernels.ops import reference_ops
 
 
 def late_worker(num_bytes=64):
@@ -80,24 +74,6 @@ def test_results_of_jobs_are_taken_in_order(workers):
 @pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
 def test_workers_load_the_same_weights_as_a_direct_copy(kind, tmp_path, monkeypatch):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
-    cpu, spec = torch.device("cpu"), read_spec(folder)
-
-    def load():
-        model = registry.build_native(
-            spec,
-            max_len=8,
-            dtype=torch.bfloat16,
-            weight_dtype=torch.bfloat16,
-            device=cpu,
-            group=Alone(),
-            ops=reference_ops(),
-        )
-        registry.allocate(model, cpu)
-        parameters = dict(model.named_parameters())
-        with CheckpointReader(folder) as reader:
-            targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
-            load_weights(reader, parameters, targets, redundant=model.redundant)
-        return parameters
 
     @contextmanager
     def late_workers(device):
@@ -106,10 +82,11 @@ def test_workers_load_the_same_weights_as_a_direct_copy(kind, tmp_path, monkeypa
         jobs.finish()
         jobs.close()
 
-    direct = load()
+    direct = programs.load(folder, torch.bfloat16).tensors
     monkeypatch.setattr("pagewire.engine.weights.loader.copy_jobs", late_workers)
-    in_workers = load()
-    assert all(torch.equal(in_workers[name], parameter) for name, parameter in direct.items())
+    in_workers = programs.load(folder, torch.bfloat16).tensors
+    assert direct.keys() == in_workers.keys()
+    assert all(torch.equal(in_workers[key], tensor) for key, tensor in direct.items())
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -9,23 +9,19 @@ import torch
 import vocabulary
 
 from pagewire import LLM, SamplingParams
-from pagewire.engine.weights.dummy import fill_dummy
+from pagewire.engine.weights.dummy import Dummy
 from pagewire.errors import ConfigError
 from pagewire.tools.make_checkpoint import SHAPES, make_checkpoint
 
 
 def test_matrices_get_small_distinct_values_and_vectors_are_neutral() -> None:
-    parameters = {
-        "a.weight": torch.empty(1500, 800),
-        "b.weight": torch.empty(1500, 800, dtype=torch.bfloat16),
-        "norm.weight": torch.empty(64),
-        "a.bias": torch.empty(64),
-    }
-    assert fill_dummy(parameters) == 1500 * 800 * 6 + 512
-    a, b = parameters["a.weight"], parameters["b.weight"]
+    dummy, a, b = Dummy(), torch.empty(1500, 800), torch.empty(1500, 800, dtype=torch.bfloat16)
+    norm, bias = torch.empty(64), torch.empty(2, 64)
+    for name, values in (("0.1.gate_up", a), ("0.1.down", b), ("norm", norm), ("0.0.qkv.bias", bias)):
+        dummy.fill(name, values, is_vector=values is norm or values is bias)
     assert 0.019 < a.std() < 0.021 and a.isfinite().all() and b.isfinite().all()
     assert len({tuple(row[:4].tolist()) for row in a}) == 1500 and not torch.equal(a.bfloat16(), b)
-    assert (parameters["norm.weight"] == 1).all() and (parameters["a.bias"] == 0).all()
+    assert (norm == 1).all() and (bias == 0).all()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
@@ -43,7 +39,7 @@ def test_every_native_architecture_runs_with_dummy_weights(kind: str, tmp_path: 
 def test_the_fallback_refuses_dummy_weights(tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, "gemma2")
     vocabulary.add_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"dummy needs one of Llama.*this is Gemma2"):
+    with pytest.raises(ConfigError, match=r"dummy needs a model that pagewire describes; transformers runs Gemma2"):
         LLM(str(tmp_path), load_format="dummy")
 
 

@@ -6,25 +6,19 @@ import checkpoints
 import gguf
 import gguf_files
 import numpy as np
+import programs
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from pagewire.engine.checkpoint.gguf import PLAIN, TYPES
 from pagewire.engine.checkpoint.quantization import GgufScheme
-from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.models import registry
-from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.parallel.shard import Cut
 from pagewire.engine.weights import loader
 from pagewire.engine.weights.gguf import GgufReader, decode
-from pagewire.engine.weights.loader import load_weights
-from pagewire.engine.weights.mapping import checkpoint_targets
 from pagewire.engine.weights.quantized import read_weight
 from pagewire.engine.weights.reader import CheckpointReader, open_checkpoint
 from pagewire.errors import CheckpointError, ConfigError
 from pagewire.kernels.grouped_weight import concatenate
-from pagewire.kernels.ops import reference_ops
 
 QUANTIZED = [name for name, _, _ in TYPES.values() if name not in PLAIN]
 
@@ -99,36 +93,25 @@ def test_rows_and_columns_of_quantized_weights(kind, tmp_path):
             whole = tensors[f"{module}.weight"]
             n, k = whole.shape
             assert torch.equal(reader.tensor(f"{module}.weight"), whole)
-            for cut in (None, Cut(0, n // 2, n, n), Cut(1, size, 3 * size, k)):
-                weight = read_weight(GgufScheme((kind,)), reader, module, n, k, cut)
-                part = whole if cut is None else whole.narrow(cut.dim, cut.first, cut.last - cut.first)
-                assert torch.equal(weight.dequantize(torch.float32), part), (module, cut)
+            for rows, columns in (((0, n), (0, k)), ((n // 2, n), (0, k)), ((0, n), (size, 3 * size))):
+                weight = read_weight(GgufScheme((kind,)), reader, module, n, k, rows, columns)
+                part = whole[slice(*rows), slice(*columns)]
+                assert torch.equal(weight.dequantize(torch.float32), part), (module, rows, columns)
             with pytest.raises(ConfigError, match=rf"is quantized {size} columns at a time, which a rank's part, colu"):
-                read_weight(GgufScheme((kind,)), reader, module, n, k, Cut(1, 8, k, k))
-
-
-def load(path, dtype=torch.float32):
-    spec, ops, cpu = read_spec(path), reference_ops(), torch.device("cpu")
-    model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=Alone(), ops=ops)
-    registry.allocate(model, cpu)
-    parameters = dict(model.named_parameters())
-    with open_checkpoint(path) as reader:
-        targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
-        load_weights(reader, parameters, targets, scheme=spec.scheme, redundant=model.redundant)
-    return parameters
+                read_weight(GgufScheme((kind,)), reader, module, n, k, (0, n), (8, k))
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
 @pytest.mark.parametrize("num_widened", [1 << 24, 5 * 256])
-def test_parameters_are_those_of_the_widened_folder(kind, num_widened, tmp_path, monkeypatch):
+def test_weights_are_those_of_the_widened_folder(kind, num_widened, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "_NUM_WIDENED", num_widened)  # a few rows at a time
     sizes = {**gguf_files.QUANTIZED_SIZES, "moe_intermediate_size": 256, "num_experts": 4}
     folder = make(tmp_path, "qwen3_moe", **sizes)
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind, widened=tmp_path / "widened")
-    ours, theirs = load(path), load(tmp_path / "widened")
+    ours, theirs = programs.load(path).tensors, programs.load(tmp_path / "widened").tensors
     assert ours.keys() == theirs.keys()
-    for name, parameter in ours.items():
-        assert torch.equal(parameter, theirs[name]), name
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, theirs[key]), key
 
 
 def rewrite(path: Path, old: bytes, new: bytes) -> None:
@@ -142,14 +125,14 @@ def test_missing_left_over_and_misshapen_tensors(kind, tmp_path):
     folder = make(tmp_path)
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind, more={"blk.0.extra.weight": np.ones(4, "f")})
     with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model does not use: blk\.0\.extra\.weight\.$"):
-        load(path)
+        programs.load(path)
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind)
     rewrite(path, b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor .* needs: model\.layers\.1\.mlp\.up_proj\.weight\.$"):
-        load(path)
+        programs.load(path)
     path = gguf_files.write_gguf(folder, tmp_path / "m.gguf", kind, metadata={"llama.feed_forward_length": 64})
     with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj\.weight has the shape \[.*\] in the checkpoint"):
-        load(path)
+        programs.load(path)
 
 
 def test_scales_that_are_not_finite(tmp_path):
@@ -161,7 +144,7 @@ def test_scales_that_are_not_finite(tmp_path):
     data[place : place + 2] = np.float16("nan").tobytes()
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight has scales that are not finite"):
-        load(path)
+        programs.load(path)
 
 
 def test_a_file_that_is_cut_short_while_it_is_open(tmp_path):

@@ -77,7 +77,7 @@ def _multiply_as_stored(folder):
         with CheckpointReader(folder) as reader:
 
             def read(name, n, k):
-                weight = read_weight(scheme, reader, name, n, k, None)
+                weight = read_weight(scheme, reader, name, n, k, (0, n), (0, k))
                 assert isinstance(weight, GroupedWeight)
                 return weight
 
@@ -142,5 +142,7 @@ def test_two_ways_of_being_narrow_go_together(quantization, make):
 
 def test_the_fallback_refuses_quantized_checkpoints(make):
     quantized, _ = make("phi3", "fp8-tensor")
-    with pytest.raises(ConfigError, match=r"A quantized checkpoint needs one of LlamaFor.*; this is Phi3ForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"A quantized checkpoint needs a model that pagewire describes; .* runs Phi3ForCausalLM"
+    ):
         _tokens(quantized)

@@ -3,13 +3,12 @@
 import json
 
 import checkpoints
+import programs
 import pytest
 from safetensors.torch import load_file, save_file
 
 from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import CheckpointError
-
-from .test_loader import _load
 
 
 @pytest.fixture
@@ -22,40 +21,40 @@ def test_a_truncated_file_is_reported(folder):
     for length in (file.stat().st_size - 100, 50, 4, 0):
         file.write_bytes(file.read_bytes()[:length])
         with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short: [^.]+\.$"):
-            _load(folder)
+            programs.load(folder)
 
 
 def test_a_missing_shard_or_tensor_of_the_index_is_reported(tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, "qwen2", shard_size="100KB")
     shards = sorted(folder.glob("model-*.safetensors"))
-    _load(folder)
+    programs.load(folder)
     kept = load_file(shards[0])
     shards[0].unlink()
     with pytest.raises(
         CheckpointError, match=rf"{shards[0].name} is missing, although model\.safetensors\.index\.json"
     ):
-        _load(folder)
+        programs.load(folder)
     name = sorted(kept)[0]
     del kept[name]
     save_file(kept, shards[0])
     with pytest.raises(CheckpointError, match=rf"{shards[0].name} lacks {name}, which model\.safetensors\.index\.json"):
-        _load(folder)
+        programs.load(folder)
 
 
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'])
 def test_a_damaged_index_is_reported(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is damaged|names)"):
-        _load(folder)
+        programs.load(folder)
 
 
 def test_a_folder_without_safetensors_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
-        _load(folder)
+        programs.load(folder)
     (folder / "pytest_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="pickle files only; convert them to safetensors"):
-        _load(folder)
+        programs.load(folder)
 
 
 def test_the_reader_lists_tensors_only(folder):

@@ -8,6 +8,7 @@ from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepa
 
 BIG = torch.cuda.is_available()
 PAGE = 16
+NUM_TABLES = 3
 NUM_ROWS, MAX_ROWS, MAX_TOKENS, MAX_BLOCKS = (300, 256, 2048, 700) if BIG else (9, 6, 700, 60)
 
 
@@ -19,15 +20,20 @@ class Device:
             return torch.full(shape, 12345, dtype=torch.int32, device=device)
 
         self.last_ids = integers(NUM_ROWS)
-        self.row_tables, self.tables = integers(NUM_ROWS, MAX_BLOCKS), integers(MAX_ROWS, MAX_BLOCKS)
-        self.ids, self.positions, self.slots = (integers(MAX_TOKENS) for _ in range(3))
+        self.row_tables = integers(NUM_TABLES, NUM_ROWS, MAX_BLOCKS)
+        self.tables = integers(NUM_TABLES, MAX_ROWS + 2, MAX_BLOCKS)[:, :MAX_ROWS]  # a graph may have fewer rows
+        self.ids, self.positions = integers(MAX_TOKENS), integers(MAX_TOKENS)
+        self.slots = integers(NUM_TABLES, MAX_TOKENS + 5)[:, :MAX_TOKENS]
         self.context_lens = integers(MAX_ROWS)
-        size = packet_size(rows=MAX_ROWS, tokens=MAX_TOKENS, new_blocks=MAX_TOKENS // PAGE + MAX_ROWS)
+        new_blocks = MAX_TOKENS // PAGE + MAX_ROWS
+        size = packet_size(rows=MAX_ROWS, tokens=MAX_TOKENS, new_blocks=new_blocks, tables=NUM_TABLES)
         self.packet = integers(size)
 
-    def step(self, **fields):
+    def step(self, *, blocks, **fields):
+        """blocks: the new ones, row after row. Table t has page 1000 · t + block for a block."""
         packet = np.full(len(self.packet), 77, np.int32)
-        fill_packet(packet, **{name: np.array(values, np.int32) for name, values in fields.items()})
+        pages = np.add.outer(1000 * np.arange(NUM_TABLES), np.array(blocks, np.int64))
+        fill_packet(packet, pages=pages, **{name: np.array(values, np.int32) for name, values in fields.items()})
         self.packet.copy_(torch.from_numpy(packet))
         prepare_step(
             self.packet,
@@ -70,7 +76,7 @@ def test_random_steps_equal_the_model(device, seed):
         total = counts.sum()
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(total) + np.repeat(num_computed[rows] - first_tokens, counts)
-        slots = [blocks[r][p // PAGE] * PAGE + p % PAGE for r, p in zip(row_of_token, positions, strict=True)]
+        slots = np.array([blocks[r][p // PAGE] * PAGE + p % PAGE for r, p in zip(row_of_token, positions, strict=True)])
         num_computed[rows] += counts
 
         def padded(values, rest, size):
@@ -79,10 +85,13 @@ def test_random_steps_equal_the_model(device, seed):
         known = np.where(ids < 0, last_ids[row_of_token], ids)
         assert ours.ids.tolist() == padded(known, 0, MAX_TOKENS)
         assert ours.positions.tolist() == padded(positions, 0, MAX_TOKENS)
-        assert ours.slots.tolist() == padded(slots, -1, MAX_TOKENS)
+        for table in range(NUM_TABLES):
+            assert ours.slots[table].tolist() == padded(slots + 1000 * table * PAGE, -1, MAX_TOKENS)
         assert ours.context_lens.tolist() == padded(num_computed[rows], 0, MAX_ROWS)
         for place, row in enumerate(rows):
-            assert ours.tables[place, : len(blocks[row])].tolist() == blocks[row]
+            for table in range(NUM_TABLES):
+                own = ours.tables[table, place, : len(blocks[row])] - 1000 * table
+                assert own.tolist() == blocks[row]
 
 
 def test_a_whole_prompt_then_one_token_a_step(device):
@@ -91,7 +100,7 @@ def test_a_whole_prompt_then_one_token_a_step(device):
     blocks = np.arange(38) * 3 + 1
     ours.step(rows=[4], counts=[600], starts=[0], ids=prompt, places=[0], num_new=[38], blocks=blocks)
     assert ours.ids[:600].tolist() == prompt.tolist() == ours.positions[:600].tolist()
-    assert ours.slots[:600].tolist() == [int(blocks[p // PAGE]) * PAGE + p % PAGE for p in prompt]
+    assert ours.slots[0, :600].tolist() == [int(blocks[p // PAGE]) * PAGE + p % PAGE for p in prompt]
     for position in range(600, 612):
         ours.last_ids[4] = 1000 + position
         new = [9] if position == 608 else []
@@ -99,7 +108,7 @@ def test_a_whole_prompt_then_one_token_a_step(device):
         block = 9 if position >= 608 else int(blocks[-1])
         assert ours.ids[:2].tolist() == [1000 + position, 0]
         assert ours.positions[:2].tolist() == [position, 0]
-        assert ours.slots[:2].tolist() == [block * PAGE + position % PAGE, -1]
+        assert ours.slots[0, :2].tolist() == [block * PAGE + position % PAGE, -1]
         assert ours.context_lens.tolist() == [position + 1] + [0] * (MAX_ROWS - 1)
 
 

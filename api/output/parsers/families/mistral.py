@@ -1,10 +1,11 @@
 """Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; from 2025 on `[TOOL_CALLS]name[ARGS]{…}` for each call.
 Reasoning is `[THINK]…[/THINK]`."""
 
-from ..block import MAX_NAME, Block, Broken, Reads, arguments, call_name, call_object, skip_space, until
+from ..block import MAX_NAME, Block, Broken, Reads, arguments, call_name, skip_space, until
+from ..call_list import call_list, spell_call_list
 from ..family import Family
 from ..lexer import Grammar
-from ..spelling import CallRules, Tools, call_objects, literal, one_of, repeat, rule
+from ..spelling import CallRules, Tools, call_objects, one_of, repeat, rule
 
 _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -12,11 +13,7 @@ _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 def _read(tag: str, block: Block) -> Reads[str]:
     char = yield from skip_space()
     if char == "[":
-        while char != "]":
-            yield from call_object(block, (yield from skip_space()))
-            char = yield from skip_space()
-            if char not in ",]":
-                raise Broken
+        yield from call_list(block)
         return ""
     name, char = yield from call_name(char)
     if char == "[":
@@ -35,7 +32,7 @@ def _read(tag: str, block: Block) -> Reads[str]:
 
 def _spell(tools: Tools, several: bool) -> CallRules:
     """Both forms: a model knows one of them."""
-    older = ["mark0", literal("["), repeat("object", ", ", several), literal("]")]
+    older = ["mark0", *spell_call_list(several)]
     rules = [
         rule("calls", *older, "|", repeat("named", "", several)),
         *one_of("named", ["mark0", "name", "mark1", "arguments"], tools),

@@ -150,6 +150,193 @@ HARMONY_CASES: dict[str, tuple[str, Found]] = {
     "no message": ("<|channel|>" + "x" * 600, ["<|channel|>" + "x" * 600]),
     "not harmony": ("Yes", ["Yes"]),
 }
+SCHEMAS: dict[str, object] = {
+    "f": {
+        "properties": {
+            "s": {"type": "string"},
+            "i": {"type": "integer"},
+            "b": {"type": "boolean"},
+            "l": {"type": "array"},
+            "o": {"$ref": "#/$defs/object"},
+            "m": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array"}]},
+        },
+        "$defs": {"object": {"type": "object"}},
+    }
+}
+
+
+def glm(name: str, **arguments: str) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+GLM_CASES: dict[str, tuple[str, Found]] = {
+    "call": (glm("f", s="5", i="5"), [("f", '{"s": "5", "i": 5}')]),
+    "text around": (f"Well.\n{glm('f')}\n{glm('g')}\nDone", ["Well.", ("f", "{}"), ("g", "{}"), "\nDone"]),
+    "no newlines": (
+        "<tool_call>f<arg_key>s</arg_key><arg_value>a</arg_value></tool_call><tool_call>now</tool_call>",
+        [("f", '{"s": "a"}'), ("now", "{}")],
+    ),
+    "a string as it is": (
+        glm("f", s=' "a"\n<arg_valu</tool_call> '),
+        [("f", '{"s": " \\"a\\"\\n<arg_valu</tool_call> "}')],
+    ),
+    "an empty string": (glm("f", s="", i=""), [("f", '{"s": "", "i": ""}')]),
+    "json": (
+        glm("f", l='[1, "</arg_value>", {}]', o=' {"a": null} ', b="true"),
+        [("f", '{"l": [1, "</arg_value>", {}], "o": {"a": null}, "b": true}')],
+    ),
+    "python": (glm("f", b="True", l="['a', None]"), [("f", '{"b": true, "l": ["a", null]}')]),
+    "not of its type": (glm("f", i="five", b="2 or 3"), [("f", '{"i": "five", "b": "2 or 3"}')]),
+    "several types": (
+        glm("f", m="null")
+        + glm("f", m=' ["</arg_value>"]\n')
+        + glm("f", m="nulls")
+        + glm("f", m="5")
+        + glm("f", m="[a]"),
+        [
+            ("f", '{"m": null}'),
+            ("f", '{"m": ["</arg_value>"]}'),
+            ("f", '{"m": "nulls"}'),
+            ("f", '{"m": "5"}'),
+            ("f", '{"m": "[a]"}'),
+        ],
+    ),
+    "no schema": (
+        glm("g", a="5", b="five", c='{"d": [1]}', e='"f"', h="[1] i", j="null", k="1.5e3", n="  ", q="'tis"),
+        [
+            (
+                "g",
+                '{"a": 5, "b": "five", "c": {"d": [1]}, "e": "\\"f\\"", "h": "[1] i", "j": null, "k": 1.5e3, '
+                '"n": "  ", "q": "\'tis"}',
+            )
+        ],
+    ),
+    "half a value": ("<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>Kö</arg_val", [("f", '{"s": "Kö')]),
+    "half a name": ("<tool_call>f", ["<tool_call>f"]),
+    "broken json": (
+        "<tool_call>f\n<arg_key>l</arg_key>\n<arg_value>[1, x]</arg_value></tool_call>",
+        [("f", '{"l": [1, '), "x]</arg_value></tool_call>"],
+    ),
+    "an unfinished list": (  # its end could be part of a string
+        glm("g", a='["b') + '" c</arg_value></tool_call>',
+        [("g", '{"a": "[\\"b</arg_value>\\n</tool_call>\\" c"}')],
+    ),
+    "a json call": ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    "words": ("<tool_call>f is called</tool_call>", ["<tool_call>f is called</tool_call>"]),
+}
+MINIMAX_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        'Hm.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">a\nb</parameter>\n'
+        '<parameter name="i">1</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>\nDone',
+        ["Hm.", ("f", '{"s": "a\\nb", "i": 1}'), ("g", "{}"), "\nDone"],
+    ),
+    "never closed": ('<minimax:tool_call>\n<invoke name="f">\n</invoke>\n', [("f", "{}")]),
+    "cut in the second": ('<minimax:tool_call><invoke name="f"></invoke>\n<inv', [("f", "{}")]),
+    "the second broken": (
+        '<minimax:tool_call><invoke name="f"></invoke>\n<invoke>g</invoke>',
+        [("f", "{}"), "\n<invoke>g</invoke>"],
+    ),
+    "empty": ("<minimax:tool_call></minimax:tool_call>", ["<minimax:tool_call></minimax:tool_call>"]),
+}
+SEED_CASES: dict[str, tuple[str, Found]] = {
+    "call": (
+        "\n<seed:tool_call>\n<function=f>\n<parameter=s>True</parameter>\n<parameter=b>True</parameter>\n"
+        "<parameter=l>['a', \"it's\"]</parameter>\n</function>\n</seed:tool_call>",
+        [("f", '{"s": "True", "b": true, "l": ["a", "it\'s"]}')],
+    ),
+    "broken": ("<seed:tool_call>\n<functions=f>", ["<seed:tool_call>\n<functions=f>"]),
+}
+CODER_CASES: dict[str, tuple[str, Found]] = {
+    "call": (
+        "<tool_call>\n<function=f>\n<parameter=s>\n\na\n\n</parameter>\n<parameter=i>\n5\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [("f", '{"s": "\\na\\n", "i": 5}')],
+    ),
+    "without newlines": (
+        "<tool_call><function=f><parameter=s>a</parameter><parameter=m>null</parameter></function></tool_call>",
+        [("f", '{"s": "a", "m": null}')],
+    ),
+    "empty strings": (
+        "<tool_call>\n<function=f>\n<parameter=s>\n\n</parameter>\n<parameter=m>\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [("f", '{"s": "", "m": ""}')],
+    ),
+    "half a value": (
+        "<tool_call>\n<function=f>\n<parameter=s>\na\n</para",
+        [("f", '{"s": "a')],
+    ),
+    "a json call": ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+}
+K_OPEN, K_CALL, K_ARGS, K_END, K_CLOSE = (
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)  # fmt: skip
+KIMI_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        f'Hm.{K_OPEN}{K_CALL}functions.f:0{K_ARGS}{{"a": 1}}{K_END}{K_CALL} m.g:12 {K_ARGS} {{}}{K_END}{K_CLOSE} Done',
+        ["Hm.", ("f", '{"a": 1}'), ("m.g", "{}"), " Done"],
+    ),
+    "a colon in the name": (f"{K_CALL}functions.a:b:3{K_ARGS}{{}}{K_END}", [("a:b", "{}")]),
+    "no number": (f"{K_CALL}f{K_ARGS}{{}}{K_END}", [("f", "{}")]),
+    "broken": (f"{K_CALL}f:0{K_ARGS}[1]{K_END}", [f"{K_CALL}f:0{K_ARGS}[1]{K_END}"]),
+    "no arguments": (f"{K_CALL}f:0{K_END} it", [f"{K_CALL}f:0{K_END} it"]),
+    "cut": (f'{K_OPEN}{K_CALL}functions.f:0{K_ARGS}{{"a": "b', [("f", '{"a": "b')]),
+}
+NEMOTRON_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        'Hm.\n<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLCALL>\nDone',
+        ["Hm.", ("f", '{"a": 1}'), ("g", "{}"), "\nDone"],
+    ),
+    "an object": ('<TOOLCALL>{"name": "f"}</TOOLCALL>', ['<TOOLCALL>{"name": "f"}</TOOLCALL>']),
+    "empty": ("<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
+}
+GRANITE_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    "an object": ('Hm. <|tool_call|> {"name": "f", "arguments": {}} x', ["Hm.", ("f", "{}"), " x"]),
+    "written out": ('<tool_call>[{"name": "f", "arguments": {}}]', [("f", "{}")]),
+    "broken": ("<|tool_call|>[1]", ["<|tool_call|>[1]"]),
+}
+LFM2_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        "<|tool_call_start|>[f(a='x', b={\"c\": null}), g()]<|tool_call_end|>Looking.",
+        [("f", '{"a": "x", "b": {"c": null}}'), ("g", "{}"), "Looking."],
+    ),
+    "without tags": ("[f(a=1)]", ["[f(a=1)]"]),
+    "broken": ("<|tool_call_start|>f()<|tool_call_end|>", ["<|tool_call_start|>f()<|tool_call_end|>"]),
+}
+ANSWER_CASES: dict[str, tuple[str, Found]] = {
+    "answer": ("<think>Hm.\n</think>\n\n<response>\nYes. \n</response>\n", [{"r": "Hm."}, "Yes."]),
+    "no answer tags": ("<think>Hm.</think>\nYes</response>", [{"r": "Hm."}, "Yes</response>"]),
+    "inside": ("Say <response>a</response>", ["Say <response>a</response>"]),
+    "not closed": ("<think>Hm.</think><response>Yes", [{"r": "Hm."}, "Yes"]),
+    "a call": (f"<think>Hm.</think>\n\n\n{CALL}\n", [{"r": "Hm."}, ("f", ARGUMENTS)]),
+    "an answer and a call": (f"<response>\nYes\n</response>\n{CALL}", ["Yes", ("f", ARGUMENTS)]),
+    "in reasoning": ("<think><response>a</response></think>b", [{"r": "<response>a</response>"}, "b"]),
+}
+GEMMA_CASES: dict[str, tuple[str, Found]] = {
+    "calls": (
+        '<|channel>thought\nHm.<channel|>Well.<|tool_call>call:f{a:<|"|>x "y"\n<|"|>,b:1}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        [{"r": "Hm."}, "Well.", ("f", '{"a":"x \\"y\\"\\n","b":1}'), ("g", "{}")],
+    ),
+    "nested": (
+        '<|tool_call>call:f{a:{b:[<|"|><|<|"|>,true,None],<|"|>c d<|"|>:-1.5}}<tool_call|>',
+        [("f", '{"a":{"b":["<|",true,null],"c d":-1.5}}')],
+    ),
+    "no thoughts": ("<|channel>thought\n<channel|>Yes", ["Yes"]),
+    "another channel": ("<|channel>final\nYes", ["<|channel>final\nYes"]),
+    "cut": ('<|tool_call>call:f{a:<|"|>x<|', [("f", '{"a":"x')]),
+    "no name": ("<|tool_call>call:{}<tool_call|>", ["<|tool_call>call:{}<tool_call|>"]),
+    "broken": ("<|tool_call>call:f{a:b}<tool_call|>", [("f", '{"a":'), "b}<tool_call|>"]),
+}
+GEMMA = find_grammar("gemma4", "gemma4", True)
+assert GEMMA is not None and "<|channel>" in GEMMA.all_marks
+ANSWERS = find_grammar("ernie45", "ernie45", True)
+assert ANSWERS is not None
 HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, HARMONY = (
     find_family(name, "none").calls
     for name in ("hermes", "llama3_json", "mistral", "deepseek_v3", "pythonic", "openai")
@@ -164,6 +351,21 @@ FAMILIES: dict[str, tuple[Grammar, dict[str, tuple[str, Found]]]] = {
     "deepseek": (DEEPSEEK, DEEPSEEK_CASES),
     "think": (THINK, THINK_CASES),
     "harmony": (HARMONY, HARMONY_CASES),
+    "ernie45": (ANSWERS, ANSWER_CASES),
+    "gemma4": (GEMMA, GEMMA_CASES),
+    **{
+        name: (find_family(name, "none").calls._replace(schemas=SCHEMAS), cases)
+        for name, cases in {
+            "glm45": GLM_CASES,
+            "kimi_k2": KIMI_CASES,
+            "nemotron_json": NEMOTRON_CASES,
+            "granite": GRANITE_CASES,
+            "lfm2": LFM2_CASES,
+            "minimax_m2": MINIMAX_CASES,
+            "seed_oss": SEED_CASES,
+            "qwen3_coder": CODER_CASES,
+        }.items()
+    },
 }
 CASES = [(family, name) for family, (_, cases) in FAMILIES.items() for name in cases]
 
@@ -299,6 +501,7 @@ HOSTILE = [
         "<think>",
         "<think",
         "</think>",
+    "<tool_call>f<arg_key>", "</arg_value>", "</arg_valu", "\n", "n",
     "<|channel|>analysis<|message|>", '<tool_call>{"name": "f", "arguments": {"a": "', "1", '"', "[", "{", "\\",
 ]  # fmt: skip
 
@@ -317,7 +520,13 @@ def test_hostile_output_takes_bounded_memory_and_linear_work(family: str) -> Non
             assert num_in - num_out <= MAX_HELD + 10_000 or num_out > 0
         lexer.flush()
 
-    begins = {"hermes": '<tool_call>{"arguments": ', "llama3_json": '{"arguments": ', "pythonic": "[f(a="}
+    begins = {
+        "hermes": '<tool_call>{"arguments": ',
+        "llama3_json": '{"arguments": ',
+        "pythonic": "[f(a=",
+        "glm45": "<tool_call>g<arg_key>a</arg_key><arg_value>",
+        "qwen3_coder": "<tool_call><function=f><parameter=m>",
+    }
     for unit in HOSTILE:
         for begin in {"", begins.get(family, "")}:
             short, long = (begin + unit * (length // len(unit)) for length in (250, 2_000))

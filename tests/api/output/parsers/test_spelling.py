@@ -16,7 +16,10 @@ from pagewire.api.output.parsers.spelling import CannotSpell
 from pagewire.engine.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import Constraint
 
-FAMILIES = ("hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai")
+ELEMENTS = ("glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder")
+LISTS = ("mistral", "nemotron_json", "granite")
+OBJECTS = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "openai", "kimi_k2")
+FAMILIES = (*OBJECTS, *LISTS, *ELEMENTS, "pythonic", "lfm2", "gemma4")
 TOOLS: list[tuple[str, dict[str, Any]]] = [
     (
         "get_weather",
@@ -53,7 +56,7 @@ def vocabulary(parser: str, special: bool) -> Tokenizer:
 def read(parser: str, reasoning: str, output: str, prompt: str, cuts: random.Random | None) -> list[Event]:
     grammar = find_grammar(parser, reasoning, True)
     assert grammar is not None
-    lexer, events = Lexer(grammar, prompt), []
+    lexer, events = Lexer(grammar._replace(schemas=dict(TOOLS)), prompt), []
     while output:
         size = len(output) if cuts is None else cuts.randint(1, 9)
         events += lexer.push(output[:size])
@@ -112,7 +115,7 @@ def test_every_spelling_is_parsed_as_calls(parser: str, several: bool, reasons: 
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("parser", ["hermes", "mistral", "pythonic", "deepseek_v31"])
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "pythonic", "deepseek_v31", "glm45", "qwen3_coder"])
 def test_rules_may_allow_a_call_or_an_answer(parser: str, special: bool) -> None:
     tokenizer = vocabulary(parser, special)
     rules = find_family(parser, "none").spell_calls(TOOLS, several=True)
@@ -157,7 +160,7 @@ def test_invalid_tool_names_cannot_be_spelled(name: str) -> None:
     ],
 )
 def test_parameters_that_are_not_keywords_cannot_be_spelled(schema: dict[str, Any]) -> None:
-    with pytest.raises(CannotSpell, match="writes calls as Python does"):
+    with pytest.raises(CannotSpell, match="writes each argument by its name"):
         find_family("pythonic", "none").spell_calls([("f", schema)], several=True)
 
 

@@ -1,0 +1,59 @@
+"""The cache groups of a model, as numbers.
+
+A group is the part of the cache whose content lives equally long: `full` (every position is read by all later ones),
+`window` and `chunk` (only by those that follow soon), `state` (one recurrent state a row instead of a value a
+position). A block of group g is `sizes[g]` pages of memory, and all groups take their pages from one pool. The groups
+but `state` hold something of each position, have the same block size and grow at the same moments.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from ...ipc.messages import GroupShape
+
+
+class Groups:
+    """The groups of one model; `state` comes last. A group is named by its index."""
+
+    def __init__(self, shapes: Sequence[GroupShape] = (GroupShape("full", 0, 1),)) -> None:
+        kinds = [shape.kind for shape in shapes]
+        assert kinds and "state" not in kinds[:-1] and all(shape.pages > 0 for shape in shapes), shapes
+        self.shapes = tuple(shapes)
+        self.sizes = tuple(shape.pages for shape in shapes)  # pages of a block
+        self.num_tables = len(kinds) - (kinds[-1] == "state")  # the groups with a block table, which come first
+        self.full = kinds.index("full") if "full" in kinds else None
+        self.moving = [g for g in range(self.num_tables) if shapes[g].span]  # whose blocks are released behind a row
+        self.unit = sum(self.sizes[: self.num_tables])  # pages that a row takes for each block of positions
+
+    def __repr__(self) -> str:
+        return " ".join(f"{shape.kind}({shape.span})×{shape.pages}" for shape in self.shapes)
+
+    @property
+    def is_plain(self) -> bool:
+        """One full group with one page a block: blocks are pages."""
+        return self.sizes == (1,) and self.full == 0
+
+    def need_from(self, group: int, position: int) -> int:
+        """The first position that is read to compute `position` and all later ones."""
+        shape = self.shapes[group]
+        if shape.kind == "window":
+            return max(0, position - shape.span + 1)
+        return position // shape.span * shape.span if shape.kind == "chunk" else 0
+
+    def num_pages(self, start: int, end: int, step: int, block_size: int) -> int:
+        """The most pages that a row holds which begins at position `start` and gets to `end`, at most `step` positions
+        at a time."""
+        total = 0
+        for group in range(self.num_tables):
+            num = -(-end // block_size) - self.need_from(group, start) // block_size
+            if span := self.shapes[group].span:
+                num = min(num, (span + step + block_size - 3) // block_size + 1)
+            total += num * self.sizes[group]
+        return total
+
+    def longest(self, num_pages: int, limit: int, block_size: int) -> int:
+        """The most positions, up to `limit`, of a row that has a pool of `num_pages` for itself."""
+        return bisect_right(range(1, limit + 1), num_pages, key=lambda end: self.num_pages(0, end, 1, block_size))
+
+
+PLAIN = Groups()

@@ -1,0 +1,180 @@
+/* Operations on each number, or each group of adjacent numbers, of some columns of activations. */
+#include "elements.h"
+#include "rows.h"
+
+static inline vf sigmoid16(vf x)
+{
+    return 1.0f / (exp16(-x) + 1.0f);
+}
+
+static inline vf act16(vf x, long act)
+{
+    switch (act) {
+    case ACT_SILU16:
+        return silu16(x);
+    case ACT_SIGMOID16:
+        return sigmoid16(x);
+    case ACT_GELU_TANH: /* x / 2 · (1 + tanh(z / 2)) = x / (1 + e^-z) */
+        return x / (exp16(x * (x * x * 0.044715f + 1.0f) * -1.5957691216f) + 1.0f);
+    case ACT_QUICK_GELU:
+        return x / (exp16(x * -1.702f) + 1.0f);
+    case ACT_GELU:
+        for (int l = 0; l < LANES; l++)
+            x[l] = x[l] * 0.5f * (1 + erff(x[l] * 0.70710678f));
+        return x;
+    case ACT_RELU:
+        return select16(x < 0, (vf){0}, x);
+    case ACT_RELU2:
+        x = select16(x < 0, (vf){0}, x);
+        return x * x;
+    }
+    return x;
+}
+
+static inline vf clamped(vf x, float low, float high)
+{
+    vf least = (vf){0} + low, most = (vf){0} + high;
+    x = select16(x < least, least, x);
+    return select16(x > most, most, x);
+}
+
+/* The numbers from the i-th on; zeros after the n-th. */
+static inline vf some(const float *x, long i, long n)
+{
+    if (i + LANES <= n)
+        return *(const vf_any *)(x + i);
+    vf v = {0};
+    memcpy(&v, x + i, (n - i) * 4);
+    return v;
+}
+
+static inline void put_some(float *y, long i, long n, vf v)
+{
+    memcpy(y + i, &v, (i + LANES <= n ? LANES : n - i) * 4);
+}
+
+static inline float *row(Numbers x, long i)
+{
+    return x.x + i * x.stride;
+}
+
+static void map_rows(const void *about, long from, long to)
+{
+    const Map *a = about;
+    for (long r = from; r < to; r++) {
+        const float *x = row(a->x, r), *y = a->y.x ? row(a->y, r) : 0;
+        float *out = row(a->out, r);
+        for (long i = 0; i < a->width; i += LANES) {
+            vf v = some(x, i, a->width), w;
+            switch (a->kind) {
+            case MAP_ADD:
+                v = v * a->alpha + some(y, i, a->width) * a->beta;
+                break;
+            case MAP_SCALE:
+                v *= a->alpha;
+                break;
+            case MAP_WEIGHT:
+                v *= some(a->weight, i, a->width);
+                break;
+            case MAP_ACT:
+                v = act16(v, a->act);
+                break;
+            case MAP_GLU:
+                v = act16(v * a->alpha, a->act) * some(y, i, a->width);
+                break;
+            case MAP_GLU_CLAMPED:
+                v = clamped(v, -INFINITY, a->limit);
+                w = clamped(some(y, i, a->width), -a->limit, a->limit);
+                v = (w + 1.0f) * v * sigmoid16(v * 1.702f);
+                break;
+            case MAP_MULTIPLY:
+                v *= act16(some(y, i, a->width), a->act);
+                break;
+            case MAP_MULTIPLY_ONE:
+                v *= act16((vf){0} + *y, a->act);
+                break;
+            case MAP_CLIP:
+                v = clamped(v, -a->limit, a->limit);
+                break;
+            }
+            put_some(out, i, a->width, v);
+        }
+    }
+}
+
+void pagewire_map(const Map *a, long m)
+{
+    run_rows(map_rows, a, m, a->width);
+}
+
+static void normalize_rows(const void *about, long from, long to)
+{
+    const Normalize *a = about;
+    long size = a->size;
+    for (long r = from; r < to; r++)
+        for (long g = 0; g < a->width; g += size) {
+            const float *x = row(a->x, r) + g;
+            float *out = row(a->out, r) + g;
+            const float *weight = a->weight ? a->weight + (a->num_weights > size ? g : 0) : 0;
+            const float *bias = a->bias ? a->bias + (a->num_weights > size ? g : 0) : 0;
+            float mean = 0, by;
+            if (a->is_layer) {
+                double sum = 0, squares = 0;
+                for (long i = 0; i < size; i++)
+                    sum += x[i];
+                mean = (float)(sum / size);
+                for (long i = 0; i < size; i++)
+                    squares += ((double)x[i] - mean) * ((double)x[i] - mean);
+                by = 1 / sqrtf((float)(squares / size) + a->eps);
+            } else {
+                by = inverse_rms(x, size, a->eps);
+            }
+            for (long i = 0; i < size; i++) {
+                float v = (x[i] - mean) * by;
+                v = weight ? v * weight[i] : v;
+                out[i] = bias ? v + bias[i] : v;
+            }
+        }
+}
+
+void pagewire_normalize(const Normalize *a, long m)
+{
+    run_rows(normalize_rows, a, m, a->width);
+}
+
+typedef struct {
+    const Turn *turn;
+    const int64_t *positions;
+} Turning;
+
+static void turn_rows(const void *about, long from, long to)
+{
+    const Turn *a = ((const Turning *)about)->turn;
+    const int64_t *positions = ((const Turning *)about)->positions;
+    long half = a->dims / 2;
+    for (long r = from; r < to; r++) {
+        const float *c = a->cos + positions[r] * a->dims, *s = a->sin + positions[r] * a->dims;
+        for (long h = 0; h < a->heads; h++) {
+            float *x = row(a->x, r) + h * a->dim;
+            for (long d = 0; d < half; d++) {
+                float low = x[d], high = x[d + half];
+                x[d] = low * c[d] + high * s[d];
+                x[d + half] = high * c[d + half] + low * s[d + half];
+            }
+        }
+    }
+}
+
+void pagewire_turn(const Turn *a, const int64_t *positions, long m)
+{
+    run_rows(turn_rows, &(Turning){a, positions}, m, a->heads * a->dim);
+}
+
+void pagewire_heat(Numbers x, long width, float scale, long every, long shift, const int64_t *positions, long m)
+{
+    for (long r = 0; r < m; r++) {
+        float by = 1 + scale * log1pf(floorf((float)(positions[r] + shift) / (float)every));
+        for (long i = 0; i < width; i++)
+            row(x, r)[i] *= by;
+    }
+}

@@ -1,0 +1,55 @@
+/* Operations on each number, or each group of adjacent numbers, of some columns of activations. A result may lie where
+ * an argument does. */
+#pragma once
+#include <stdint.h>
+
+/* Columns of activations: the first row's, and the numbers between rows. */
+typedef struct {
+    float *x;
+    long stride;
+} Numbers;
+
+enum { ACT_SILU16, ACT_SIGMOID16, ACT_GELU_TANH, ACT_QUICK_GELU, ACT_GELU, ACT_RELU, ACT_RELU2, ACT_IDENTITY };
+
+enum MapKind {
+    MAP_ADD,         /* alpha · x + beta · y */
+    MAP_SCALE,       /* x · alpha */
+    MAP_WEIGHT,      /* x · weight */
+    MAP_ACT,         /* act(x) */
+    MAP_GLU,         /* act(x · alpha) · y */
+    MAP_GLU_CLAMPED, /* (y + 1) · x · sigmoid(1.702 · x), x at most limit and y within ± limit */
+    MAP_MULTIPLY,    /* x · act(y) */
+    MAP_MULTIPLY_ONE, /* x · act(y's only column) */
+    MAP_CLIP,        /* x within ± limit */
+};
+
+typedef struct {
+    Numbers x, y, out;
+    const float *weight; /* [width] */
+    long kind, width, act;
+    float alpha, beta, limit;
+} Map;
+
+void pagewire_map(const Map *a, long m);
+
+/* The RMS norm or layer norm of groups of `size` adjacent columns; weights and biases for a group, or for all. */
+typedef struct {
+    Numbers x, out;
+    const float *weight, *bias; /* [num_weights], or 0 */
+    long width, size, num_weights, is_layer;
+    float eps;
+} Normalize;
+
+void pagewire_normalize(const Normalize *a, long m);
+
+/* Rotates the first `dims` columns of each head. cos, sin: [positions][dims], the first half of the sines negated. */
+typedef struct {
+    Numbers x;
+    const float *cos, *sin;
+    long heads, dim, dims;
+} Turn;
+
+void pagewire_turn(const Turn *a, const int64_t *positions, long m);
+
+/* x · (1 + scale · log(1 + ⌊(position + shift) / every⌋)) */
+void pagewire_heat(Numbers x, long width, float scale, long every, long shift, const int64_t *positions, long m);

@@ -1,0 +1,89 @@
+"""Multi-head latent attention by the C kernels, with the results of `reference_latent`."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..reference_latent import cache_width
+from .dense import PackedMatrix
+from .library import Kernels
+from .structs import LatentCacheFields, LatentFields, MatrixFields, Pages
+
+
+class NativeLatent:
+    """The matrices of a layer, a pair for each head. All activations are float32."""
+
+    def __init__(
+        self, kernels: Kernels, keys: Tensor, values: Tensor, rope: int, matrix: Callable[[Tensor], PackedMatrix]
+    ) -> None:
+        """keys: [heads, nope, rank] and values: [heads, value, rank] of `reference_latent.split_kv_b`; rope: features
+        of a key that turn; matrix: packs a weight [n, k]."""
+        heads, nope, rank = keys.shape
+        self._kernels, self._rank, self._rope = kernels, rank, rope
+        self._matrices = [matrix(part.t().contiguous()) for part in keys]
+        self._matrices += [matrix(part.contiguous()) for part in values]
+        self._packed = (MatrixFields * (2 * heads))(*(part.fields(None) for part in self._matrices))
+        first = ctypes.addressof(self._packed)
+        self.fields = LatentFields(
+            keys=first, values=first + heads * ctypes.sizeof(MatrixFields), heads=heads, nope=nope, rope=rope,
+            rank=rank, value=values.shape[1], width=cache_width(rank, rope),
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self._matrices)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        q = q if q[:1].is_contiguous() else q.contiguous()
+        out = torch.empty((q.shape[0], self.fields.heads, self.fields.width))
+        self._kernels.absorb(
+            ctypes.addressof(self.fields), q.data_ptr(), q.stride(0), out.data_ptr(), q.shape[0]
+        )  # fmt: skip
+        return out
+
+    def expand(self, attended: Tensor) -> Tensor:
+        assert attended.is_contiguous(), attended.stride()
+        out = torch.empty((attended.shape[0], self.fields.heads, self.fields.value))
+        self._kernels.expand(
+            ctypes.addressof(self.fields), attended.data_ptr(), out.data_ptr(), out.stride(0), out.shape[0]
+        )  # fmt: skip
+        return out
+
+    def write_latent(self, latent: Tensor, key: Tensor, pages: Tensor, slots: Tensor) -> None:
+        assert latent.stride(1) == key.stride(1) == 1, (latent.stride(), key.stride())
+        cache = LatentCacheFields(
+            pages=pages.data_ptr(), block_size=pages.shape[1], page_stride=pages.stride(0) * pages.element_size(),
+            rank=self._rank, rope=self._rope, width=pages.shape[2], bf16=pages.dtype == torch.bfloat16,
+        )  # fmt: skip
+        self._kernels.write_latent(
+            ctypes.addressof(cache), latent.data_ptr(), latent.stride(0), key.data_ptr(), key.stride(0),
+            slots.data_ptr(), slots.shape[0],
+        )  # fmt: skip
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        query_lens: Tensor,
+        scale: float,
+        *,
+        rounds: bool = False,
+    ) -> Tensor:
+        """block_table: int32, context_lens and query_lens: int64. rounds: queries and weights are rounded to bfloat16,
+        as a cache of bfloat16 is."""
+        _, block_size, width = pages.shape
+        assert pages.is_contiguous() and query.is_contiguous(), (pages.stride(), query.stride())
+        cache = Pages(
+            keys=pages.data_ptr(), values=pages.data_ptr(), heads=self.fields.heads, kv_heads=1, dim=width,
+            block_size=block_size, scale=scale, bf16=pages.dtype == torch.bfloat16, rounds=rounds,
+        )  # fmt: skip
+        out = torch.empty_like(query)
+        self._kernels.attend(
+            ctypes.addressof(cache), query.data_ptr(), query.stride(0), block_table.data_ptr(), block_table.stride(0),
+            context_lens.data_ptr(), query_lens.data_ptr(), out.data_ptr(), query_lens.shape[0],
+        )  # fmt: skip
+        return out

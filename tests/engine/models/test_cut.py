@@ -1,0 +1,97 @@
+"""The parts of all ranks are together the whole model."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from claims import claims, shapes, sources
+from decoders import bodies, decoders, llama, of_checkpoint
+from hypothesis import HealthCheck, given, settings
+
+from pagewire.engine.models.cut import cut, share
+from pagewire.engine.models.description import Attention, Block, Branch, Conv, Decoder, Mlp, Moe, ShortConv, Sublayer
+from pagewire.engine.models.lower import lower
+from pagewire.engine.models.pieces import matrix, rms
+from pagewire.errors import ConfigError
+
+
+def check(decoder: Decoder, size: int) -> None:
+    """Every number of the checkpoint is read by one rank, by all, or, of key/value heads, by those that share one."""
+    whole = lower(decoder)
+    expected = shapes(decoder, whole)
+    assert all((counts == 1).all() for counts in claims(sources(decoder, whole), expected).values())
+    parts = [cut(decoder, rank, size) for rank in range(size)]
+    counts = [claims(sources(part, lower(part)), expected) for part in parts]
+    replicated = {size} | {max(1, size // body.kv_heads) for body in bodies(decoder) if isinstance(body, Attention)}
+    for name in expected:
+        total = sum(count[name] for count in counts)
+        assert set(total.flatten().tolist()) <= {1, *replicated}, name
+        if name.endswith((".o.bias", ".down.bias", "o_proj.bias", "down_proj.bias")):
+            assert (total == 1).all() and counts[0][name].all(), "one rank adds the bias"
+        elif name.endswith(("embed.weight", "head.weight", ".o.weight", ".down.weight", "o_proj.weight")):
+            assert (total == 1).all(), "no number twice"
+        elif "norm" in name and "q_norm" not in name and "k_norm" not in name:
+            assert (total == size).all(), "every rank has the whole stream"
+    for a, b in pairwise(parts):
+        assert [type(op.args) for op in lower(a).ops] == [type(op.args) for op in lower(b).ops]
+    for body, *cuts in zip(bodies(decoder), *map(bodies, parts), strict=True):
+        if isinstance(body, Attention):
+            assert sum(part.heads for part in cuts if isinstance(part, Attention)) == body.heads
+        if isinstance(body, Mlp):
+            assert sum(part.width for part in cuts if isinstance(part, Mlp)) == body.width
+        if isinstance(body, Moe):
+            assert sum(part.experts.width for part in cuts if isinstance(part, Moe)) == body.experts.width
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(decoders())
+def test_the_parts_of_a_random_decoder_are_the_whole(decoder: Decoder) -> None:
+    for size in (1, 2, 4):
+        check(decoder, size)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_of_a_family_are_the_whole(kind: str, size: int) -> None:
+    decoder = of_checkpoint(kind)
+    assert decoder is not None
+    check(decoder, size)
+
+
+def test_one_rank_has_the_whole() -> None:
+    assert cut(llama(), 0, 1) is llama() or cut(llama(), 0, 1) == llama()
+
+
+def test_shares_are_in_order_and_complete() -> None:
+    for num, size in ((320, 4), (5, 2), (7, 3), (151936, 8)):
+        parts = [share(num, rank, size) for rank in range(size)]
+        assert parts[0][0] == 0 and parts[-1][1] == num
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "why"),
+    [
+        (3, {}, "4 attention heads cannot be divided evenly"),
+        (8, {}, "4 attention heads cannot be divided evenly"),
+        (4, {"intermediate_size": 94}, "94 feed-forward columns cannot be divided evenly"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "3 key/value heads: one must divide the other"),
+        (4, {"vocab_size": 6}, "the last of 4 ranks would get none of the model's 6 tokens"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(size: int, fields: dict[str, int], why: str) -> None:
+    for rank in range(size):
+        with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}.*{why}"):
+            cut(llama(**fields), rank, size)
+
+
+def test_bodies_that_cannot_be_divided_are_refused() -> None:
+    (first, *_), conv = llama().blocks, Conv(matrix("c", 48, 3), 48, 3)
+    short = ShortConv(matrix("in", 144, 48), conv, matrix("out", 48, 48))
+    with pytest.raises(ConfigError, match="cannot divide layers of the kind ShortConv among ranks"):
+        cut(replace(llama(), blocks=(Block((Sublayer((Branch(short),)),)),)), 0, 2)
+    attention = next(body for body in bodies(llama()) if isinstance(body, Attention))
+    wide = replace(attention, q_norm=rms("q_norm", 64, 1e-6))
+    blocks = (replace(first, sublayers=(Sublayer((Branch(wide),)),)),)
+    with pytest.raises(ConfigError, match="norms over all heads cannot be divided among ranks"):
+        cut(replace(llama(), blocks=blocks), 0, 2)

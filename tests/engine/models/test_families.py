@@ -1,0 +1,65 @@
+"""Every family's page reads each number of its checkpoint once, and no tensor that the checkpoint lacks."""
+
+import json
+from pathlib import Path
+
+import checkpoints
+import families
+import pytest
+from claims import claims, shapes, sources
+from decoders import of_checkpoint
+from safetensors import safe_open
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pagewire.engine.models.description import Decoder
+from pagewire.engine.models.families import describe, pages, text_fields
+from pagewire.engine.models.fields import Fields, NotDescribedError
+from pagewire.engine.models.lower import lower
+
+_TYPES = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str)}
+DESCRIBED = [kind for kind in checkpoints.KINDS if of_checkpoint(kind) is not None]
+
+
+def check_claims(decoder: Decoder, present: set[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors, of which each number is read once."""
+    program = lower(decoder)
+    found = shapes(decoder, program, present)
+    for name, counts in claims(sources(decoder, program, present), found).items():
+        assert (counts == 1).all(), f"{name}: numbers are read {sorted(set(counts.flatten().tolist()))} times"
+    return found
+
+
+@pytest.mark.parametrize("architecture", sorted(pages()))
+def test_each_number_of_each_tensor_is_read_once(architecture: str) -> None:
+    """For a tiny config, with the names that a checkpoint of the Hub has."""
+    if architecture not in _TYPES:
+        pytest.skip("transformers has no class of this name")
+    raw = families.tiny_config(_TYPES[architecture])
+    try:
+        decoder = describe(architecture, Fields(raw, Path("config.json")))
+    except NotDescribedError as error:
+        pytest.skip(f"the tiny config has {error}")
+    assert decoder is not None and check_claims(decoder, set())
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_the_tensors_are_those_that_transformers_writes(kind: str, tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    raw = json.loads((folder / "config.json").read_text())
+    decoder = describe(raw["architectures"][0], Fields(raw, folder / "config.json"))
+    assert decoder is not None
+    with safe_open(folder / "model.safetensors", "np") as file:
+        written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    assert check_claims(decoder, {*written}) == written
+
+
+def test_an_architecture_without_a_page() -> None:
+    assert describe("NobodyForCausalLM", Fields({}, Path("config.json"))) is None
+
+
+def test_the_text_part_of_a_wrapper() -> None:
+    raw = {"text_config": {"hidden_size": 4}, "tie_word_embeddings": True, "hidden_size": 9}
+    inner = text_fields(Fields(raw, Path("config.json")))
+    assert inner.size("hidden_size") == 4 and inner.flag("tie_word_embeddings", False)
+    plain = Fields({"hidden_size": 9}, Path("config.json"))
+    assert text_fields(plain) is plain

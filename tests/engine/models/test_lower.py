@@ -1,0 +1,314 @@
+"""The operations of descriptions: their order, and what holds for every program."""
+
+from dataclasses import replace
+
+import pytest
+from decoders import bodies, decoders, llama
+from hypothesis import HealthCheck, given, settings
+
+from pagewire.engine.models.description import (
+    Attention,
+    Block,
+    Branch,
+    Decoder,
+    Embedding,
+    Head,
+    Mlp,
+    Moe,
+    Norm,
+    Part,
+    Rope,
+    Router,
+    Sublayer,
+    Temperature,
+    Weight,
+)
+from pagewire.engine.models.lower import lower
+from pagewire.engine.models.pieces import layer_norm, matrix, mlp, qkvo, rms, rows_of
+from pagewire.engine.models.program import Matrix, Program, Tile, Vector, layout
+
+ATTENTION = Attention(4, 2, 4, 4, 0.5, **qkvo("", 16, 4, 2, 4), rope=Rope(4))
+
+
+def of(*sublayers: Sublayer, **changes: object) -> Decoder:
+    """One layer of these sublayers."""
+    plain = Decoder(
+        16, 20, Embedding(matrix("embed", 20, 16)), (Block(sublayers),), rms("norm", 16, 1e-6), Head(), ("",)
+    )
+    return replace(plain, **changes)
+
+
+def listed(program: Program) -> list[str]:
+    """A line for each operation: outputs = name(inputs) of its weights. Registers are letters, with a view's columns if
+    they are not all."""
+
+    def view(register: int, first: int, width: int) -> str:
+        letter = chr(ord("a") + register)
+        return letter if width == program.widths[register] else f"{letter}[{first}:{first + width}]"
+
+    lines = []
+    for op in program.ops:
+        keys = [value.key for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]
+        outs, ins = (", ".join(view(v.register, v.first, v.width) for v in views) for views in (op.outs, op.ins))
+        lines.append(f"{outs} = {type(op.args).__name__}({ins}) {' '.join(keys)}".rstrip())
+    return lines
+
+
+def test_llama() -> None:
+    program = lower(llama(num_hidden_layers=1))
+    assert listed(program) == [
+        "a = Embed() embedding",
+        "b = Normalize(a) 0.0.norm",
+        "c[0:64], c[64:96], c[96:128] = Product(b) 0.0.qkv",
+        "c[0:64] = Rotate(c[0:64])",
+        "c[64:96] = Rotate(c[64:96])",
+        "d = Attend(c[0:64], c[64:96], c[96:128])",
+        "e = Product(d) 0.0.o",
+        "a = Add(a, e)",
+        "f = Normalize(a) 0.1.norm",
+        "g = GatedProduct(f) 0.1.gate_up",
+        "h = Product(g) 0.1.down",
+        "a = Add(a, h)",
+        "i = Normalize(a) norm",
+    ]
+    assert [op.layer for op in program.ops] == [-1, *[0] * 11, 1]
+    assert program.tiles == (Tile(2, 16, 16, next(b for b in bodies(llama()) if isinstance(b, Attention)).reach),)
+    assert program.head.key == "head" and (program.result.register, program.result.width) == (8, 48)
+    assert lower(llama(tie_word_embeddings=True)).head.key == "embedding"
+
+
+def test_each_rank_sums_after_every_sublayer_and_the_embedding() -> None:
+    program = lower(llama(num_hidden_layers=1), ranks=2, first_id=45)
+    names = [line.partition("(")[0] for line in listed(program)]
+    assert names[:2] == ["a = Embed", "a = AllReduce"] and names.count("e = AllReduce") == 1
+    assert [name.partition("= ")[2] for name in names].count("AllReduce") == 3
+    (embed, *_) = program.ops
+    assert vars(embed.args)["first_id"] == 45
+
+
+def test_biased_and_unbiased_projections_are_two_products() -> None:
+    """As Qwen2 with a gate: a bias of the sum is not one of each."""
+    biased = replace(ATTENTION, **qkvo("", 16, 4, 2, 4, True, out_bias=False), gate=matrix("gate", 16, 16), rope=None)
+    assert listed(lower(of(Sublayer((Branch(biased),)))))[1:] == [
+        "b = Product(a) 0.0.gate",
+        "c[0:16], c[16:24], c[24:32] = Product(a) 0.0.qkv 0.0.qkv.bias",
+        "d = Attend(c[0:16], c[16:24], c[24:32])",
+        "d = Multiply(d, b)",
+        "e = Product(d) 0.0.o",
+        "a = Add(a, e)",
+        "f = Normalize(a) norm",
+    ]
+
+
+def test_the_order_within_attention() -> None:
+    q_norm, k_norm = rms("q_norm", 4, 1e-6), rms("k_norm", 4, 1e-6)
+    everything = replace(
+        ATTENTION, q_norm=q_norm, k_norm=k_norm, v_norm=Norm(4), clip=2.0, key_scale=0.5, sinks=Part("sinks", 4),
+        temperature=Temperature(0.1, 8),
+    )  # fmt: skip
+    found = listed(lower(of(Sublayer((Branch(everything),)))))
+    assert found[1:-2] == [
+        "b[0:16], b[16:24], b[24:32] = Product(a) 0.0.qkv",
+        "b[0:16] = Clip(b[0:16])",
+        "b[16:24] = Clip(b[16:24])",
+        "b[24:32] = Clip(b[24:32])",
+        "b[24:32] = Normalize(b[24:32])",
+        "b[16:24] = Scale(b[16:24])",
+        "b[0:16] = Normalize(b[0:16]) 0.0.q_norm",
+        "b[16:24] = Normalize(b[16:24]) 0.0.k_norm",
+        "b[0:16] = Rotate(b[0:16])",
+        "b[16:24] = Rotate(b[16:24])",
+        "b[0:16] = Heat(b[0:16])",
+        "c = Attend(b[0:16], b[16:24], b[24:32]) 0.0.sinks",
+        "d = Product(c) 0.0.o",
+    ]
+    after = listed(lower(of(Sublayer((Branch(replace(everything, norm_after_rope=True)),)))))
+    assert after[7:11] == [found[9], found[10], found[7], found[8]]
+
+
+def test_layers_that_share_keys_and_values_have_one_tile() -> None:
+    shared = replace(ATTENTION, k=None, v=None, shared=0)
+    decoder = of(Sublayer((Branch(ATTENTION),)))
+    program = lower(replace(decoder, blocks=(*decoder.blocks, Block((Sublayer((Branch(shared),)),)))))
+    assert [(args.layer, args.tile) for args in program.attention] == [(0, 0), (1, 0)] and len(program.tiles) == 1
+    assert any(line.endswith("= Attend(e)") for line in listed(program)), listed(program)
+
+
+def test_keys_are_also_values() -> None:
+    found = listed(lower(of(Sublayer((Branch(replace(ATTENTION, v=None)),)))))
+    assert found[1:6] == [
+        "b[0:16], b[16:24] = Product(a) 0.0.qk",
+        "c = Scale(b[16:24])",
+        "b[0:16] = Rotate(b[0:16])",
+        "b[16:24] = Rotate(b[16:24])",
+        "d = Attend(b[0:16], b[16:24], c)",
+    ]
+
+
+def test_parallel_branches_and_norms_around_them() -> None:
+    sublayer = Sublayer(
+        (
+            Branch(ATTENTION, post=rms("p", 16, 1e-6)),
+            Branch(Mlp(8, matrix("up", 8, 16), matrix("down", 16, 8), act="gelu"), in_scale=2.0, out_scale=0.5),
+        ),
+        norm=layer_norm("n", 16, 1e-5),
+        post=rms("post", 16, 1e-6),
+        after=rms("after", 16, 1e-6),
+        alpha=2.0,
+    )
+    assert listed(lower(of(sublayer)))[1:] == [
+        "b = Normalize(a) 0.0.norm 0.0.norm.bias",
+        "c[0:16], c[16:24], c[24:32] = Product(b) 0.0.qkv",
+        "c[0:16] = Rotate(c[0:16])",
+        "c[16:24] = Rotate(c[16:24])",
+        "d = Attend(c[0:16], c[16:24], c[24:32])",
+        "e = Product(d) 0.0.o",
+        "f = Normalize(e) 0.0.branch_norm",
+        "g = Scale(b)",
+        "h = Product(g) 0.0.1.up",
+        "h = Activate(h)",
+        "i = Product(h) 0.0.1.down",
+        "i = Scale(i)",
+        "f = Add(f, i)",
+        "j = Normalize(f) 0.0.post_norm",
+        "a = Add(a, j)",
+        "k = Normalize(a) 0.0.after_norm",
+        "l = Normalize(k) norm",
+    ]
+
+
+def test_a_delayed_branch_is_added_to_a_later_sublayer() -> None:
+    """As LongCat: experts beside a dense sublayer are added one sublayer later."""
+    dense = mlp("m.", 16, 8)
+    first = Sublayer((Branch(dense), Branch(mlp("slow.", 16, 8), delay=1)))
+    found = listed(lower(of(first, Sublayer((Branch(dense),)))))
+    adds = [line for line in found if "Add" in line]
+    assert adds == ["a = Add(a, c)", "a = Add(a, g)", "a = Add(a, e)"]
+
+
+def test_experts_with_shared_ones() -> None:
+    moe = Moe(
+        3, Router(matrix("router", 3, 16), 2), mlp("e.{e}.", 16, 8, experts=3), mlp("s.", 16, 4),
+        matrix("shared_gate", 1, 16),
+    )  # fmt: skip
+    assert listed(lower(of(Sublayer((Branch(moe),), rms("n", 16, 1e-6)))))[2:-1] == [
+        "c = Product(b) 0.0.router",
+        "d = Mixture(b, c) 0.0.experts.gate_up 0.0.experts.down",
+        "e = GatedProduct(b) 0.0.shared.gate_up",
+        "f = Product(e) 0.0.shared.down",
+        "g = Product(b) 0.0.shared_gate",
+        "f = Multiply(f, g)",
+        "d = Add(d, f)",
+        "a = Add(a, d)",
+    ]
+    reads = replace(moe, router=replace(moe.router, reads_stream=True, norm=Norm(16), scale_in=0.5), shared=None)
+    assert listed(lower(of(Sublayer((Branch(reads),), rms("n", 16, 1e-6)))))[2:6] == [
+        "c = Normalize(a)",
+        "d = Scale(c)",
+        "e = Product(d) 0.0.router",
+        "f = Mixture(b, e) 0.0.experts.gate_up 0.0.experts.down",
+    ]
+
+
+def test_uses_of_matrices() -> None:
+    moe = Moe(3, Router(matrix("router", 3, 16), 2), mlp("e.{e}.", 16, 8, experts=3))
+    program = lower(of(Sublayer((Branch(moe),)), Sublayer((Branch(mlp("m.", 16, 8)),))))
+    assert {matrix.key: matrix.use for matrix in program.matrices} == {
+        "embedding": "table",
+        "0.0.router": "router",
+        "0.0.experts.gate_up": "gated experts",
+        "0.0.experts.down": "experts",
+        "0.1.gate_up": "gated",
+        "0.1.down": "product",
+    }
+
+
+def test_adjacent_pairs_become_halves_of_reordered_rows() -> None:
+    adjacent = replace(ATTENTION, rope=Rope(4, pairs="adjacent"))
+    (qkv,) = [matrix for matrix in lower(of(Sublayer((Branch(adjacent),)))).matrices if matrix.key == "0.0.qkv"]
+    q, k, v = qkv.weights
+    assert q.parts[:2] == (Part("q_proj.weight", 1, 0, 2, 2), Part("q_proj.weight", 1, 1, 2, 2))
+    assert len(k.parts) == 4 and v == ATTENTION.v
+
+
+def test_embeddings() -> None:
+    embedding = Embedding(
+        matrix("embed", 20, 8), 3.0, norm=rms("n", 16, 1e-6), project=matrix("project", 16, 8),
+        positions=matrix("positions", 30, 16), offset=2,
+    )  # fmt: skip
+    head = Head(project=matrix("out", 8, 16), softcap=5.0, scale=0.5)
+    program = lower(of(Sublayer((Branch(mlp("m.", 16, 8)),)), embedding=embedding, head=head))
+    assert listed(program)[:4] == [
+        "a = Embed() embedding",
+        "b = Product(a) embedding.project",
+        "b = Positions() positions",
+        "c = Normalize(b) embedding.norm",
+    ]
+    assert (program.head_scale, program.head_softcap) == (0.5, 5.0)
+    assert program.head_project is not None and program.head_project in program.matrices
+
+
+def check_program(program: Program) -> None:
+    """Every number that is read has been written; operations write only where their docstrings allow."""
+    written: list[set[int]] = [set() for _ in program.widths]
+    for op in program.ops:
+        reads = (*op.ins, *op.outs) if type(op.args).__name__ == "Positions" else op.ins
+        for view in reads:
+            assert written[view.register] >= set(range(view.first, view.first + view.width)), op
+        for view in op.outs:
+            assert 0 <= view.first < view.first + view.width <= program.widths[view.register], op
+            written[view.register] |= set(range(view.first, view.first + view.width))
+        touched = [view for view in op.outs if view.register in {each.register for each in op.ins}]
+        for view in touched:
+            others = [each for each in op.ins[1:] if each.register == view.register]
+            assert op.ins[0] == view and not others, op
+    result = program.result
+    assert written[result.register] == set(range(program.widths[result.register])) and result.first == 0
+
+
+def check_layout(program: Program) -> None:
+    """Registers that are in use at the same time have places of their own, and the result's stays its own."""
+    places = layout(program)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {program.result.register: len(program.ops)}
+    for number, op in enumerate(program.ops):
+        for view in (*op.ins, *op.outs):
+            first.setdefault(view.register, number)
+            last[view.register] = max(number, last.get(view.register, 0))
+    for a in first:
+        begin = places.offsets[a], places.offsets[a] + program.widths[a]
+        assert begin[0] >= 0 and begin[1] <= places.size
+        for b in first:
+            if a < b and first[a] <= last[b] and first[b] <= last[a]:
+                other = places.offsets[b], places.offsets[b] + program.widths[b]
+                assert begin[1] <= other[0] or other[1] <= begin[0], (a, b)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(decoders())
+def test_programs_of_random_decoders(decoder: Decoder) -> None:
+    for ranks in (1, 2):
+        program = lower(decoder, ranks=ranks)
+        check_program(program)
+        check_layout(program)
+        keys = [target.key for target in program.targets]
+        assert len(keys) == len({*keys}), "a key for each matrix and vector"
+
+
+def test_layout_uses_places_again() -> None:
+    """A model's registers take what a few layers of it need, not all."""
+    few, many = (lower(llama(num_hidden_layers=count)) for count in (2, 20))
+    assert layout(few).size == layout(many).size < sum(few.widths)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_vectors_are_those_of_all_weights_in_a_product(strided: bool) -> None:
+    every = 16 if strided else 0
+    parts = [rows_of("qkv", 8, 16, first=first, every=every, times=2 if strided else 1, bias=True) for first in (0, 8)]
+    wide = replace(ATTENTION, q=matrix("q", 16, 16, True), k=parts[0], v=parts[1], o=matrix("o", 16, 16))
+    if strided:
+        wide = replace(wide, kv_heads=4)
+    program = lower(of(Sublayer((Branch(replace(wide, rope=None)),))))
+    (bias,) = [vector for vector in program.vectors if vector.key == "0.0.qkv.bias"]
+    assert sum(weight.rows for weight in bias.weights) == sum(weight.rows for weight in (wide.q, *parts))
+    assert bias.weights[1] == Weight(parts[0].bias)
