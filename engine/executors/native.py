@@ -177,7 +177,7 @@ class _Compiler:
                 return self._embed(op, args)
             case Normalize() as args:
                 return [self._norm(op, args)]
-            case Rotate() as args:
+            case Rotate(first=0) as args:
                 return [self._turn(op, args)]
             case GatedProduct() as args:
                 matrix = self._matrix(args.matrix, args.bias)
@@ -203,9 +203,9 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
-            case Glu(act="swiglu_clamped", limit=limit):
+            case Glu(act="swiglu_clamped", limit=limit, sharpness=1.702):
                 return [self._operation(op, _MAP, map=_GLU_CLAMPED, limit=limit)]
-            case Glu(act=act, gate_scale=factor, sparsity=0.0):
+            case Glu(act=act, gate_scale=factor, sparsity=0.0) if act in _ACTS:
                 return [self._operation(op, _MAP, map=_GLU, act=_ACTS[act], alpha=factor)]
             case Multiply(act=act) if op.ins[1].width in (1, op.ins[0].width):
                 kind = _MULTIPLY if op.ins[1].width == op.ins[0].width else _MULTIPLY_ONE
