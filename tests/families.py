@@ -93,8 +93,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         for kind in ("biogpt", "codegen", "openai-gpt", "xglm", "xlm")
     },
     "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
-    **{kind: ({}, _SINKS) for kind in ("gpt_oss", "granite_swa")},
-    **{kind: ({}, _MLA) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")},
+    "gpt_oss": ({}, SERVED),
+    "granite_swa": ({}, _SINKS),
+    **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
+    **{kind: ({}, _MLA) for kind in ("minicpm3", "youtu")},
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
         "uses sparse attention",
@@ -108,7 +110,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent_gemma": ({}, _RECURRENT.format("RG-LRU")),
     "rwkv": ({}, _RECURRENT.format("RWKV")),
     "xlstm": ({}, _RECURRENT.format("xLSTM")),
-    "llama4_text": ({}, "uses chunked attention"),
+    "llama4_text": (
+        {"intermediate_size_mlp": 80, "attention_chunk_size": 32, "no_rope_layer_interval": 2}, SERVED,
+    ),
     **{kind: ({}, SERVED) for kind in ("bloom", "falcon", "nemotron", "stablelm")},
     "gptj": ({"rotary_dim": 8}, SERVED),
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, SERVED),
@@ -127,7 +131,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
     "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
-    "llama4": ("Llama4ForConditionalGeneration", _IMAGES),
     "llava": ("LlavaForConditionalGeneration", _IMAGES),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
@@ -136,6 +139,9 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
 }
+
+# Served by descriptions only: the fallback has no attention of their kind.
+ONLY_DESCRIBED = {"gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 # For these, only the comparison with transformers after loading shows the reason.
 ONLY_WEIGHTS_TELL = {"roberta"}

@@ -176,6 +176,8 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
                 raise ConfigError(f"{file} has {len(groups)} config_groups with the block structures {[*blocks]}.")
             is_static = any(group.input_activations and group.input_activations.dynamic is False for group in groups)
             return Fp8Scheme(_block(block, file), is_static)
+        case "mxfp4":  # gpt-oss
+            return CompressedScheme("mxfp4-pack-quantized", 4, 32)
         case "awq":
             return Int4Scheme("awq", _group_size(_fields(config, _Awq, file).group_size, file))
         case "gptq":
@@ -185,8 +187,8 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
         case _:
             raise ConfigError(
                 f"{file} has weights quantized with {method}, which pagewire does not read; it reads "
-                "fp8, compressed-tensors of 8-bit floats, of integers of 8 or 4 bits and of mxfp4, and awq and gptq of "
-                "4 bits."
+                "fp8, mxfp4, compressed-tensors of 8-bit floats, of integers of 8 or 4 bits and of mxfp4, and awq and "
+                "gptq of 4 bits."
             )
 
 

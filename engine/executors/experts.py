@@ -5,13 +5,15 @@ from torch import Tensor
 
 from ..models.description import Router
 from ..models.program import Mixture
-from .functions import glu
+from .functions import activate, glu
 from .weights import Weights
 
 
 def route(router: Router, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weights, experts) of each token, best first: float32 and int64 [tokens, top_k]. logits: [tokens, experts]."""
     logits = logits.float()
+    if router.score == "sparsemixer":
+        return _sparsemixer(logits, router.top_k, router.jitter)
     if router.score == "softmax_of_chosen":
         best, chosen = logits.topk(router.top_k, dim=-1)
         return torch.softmax(best, dim=-1) * router.scale, chosen
@@ -19,10 +21,10 @@ def route(router: Router, logits: Tensor, correction: Tensor | None) -> tuple[Te
     ranked = scores if correction is None else scores + correction.view(-1)
     if router.groups > 1:
         groups = ranked.view(ranked.shape[0], router.groups, -1)
-        of_group = groups.amax(-1) if router.group_by == "max" else groups.topk(2, dim=-1).values.sum(-1)
-        best_groups = of_group.topk(router.top_groups, dim=-1).indices
-        is_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best_groups, False)
-        ranked = groups.masked_fill(is_out[:, :, None], 0.0).flatten(1)
+        best = groups.amax(-1) if router.group_by == "max" else groups.topk(2, dim=-1).values.sum(-1)
+        best_groups = best.topk(router.top_groups, dim=-1).indices
+        is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best_groups, False)
+        ranked = groups.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)
     chosen = ranked.topk(router.top_k, dim=-1).indices
     weights = scores.gather(1, chosen)
     if router.renorm:
@@ -31,11 +33,23 @@ def route(router: Router, logits: Tensor, correction: Tensor | None) -> tuple[Te
     return weights * router.scale, chosen
 
 
+def _sparsemixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """The best expert, then the best of the others; each is weighted by a softmax over those within 2 · jitter of it
+    (arXiv 2409.12136). Distances are relative to the greater of the best and the size of the other."""
+    weights, chosen, left = [], [], logits
+    for _ in range(top_k):
+        best, index = left.max(dim=-1, keepdim=True)
+        distance = (best - logits) / logits.abs().clamp(min=best)
+        near = left.masked_fill(distance > 2 * jitter, -torch.inf)
+        weights.append(torch.softmax(near, dim=-1).gather(1, index))
+        chosen.append(index)
+        left = left.scatter(1, index, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(chosen, dim=1)
+
+
 def mixture(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> Tensor:
     """x: [tokens, hidden]; logits: the router's product."""
-    assert not args.router.zero_experts and args.router.score != "sparsemixer", "not built yet"
-    correction = weights.vector(args.correction)
-    scales, chosen = route(args.router, logits, correction)
+    scales, chosen = route(args.router, logits, weights.vector(args.correction))
     if (expert_scale := weights.vector(args.expert_scale)) is not None:
         scales = scales * expert_scale.float()[chosen]
     if args.router.rounds_weights:
@@ -50,7 +64,8 @@ def mixture(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> Tenso
     first = 0
     for expert, count in enumerate(counts):
         if count:
-            results[first : first + count] = _expert(args, weights, expert, states[first : first + count])
+            some = states[first : first + count]
+            results[first : first + count] = _expert(args, weights, expert, some) if expert < args.num_experts else some
             first += count
     parts = torch.empty_like(results).index_copy_(0, order, results).view(-1, args.router.top_k, results.shape[1])
     # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
@@ -69,7 +84,9 @@ def _expert(args: Mixture, weights: Weights, expert: int, x: Tensor) -> Tensor:
     gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
     if args.gate_up.use == "gated experts":
         inner = gate_up.silu_mul(x, gate_up_bias)
-    else:
+    elif args.has_gate:
         gate, up = gate_up.product(x, gate_up_bias).chunk(2, dim=-1)
-        inner = glu(gate, up, args.act, args.limit)
+        inner = glu(gate, up, args.act, limit=args.limit, sharpness=args.sharpness)
+    else:
+        inner = activate(gate_up.product(x, gate_up_bias), args.act)
     return down.product(inner, down_bias)

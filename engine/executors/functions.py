@@ -46,15 +46,16 @@ def activate(x: Tensor, act: Activation) -> Tensor:
 
 
 def glu(
-    gate: Tensor, up: Tensor, act: Activation, limit: float = 0.0, gate_scale: float = 1.0, sparsity: float = 0.0
-) -> Tensor:
+    gate: Tensor, up: Tensor, act: Activation, *, limit: float = 0.0, sharpness: float = 1.702, gate_scale: float = 1.0,
+    sparsity: float = 0.0,
+) -> Tensor:  # fmt: skip
     """act(gate · gate_scale) · up. sparsity: the share of a gate's numbers that count as zero, if they were normally
     distributed (Gemma 3n)."""
     if gate_scale != 1.0:
         gate = gate * gate_scale
-    if act == "swiglu_clamped":  # gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), both clamped
+    if act == "swiglu_clamped":  # gpt-oss: (up + 1) · gate · sigmoid(sharpness · gate), both clamped
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+        return (up + 1) * (gate * torch.sigmoid(gate * sharpness))
     if sparsity:
         deviations = NormalDist().inv_cdf(sparsity)
         gate = F.relu(gate - gate.mean(-1, keepdim=True) - gate.std(-1, keepdim=True, unbiased=False) * deviations)

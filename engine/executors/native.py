@@ -177,7 +177,7 @@ class _Compiler:
                 return self._embed(op, args)
             case Normalize() as args:
                 return [self._norm(op, args)]
-            case Rotate() as args:
+            case Rotate(first=0) as args:
                 return [self._turn(op, args)]
             case GatedProduct() as args:
                 matrix = self._matrix(args.matrix, args.bias)
@@ -203,9 +203,9 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
-            case Glu(act="swiglu_clamped", limit=limit):
+            case Glu(act="swiglu_clamped", limit=limit, sharpness=1.702):
                 return [self._operation(op, _MAP, map=_GLU_CLAMPED, limit=limit)]
-            case Glu(act=act, gate_scale=factor, sparsity=0.0):
+            case Glu(act=act, gate_scale=factor, sparsity=0.0) if act in _ACTS:
                 return [self._operation(op, _MAP, map=_GLU, act=_ACTS[act], alpha=factor)]
             case Multiply(act=act) if op.ins[1].width in (1, op.ins[0].width):
                 kind = _MULTIPLY if op.ins[1].width == op.ins[0].width else _MULTIPLY_ONE
@@ -294,7 +294,14 @@ class _Compiler:
         op, router = ops[0], args.router
         is_known = router.score == "softmax" and router.groups == 1 and router.scale == 1.0 and not router.floor
         rest = (args.correction, args.expert_scale, args.gate_up_bias, args.down_bias)
-        if not is_known or any(rest) or args.act != "silu" or router.on == "input" or router.zero_experts:
+        if (
+            not is_known
+            or any(rest)
+            or args.act != "silu"
+            or not args.has_gate
+            or router.on == "input"
+            or router.zero_experts
+        ):
             return None
         stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
         pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]

@@ -1,21 +1,24 @@
 """Runs a program in torch, on any device: what each operation computes is defined here, and faster executors are tested
 against it. They also use it for the operations that they lack."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.ops import Matrix
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..models.description import Rope
+from ..models.lower import latent_width
 from ..models.program import (
     Activate,
     Add,
     AllReduce,
     Attend,
+    AttendLatent,
     Clip,
     Embed,
     GatedProduct,
@@ -94,7 +97,7 @@ class Reference:
         rounded."""
         self.program, self.weights = program, weights
         self._weight_dtype, self._device, self._group = weight_dtype, device, group
-        self._attention: dict[Attend, AttentionParameters] = {}
+        self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
         self.rotary: Mapping[Rope, RotaryTable] = {
             rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes
@@ -114,6 +117,7 @@ class Reference:
             Rotate: self._rotate,
             Heat: self._heat,
             Attend: self._attend,
+            AttendLatent: self._attend_latent,
             Mixture: self._mixture,
             AllReduce: self._all_reduce,
         }
@@ -192,7 +196,10 @@ class Reference:
         args = op.args
         assert isinstance(args, Glu)
         gate, up = (registers.get(view) for view in op.ins)
-        return glu(gate, up, args.act, args.limit, args.gate_scale, args.sparsity)
+        return glu(
+            gate, up, args.act, limit=args.limit, sharpness=args.sharpness, gate_scale=args.gate_scale,
+            sparsity=args.sparsity,
+        )  # fmt: skip
 
     def _multiply(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -212,9 +219,10 @@ class Reference:
         x = registers.get(op.ins[0])
         heads = x.view(x.shape[0], args.heads, -1)
         cos, sin = self.rotary[args.rope].at(step.positions)
-        turning, rest = heads[..., : args.rope.dims], heads[..., args.rope.dims :]
+        last = args.first + args.rope.dims
+        turning = heads[..., args.first : last]
         turned = torch.addcmul(turning * cos, turning.roll(args.rope.dims // 2, -1), sin)
-        return torch.cat((turned, rest), dim=-1).flatten(1)
+        return torch.cat((heads[..., : args.first], turned, heads[..., last:]), dim=-1).flatten(1)
 
     def _heat(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -230,6 +238,24 @@ class Reference:
         key, value = (part.view(part.shape[0], args.kv_heads, -1) for part in kv) if kv else (None, None)
         query = q.view(q.shape[0], args.heads, -1)
         return step.attention.forward(args.tile, query, key, value, self.attention(args)).flatten(1)
+
+    def _attend_latent(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, AttendLatent)
+        q, latent, key = (registers.get(view) for view in op.ins)
+        query = q.view(q.shape[0], args.heads, -1)
+        in_latents = _by_head(self.weights.matrices[args.keys.key], query[..., : args.nope_dim])
+        query = torch.cat((in_latents, query[..., args.nope_dim :]), dim=-1)
+        both = torch.cat((latent, key), dim=-1)[:, None]
+        padding = (0, latent_width(args.rank, args.rope_dim) - both.shape[2])
+        query, both = F.pad(query, padding), F.pad(both, padding)
+        attended = step.attention.forward(args.tile, query, both, None, self._latent_attention(args))
+        return _by_head(self.weights.matrices[args.values.key], attended).flatten(1)
+
+    def _latent_attention(self, args: AttendLatent) -> AttentionParameters:
+        if args not in self._attention:
+            self._attention[args] = AttentionParameters(scale=args.scale, latent=args.rank)
+        return self._attention[args]
 
     def attention(self, args: Attend) -> AttentionParameters:
         """The parameters of a layer; the same object for the same layer."""
@@ -261,6 +287,13 @@ class Reference:
         x = registers.get(op.ins[0]).contiguous()
         self._group.all_reduce(x)
         return x
+
+
+def _by_head(matrices: Sequence[Matrix], x: Tensor) -> Tensor:
+    """The product of each head with a matrix of its own. x: [tokens, heads, k]; matrices: [n, k] → [tokens, heads,
+    n]."""
+    parts = [matrix.product(x[:, head].contiguous(), None) for head, matrix in enumerate(matrices)]
+    return torch.stack(parts, dim=1)
 
 
 class ReferenceModel:

@@ -15,7 +15,7 @@ from ..weights.loader import Sink
 
 
 class Weights:
-    """Matrices and vectors by their keys. A stack of experts has a matrix for each."""
+    """Matrices and vectors by their keys. A stack of experts or heads has a matrix for each."""
 
     def __init__(self) -> None:
         self.matrices: dict[str, tuple[kernels.Matrix, ...]] = {}
@@ -55,7 +55,7 @@ class Packing:
         self._stored: dict[str, dict[int, kernels.Matrix]] = {}  # stacks of which some are packed
 
     def keeps(self, matrix: Matrix) -> bool:
-        return self.options.keeps and self._ops.quantized is not None and matrix.use != "router"
+        return self.options.keeps and self._ops.quantized is not None and matrix.use != "router" and not matrix.heads
 
     def begin(self, target: Matrix | Vector) -> Tensor:
         return torch.empty(*shape_of(target), dtype=self.dtype_of(target), device=self.device)
@@ -69,7 +69,7 @@ class Packing:
         if isinstance(target, Vector):
             self.take_vector(target, values)
         else:
-            stack = values if target.experts else values[None]
+            stack = values if target.experts else values.view(max(1, target.heads), -1, values.shape[1])
             self.take(target, (self._pack(target, matrix) for matrix in stack))
 
     def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
@@ -93,6 +93,8 @@ class Packing:
                 return self._ops.table(values)
             case "router":
                 return self._ops.router(values)
+            case "heads, transposed":
+                return self._ops.matrix(values.t().contiguous())
         return self._ops.matrix(values)
 
     def _pack_stored(self, target: Matrix, parts: Sequence[StoredWeight]) -> kernels.Matrix:

@@ -116,7 +116,7 @@ def _feed_forward(args: Sequence[Args]) -> Gated | Chosen:
             how = experts.router
             rest = (experts.correction, experts.expert_scale, experts.gate_up_bias, experts.down_bias)
             is_known = how.score == "softmax" and how.groups == 1 and how.scale == 1.0 and how.on == "output"
-            if not is_known or any(rest) or experts.act != "silu" or how.zero_experts:
+            if not is_known or any(rest) or experts.act != "silu" or not experts.has_gate or how.zero_experts:
                 raise UnknownLayerError("the kernels have no experts of this kind")
             if experts.down.columns % 32 or experts.down.rows % 32:
                 raise UnknownLayerError("the kernels need experts whose sizes are multiples of 32")

@@ -8,7 +8,7 @@ and every rank has the whole router. The vocabulary's rows of embedding and head
 from dataclasses import replace
 
 from ...errors import ConfigError
-from .description import Attention, Block, Body, Branch, Decoder, Mlp, Moe, Norm, Sublayer
+from .description import Attention, Block, Body, Branch, Decoder, LatentAttention, LowRank, Mlp, Moe, Norm, Sublayer
 from .parts import columns, part_rows, rows
 
 
@@ -56,6 +56,8 @@ class _Ranks:
         match body:
             case Attention():
                 return self._attention(body)
+            case LatentAttention():
+                return self._latent_attention(body)
             case Mlp():
                 return self._mlp(body)
             case Moe():
@@ -91,6 +93,19 @@ class _Ranks:
             gate=rows(a.gate, first * a.value_dim, last * a.value_dim),
             sinks=None if a.sinks is None else part_rows((a.sinks,), first, last)[0],
             alibi=alibi,
+        )
+
+    def _latent_attention(self, a: LatentAttention) -> LatentAttention:
+        """Every rank has the whole latent and its cache."""
+        first, last = self._evenly(a.heads, "attention heads")
+        of_query, of_both = a.nope_dim + a.rope_dim, a.nope_dim + a.value_dim
+        query = first * of_query, last * of_query
+        return replace(
+            a,
+            heads=last - first,
+            q=replace(a.q, up=rows(a.q.up, *query)) if isinstance(a.q, LowRank) else rows(a.q, *query),
+            kv_b=rows(a.kv_b, first * of_both, last * of_both),
+            o=columns(a.o, first * a.value_dim, last * a.value_dim, is_first=self._rank == 0),
         )
 
     def _kv_heads(self, num: int) -> tuple[int, int]:

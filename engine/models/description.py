@@ -265,6 +265,7 @@ class Mlp(Data):
     gate: Weight | None = None
     act: Activation = "silu"
     limit: float = 0.0  # of swiglu_clamped
+    sharpness: float = 1.702  # of swiglu_clamped
     gate_scale: float = 1.0  # of the gate's product
     out_scale: float = 1.0
     sparsity: float = 0.0  # the share of the gate's product that is set to 0 (Gemma 3n)

@@ -8,22 +8,26 @@ from .description import (
     Body,
     Branch,
     Decoder,
+    LatentAttention,
+    LowRank,
     Mlp,
     Moe,
     Norm,
     Part,
     PerLayerEmbedding,
     PerLayerInput,
+    Reach,
     Sublayer,
     Weight,
 )
-from .parts import halves
+from .parts import halves, rows
 from .program import (
     Activate,
     Add,
     AllReduce,
     Args,
     Attend,
+    AttendLatent,
     Clip,
     Embed,
     GatedProduct,
@@ -44,6 +48,12 @@ from .program import (
     Vector,
     View,
 )
+
+
+def latent_width(rank: int, rope_dim: int) -> int:
+    """Numbers of a position in the cache of multi-head latent attention: a multiple of 16, which kernels take at
+    once."""
+    return -(-(rank + rope_dim) // 16) * 16
 
 
 def lower(decoder: Decoder, *, ranks: int = 1, first_id: int = 0) -> Program:
@@ -229,6 +239,8 @@ class _Lowering:
         match body:
             case Attention():
                 out = self._attention(body, y, at)
+            case LatentAttention():
+                out = self._latent_attention(body, y, at)
             case Mlp():
                 out = self._mlp(body, y, at)
             case Moe():
@@ -309,6 +321,48 @@ class _Lowering:
             alibi=a.alibi,
         )
 
+    def _latent_attention(self, a: LatentAttention, x: View, at: str) -> View:
+        a = _latent_with_halves(a)
+        q = self._low_rank(at + "q", x, a.q)
+        (whole,) = self._products(at + "kv_a", x, (a.kv_a,))
+        latent, key = View(whole.register, 0, a.rank), View(whole.register, a.rank, a.rope_dim)
+        self._norm(a.kv_norm, latent, at + "kv_norm", in_place=True)
+        self._scale(q, a.q_scale)
+        self._scale(latent, a.kv_scale)
+        if a.rope is not None:
+            self._op(Rotate(a.rope, a.heads, a.nope_dim), (q,), (q,))
+            self._op(Rotate(a.rope, 1), (key,), (key,))
+        if a.temperature is not None:
+            self._op(Heat(a.temperature), (q,), (q,))
+        out = self._register(a.heads * a.value_dim)
+        self._tile_of[self._layer] = len(self._tiles)
+        self._tiles.append(Tile(1, latent_width(a.rank, a.rope_dim), 0, Reach()))
+        each = a.nope_dim + a.value_dim
+        keys = tuple(_rows_of_heads(a.kv_b, a.heads, each, 0, a.nope_dim))
+        values = tuple(_rows_of_heads(a.kv_b, a.heads, each, a.nope_dim, a.value_dim))
+        args = AttendLatent(
+            layer=self._layer,
+            tile=self._tile_of[self._layer],
+            heads=a.heads,
+            nope_dim=a.nope_dim,
+            rope_dim=a.rope_dim,
+            value_dim=a.value_dim,
+            rank=a.rank,
+            scale=a.scale,
+            keys=Matrix(self._key(at + "kv_b.keys"), keys, "heads, transposed", a.heads),
+            values=Matrix(self._key(at + "kv_b.values"), values, "heads", a.heads),
+        )
+        self._op(args, (q, latent, key), (out,))
+        return self._product(at + "o", out, a.o)
+
+    def _low_rank(self, name: str, x: View, weight: Weight | LowRank) -> View:
+        if isinstance(weight, Weight):
+            return self._product(name, x, weight)
+        inner = self._product(name + ".down", x, weight.down)
+        if weight.norm is not None:
+            inner = self._norm(weight.norm, inner, name + ".norm")
+        return self._product(name + ".up", inner, weight.up)
+
     def _mlp(self, mlp: Mlp, x: View, at: str) -> View:
         if mlp.gate is None:
             hidden = self._product(at + "up", x, mlp.up)
@@ -320,14 +374,13 @@ class _Lowering:
         else:
             gate, up = self._products(at + "gate_up", x, (mlp.gate, mlp.up))
             hidden = self._register(up.width)
-            self._op(Glu(mlp.act, mlp.limit, mlp.gate_scale, mlp.sparsity), (gate, up), (hidden,))
+            self._op(Glu(mlp.act, mlp.limit, mlp.sharpness, mlp.gate_scale, mlp.sparsity), (gate, up), (hidden,))
         out = self._product(at + "down", hidden, mlp.down)
         self._scale(out, mlp.out_scale)
         return out
 
     def _moe(self, moe: Moe, x: View, stream: View, at: str) -> View:
         router, experts = moe.router, moe.experts
-        assert experts.gate is not None, "experts without gates are not lowered yet"
         asked = stream if router.reads_stream else x
         if router.norm is not None:
             asked = self._norm(router.norm, asked, at + "router_norm")
@@ -336,25 +389,32 @@ class _Lowering:
             self._op(Scale(router.scale_in), (asked,), (scaled,))
             asked = scaled
         logits = self._product(at + "router", asked, router.weight, "router")
-        assert moe.latent is None, "not lowered yet"
+        inner = x if moe.latent is None else self._product(at + "latent_down", x, moe.latent.down)
         out = self._register(experts.down.rows)
-        use: Use = "gated experts" if experts.act == "silu" else "experts"
+        first = (experts.up,) if experts.gate is None else (experts.gate, experts.up)
+        is_gated = experts.gate is not None and experts.act == "silu"
         self._op(
             Mixture(
                 router=router,
                 num_experts=moe.num_experts,
-                gate_up=Matrix(self._key(at + "experts.gate_up"), _bare(experts.gate, experts.up), use),
+                gate_up=Matrix(
+                    self._key(at + "experts.gate_up"), _bare(*first), "gated experts" if is_gated else "experts"
+                ),
                 down=Matrix(self._key(at + "experts.down"), _bare(experts.down), "experts"),
                 act=experts.act,
                 limit=experts.limit,
-                gate_up_bias=self._bias(at + "experts.gate_up.bias", experts.gate, experts.up),
+                sharpness=experts.sharpness,
+                has_gate=experts.gate is not None,
+                gate_up_bias=self._bias(at + "experts.gate_up.bias", *first),
                 down_bias=self._bias(at + "experts.down.bias", experts.down),
                 correction=self._optional(at + "correction", router.correction, is_float32=True),
                 expert_scale=self._optional(at + "expert_scale", router.expert_scale),
             ),
-            (x, logits),
+            (inner, logits),
             (out,),
         )
+        if moe.latent is not None:
+            out = self._product(at + "latent_up", out, moe.latent.up)
         if moe.shared is not None:
             part = self._mlp(moe.shared, x, at + "shared.")
             if moe.shared_gate is not None:
@@ -390,6 +450,24 @@ def _with_halves(a: Attention) -> Attention:
         q_norm=_norm_of_halves(a.q_norm, a.heads, a.head_dim, rope.dims),
         k_norm=_norm_of_halves(a.k_norm, a.kv_heads, a.head_dim, rope.dims),
     )
+
+
+def _latent_with_halves(a: LatentAttention) -> LatentAttention:
+    rope = a.rope
+    if rope is None or rope.pairs == "halves":
+        return a
+    each = a.nope_dim + a.rope_dim
+    if isinstance(a.q, LowRank):
+        q: Weight | LowRank = replace(a.q, up=halves(a.q.up, a.heads, each, rope.dims, first=a.nope_dim))
+    else:
+        q = halves(a.q, a.heads, each, rope.dims, first=a.nope_dim)
+    kv_a = halves(a.kv_a, 1, a.rank + a.rope_dim, rope.dims, first=a.rank)
+    return replace(a, rope=replace(rope, pairs="halves"), q=q, kv_a=kv_a)
+
+
+def _rows_of_heads(weight: Weight, heads: int, each: int, first: int, count: int) -> list[Weight]:
+    """The rows [first, first + count) of each head, which has `each` rows."""
+    return [rows(weight, head * each + first, head * each + first + count) for head in range(heads)]
 
 
 def _norm_of_halves(norm: Norm | None, heads: int, dim: int, dims: int) -> Norm | None:

@@ -19,6 +19,7 @@ from .description import (
     Part,
     Reach,
     Rope,
+    Router,
     Sublayer,
     Weight,
 )
@@ -203,6 +204,45 @@ def mlp(
     )
 
 
+def stacked_experts(
+    gate_up: str,
+    down: str,
+    hidden: int,
+    width: int,
+    experts: int,
+    act: Activation = "silu",
+    *,
+    biases: tuple[str, str] | None = None,
+    is_transposed: bool = False,
+    in_turn: bool = False,
+) -> Mlp:
+    """Two tensors for all experts: [experts, 2 · width, hidden] and [experts, hidden, width], or if is_transposed with
+    the last two dimensions the other way round. biases: the names of theirs. in_turn: the rows of gate and up follow
+    each other in turn, instead of first all of gate."""
+    first, every = (1, 2) if in_turn else (width, 0)
+
+    def half(begin: int) -> Weight:
+        def part(name: str) -> Part:
+            return Part(name, 1, begin, every, width) if in_turn else Part(name, width, begin)
+
+        bias = () if biases is None else (part(biases[0]),)
+        return Weight((part(gate_up),), hidden, bias=bias, experts=experts, is_transposed=is_transposed)
+
+    return Mlp(
+        width,
+        gate=half(0),
+        up=half(first),
+        down=Weight(
+            (Part(down, hidden),),
+            width,
+            bias=() if biases is None else (Part(biases[1], hidden),),
+            experts=experts,
+            is_transposed=is_transposed,
+        ),
+        act=act,
+    )
+
+
 def prenorm(*pairs: tuple[Norm, Body]) -> Block:
     """A sublayer for each pair: the norm, and what reads its output and is added to the stream."""
     return Block(tuple(Sublayer((Branch(body),), norm) for norm, body in pairs))
@@ -370,6 +410,32 @@ def experts_of(c: Fields, *names: str, top: str = "num_experts_per_tok", default
     if chosen > num:
         raise ConfigError(f"{c.file} has {top} = {chosen}, but there are {num} experts.")
     return num, chosen
+
+
+def sigmoid_router(
+    c: Fields, at: str, num_experts: int, top_k: int, *, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+) -> Router:
+    """DeepSeek-V3's: sigmoid scores, corrected for the choice, groups by their two best. The last three: defaults of
+    the fields."""
+    groups, top_groups = c.size("n_group", default=groups), c.size("topk_group", default=top_groups)
+    each = c.divided("experts", num_experts, "groups", groups)
+    if top_groups > groups or top_groups * each < top_k:
+        raise ConfigError(
+            f"{c.file} has {top_k} experts for a token, but {top_groups} of {groups} groups to choose in."
+        )
+    return Router(
+        matrix(at + "gate", num_experts, c.size("hidden_size")),
+        top_k,
+        "sigmoid",
+        correction=Part(at + "gate.e_score_correction_bias", num_experts),
+        groups=groups,
+        top_groups=top_groups,
+        renorm=c.flag("norm_topk_prob", True),
+        floor=1e-20,
+        scale=c.number("routed_scaling_factor", scale),
+        is_float32=True,
+        rounds_weights=False,
+    )
 
 
 def window_of(c: Fields) -> Reach:

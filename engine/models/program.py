@@ -8,7 +8,7 @@ from typing import Literal
 
 from .description import Activation, Alibi, Data, Norm, Reach, Rope, Router, Temperature, Weight
 
-Use = Literal["product", "gated", "table", "router", "experts", "gated experts"]
+Use = Literal["product", "gated", "table", "router", "experts", "gated experts", "heads", "heads, transposed"]
 
 
 class Matrix(Data):
@@ -16,11 +16,13 @@ class Matrix(Data):
 
     Uses: product: only for products; gated: the first half of the rows are gates and the second half ups, only for
     `GatedProduct`; table: of the vocabulary, for look-ups and the head; router: a product that keeps the weight's
-    precision; experts, gated experts: a stack of the matrices of all experts."""
+    precision; experts, gated experts: a stack of the matrices of all experts; heads: `heads` matrices of equal size,
+    one after the other; heads, transposed: the same, and products are with their transposes."""
 
     key: str
     weights: tuple[Weight, ...]
     use: Use = "product"
+    heads: int = 0
 
     @property
     def rows(self) -> int:
@@ -113,6 +115,7 @@ class Glu(Data):
 
     act: Activation
     limit: float = 0.0
+    sharpness: float = 1.702
     gate_scale: float = 1.0
     sparsity: float = 0.0
 
@@ -130,10 +133,11 @@ class Clip(Data):
 
 
 class Rotate(Data):
-    """Rotates the heads of ins[0] in place."""
+    """Rotates the features [first, first + rope.dims) of each head of ins[0] in place."""
 
     rope: Rope
     heads: int
+    first: int = 0
 
 
 class Heat(Data):
@@ -159,15 +163,34 @@ class Attend(Data):
     alibi: Alibi | None = None
 
 
+class AttendLatent(Data):
+    """Multi-head latent attention in its absorbed form: writes latents and rotated keys to a tile of the cache and
+    attends. ins: queries, of whose heads the last rope_dim features are rotated; latents after their norm; rotated
+    keys. outs[0]: the heads' results."""
+
+    layer: int
+    tile: int
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+    scale: float
+    keys: Matrix  # a matrix [nope_dim, rank] for each head
+    values: Matrix  # a matrix [value_dim, rank] for each head
+
+
 class Mixture(Data):
     """outs[0] = the weighted sum over each token's experts. ins: hidden states, the router's product."""
 
     router: Router
-    num_experts: int
-    gate_up: Matrix
+    num_experts: int  # that have weights
+    gate_up: Matrix  # or only up
     down: Matrix
     act: Activation
     limit: float
+    sharpness: float = 1.702
+    has_gate: bool = True
     gate_up_bias: Vector | None = None
     down_bias: Vector | None = None
     correction: Vector | None = None
@@ -180,7 +203,7 @@ class AllReduce(Data):
 
 Args = (
     Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
-    | Heat | Attend | Mixture | AllReduce
+    | Heat | Attend | AttendLatent | Mixture | AllReduce
 )  # fmt: skip
 
 
@@ -196,7 +219,7 @@ class Tile(Data):
 
     kv_heads: int
     head_dim: int
-    value_dim: int
+    value_dim: int  # 0: the values are part of the keys
     reach: Reach
 
 

@@ -188,11 +188,10 @@ class _Loading:
         reader, name = self._reader, source.tensor
         rows = slice(*(source.run or (0, source.end)))
         columns = slice(*source.columns)
-        dims = len(_bare(reader.shape(name)))
-        if not source.columns[1] and not source.num_experts and dims != 1:
+        if not source.columns[1] and not source.num_experts and len(_bare(reader.shape(name))) != 1:
             values = reader.tensor(name).reshape(-1)  # such as norms of heads: [heads, size]
             return values[rows] if source.run is not None else values[source.indices()]
-        if source.num_experts or dims != len(reader.shape(name)):
+        if source.num_experts or len(reader.shape(name)) != (2 if source.columns[1] else 1):
             values = reader.tensor(name)
             values = values if source.num_experts else values.squeeze()
             if source.columns[1]:

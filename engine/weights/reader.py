@@ -58,6 +58,24 @@ class CheckpointReader:
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {_INDEX} says it holds.")
             # With an index, tensors that it does not name are not part of the checkpoint.
             self._file_of.update(dict.fromkeys(present if names is None else names, file))
+        self._expert_of: dict[str, tuple[str, int]] = {}  # name → its tensor of all experts, and the expert
+        self._divide_experts()
+
+    def _divide_experts(self) -> None:
+        """Gives MXFP4 weights of all experts, `experts.NAME_blocks` [experts, n, k / 32, 16] and `_scales` [experts, n,
+        k / 32] of gpt-oss, the names and shapes that compressed-tensors has for each: `experts.E.NAME.weight_packed`
+        [n, k / 2] and `.weight_scale` [n, k / 32]."""
+        for blocks in [name for name in self._file_of if name.endswith("_blocks")]:
+            module, scales = blocks.removesuffix("_blocks"), blocks.removesuffix("_blocks") + "_scales"
+            shape = self.shape(blocks)
+            if scales not in self._file_of or len(shape) != 4 or self.shape(scales) != shape[:3]:
+                continue
+            parent, _, leaf = module.rpartition(".")
+            for stack, suffix in ((blocks, "weight_packed"), (scales, "weight_scale")):
+                file = self._file_of.pop(stack)
+                for expert in range(shape[0]):
+                    name = f"{parent}.{expert}.{leaf}.{suffix}"
+                    self._file_of[name], self._expert_of[name] = file, (stack, expert)
 
     def __enter__(self) -> Self:
         return self
@@ -78,11 +96,14 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header; reads no data."""
-        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+        stack, _ = self._expert_of.get(name, (name, 0))
+        shape = tuple(self._open[self._file_of[name]].get_slice(stack).get_shape())
+        return shape if stack == name else (shape[1], math.prod(shape[2:]))
 
     def dtype(self, name: str) -> str:
         """The safetensors name of the type, such as BF16 or F8_E4M3; from the file's header."""
-        return self._open[self._file_of[name]].get_slice(name).get_dtype()
+        stack, _ = self._expert_of.get(name, (name, 0))
+        return self._open[self._file_of[name]].get_slice(stack).get_dtype()
 
     def num_bytes(self, name: str) -> int:
         """Bytes of the tensor in the file."""
@@ -92,6 +113,10 @@ class CheckpointReader:
         """The tensor on the CPU, in the file's dtype; with `part` only that is read. Raises CheckpointError."""
         try:
             file = self._open[self._file_of[name]]
+            if name in self._expert_of:
+                stack, expert = self._expert_of[name]
+                whole = file.get_slice(stack)[expert : expert + 1].reshape(self.shape(name))
+                return whole if part is None else whole[part]
             return file.get_tensor(name) if part is None else file.get_slice(name)[part]
         except (SafetensorError, OSError, RuntimeError) as e:
             raise CheckpointError(f"{name} cannot be read from {self._file_of[name]}: {e}.") from None

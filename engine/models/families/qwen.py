@@ -1,5 +1,5 @@
 """Qwen2 and Qwen3: Qwen2's projections of queries, keys and values have biases, Qwen3's query and key heads are
-normed; Qwen3-MoE has experts."""
+normed; Qwen2-MoE and Qwen3-MoE have experts."""
 
 from collections.abc import Callable
 
@@ -45,10 +45,35 @@ def _dense(c: Fields, dim: int, *, bias: bool, out_bias: bool, has_norms: bool) 
     return _decoder(c, dim, feed_forward, _reaches(c), bias=bias, out_bias=out_bias, has_norms=has_norms)
 
 
+@family("Qwen2MoeForCausalLM")
+def qwen2_moe(c: Fields) -> Decoder:
+    """Every second of the first `max_window_layers` layers may have a window; one more expert serves all tokens."""
+    _, _, dim = heads_of(c)
+    count, most = num_layers(c), c.count("max_window_layers", 28)
+    reaches = (Reach(),) * count
+    if c.flag("use_sliding_window", False):
+        kinds = layer_types(c, lambda layer: "full_attention" if layer % 2 or layer >= most else "sliding_attention")
+        reaches = tuple(window_of(c) if kind == "sliding_attention" else Reach() for kind in kinds)
+    feed_forward = _experts(c, num_experts=60, top_k=4, width=1408, shared=5632)
+    return _decoder(c, dim, feed_forward, reaches, bias=c.flag("qkv_bias", True), out_bias=False, has_norms=False)
+
+
 @family("Qwen3MoeForCausalLM")
 def qwen3_moe(c: Fields) -> Decoder:
+    _, _, dim = heads_of(c)
+    reaches = (window_of(c) if c.flag("use_sliding_window", False) else Reach(),) * num_layers(c)
+    bias = c.flag("attention_bias", False)
+    feed_forward = _experts(c, num_experts=128, top_k=8, width=768)
+    return _decoder(c, dim, feed_forward, reaches, bias=bias, out_bias=bias, has_norms=True)
+
+
+def _experts(
+    c: Fields, *, num_experts: int, top_k: int, width: int, shared: int | None = None
+) -> Callable[[str, int], Mlp | Moe]:
+    """The feed-forward part of each layer. The numbers are defaults. shared: the width of the expert of all tokens;
+    None: there is none."""
     h, act = c.size("hidden_size"), activation(c, "silu")
-    num_experts, top_k = experts_of(c, "num_experts", "num_local_experts", default=128, top_k=8)
+    num_experts, top_k = experts_of(c, "num_experts", "num_local_experts", default=num_experts, top_k=top_k)
     step, dense = c.size("decoder_sparse_step", default=1), c.integers("mlp_only_layers") or ()
     renorm = c.flag("norm_topk_prob", False)
 
@@ -57,13 +82,14 @@ def qwen3_moe(c: Fields) -> Decoder:
         if layer in dense or (layer + 1) % step:
             return mlp(at, h, c.size("intermediate_size"), act)
         router = Router(matrix(at + "gate", num_experts, h), top_k, renorm=renorm)
-        width = c.size("moe_intermediate_size", default=768)
-        return Moe(num_experts, router, mlp(at + "experts.{e}.", h, width, act, experts=num_experts))
+        inner = c.size("moe_intermediate_size", default=width)
+        experts = mlp(at + "experts.{e}.", h, inner, act, experts=num_experts)
+        if shared is None:
+            return Moe(num_experts, router, experts)
+        common = mlp(at + "shared_expert.", h, c.size("shared_expert_intermediate_size", default=shared), act)
+        return Moe(num_experts, router, experts, common, matrix(at + "shared_expert_gate", 1, h))
 
-    _, _, dim = heads_of(c)
-    reaches = (window_of(c) if c.flag("use_sliding_window", False) else Reach(),) * num_layers(c)
-    bias = c.flag("attention_bias", False)
-    return _decoder(c, dim, feed_forward, reaches, bias=bias, out_bias=bias, has_norms=True)
+    return feed_forward
 
 
 def _reaches(c: Fields) -> tuple[Reach, ...]:
