@@ -84,8 +84,8 @@ def gemma3(c: Fields) -> Decoder:
         kind: rope(fields[kind], dim, kind=kind, theta=1e6 if kind == "full_attention" else 10_000.0) for kind in fields
     }
     last = c.number("final_logit_softcapping", 0.0)
-    softcap = c.number("attn_logit_softcapping", 0.0)
-    return _sandwiched(c, kinds, lambda kind: turns[kind], softcap, last, has_norms=True)
+    # Scores have no softcap, whatever attn_logit_softcapping says, as in transformers.
+    return _sandwiched(c, kinds, lambda kind: turns[kind], 0.0, last, has_norms=True)
 
 
 def _is_null(c: Fields, name: str) -> bool:

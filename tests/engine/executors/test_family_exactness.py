@@ -65,6 +65,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "query_pre_attn_scalar": 32,
             "final_logit_softcapping": 20.0,
+            "attn_logit_softcapping": 5.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
