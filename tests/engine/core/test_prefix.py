@@ -8,7 +8,7 @@ from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.groups import Groups
-from pagewire.engine.core.prefix import PrefixCache
+from pagewire.engine.core.prefix import PrefixCache, key_at
 from pagewire.engine.core.request import Request
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.ipc.messages import GroupShape, StepResult, TokenBatch, Tokens, bytes_to_ids
@@ -135,7 +135,10 @@ def longest_of(request: Request, pool: BlockPool) -> int:
         place, rest = divmod(num, size)
         return place <= run and (not rest or place == run or restores(place * size))
 
-    return max(num for num in range(most + 1) if is_tried(num) and restores(num))
+    if (group := pool.groups.state) is None:
+        return max(num for num in range(most + 1) if is_tried(num) and restores(num))
+    states = [num for num in range(1, most + 1) if pool.find(key_at(request, num), group) is not None]
+    return max([num for num in states if num // size <= run and restores(num)], default=0)
 
 
 def test_the_longest_prefix_that_every_group_can_restore_is_found() -> None:
@@ -143,7 +146,8 @@ def test_the_longest_prefix_that_every_group_can_restore_is_found() -> None:
     for seed in range(400):
         rng = Random(seed)
         kinds = [("full", 0), ("window", rng.randint(1, 9)), ("chunk", rng.randint(1, 9))]
-        groups = Groups([GroupShape(*rng.choice(kinds), rng.randint(1, 3)) for _ in range(rng.randint(1, 3))])  # type: ignore[arg-type]
+        shapes = [GroupShape(*rng.choice(kinds), rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]  # type: ignore[arg-type]
+        groups = Groups([*shapes, GroupShape("state", 0, 2)] if rng.random() < 0.5 else shapes)
         pool = BlockPool(num_pages=400, groups=groups)
         request = request_of([rng.randrange(50) for _ in range(rng.randint(1, 40))])
         share, size = rng.choice([0.5, 0.9, 0.98]), BLOCK_SIZE
@@ -155,10 +159,15 @@ def test_the_longest_prefix_that_every_group_can_restore_is_found() -> None:
             if beginnings := request.partial_keys(place, min(size - 1, len(request.ids) - place * size), size):
                 pool.register_partial(pool.allocate(1, group)[0], rng.choice(beginnings))
         prefix = PrefixCache(pool, block_size=size, enabled=True, kv_events=False)
+        for num in range(1, len(request.ids) if groups.state is not None else 1):
+            if rng.random() < 0.4:
+                place, rest = divmod(num, size)
+                behind = request.block_keys(place, size)[-1] if place else request.root
+                pool.register_state(pool.allocate(1, groups.state or 0)[0], key_at(request, num), place, behind, rest)
         found.append(prefix.find(request).num)
         assert found[-1] == longest_of(request, pool), seed
-        tables = prefix.find(request, copies=False).tables
-        assert all(t.first + len(t.blocks) == found[-1] // size or found[-1] % size for t in tables), seed
+        tables = prefix.find(request).tables
+        assert all(t.first + len(t.blocks) == found[-1] // size for t in tables), seed
     assert sum(num > 0 for num in found) > 200 and sum(num % BLOCK_SIZE > 0 for num in found) > 30
 
 
@@ -270,14 +279,6 @@ def test_a_long_prompt_leaves_the_last_four_of_its_regular_states() -> None:
     scheduler.add(enqueue(2, [*range(75), 7, 7], max_tokens=1))
     (tokens,) = drain(scheduler, worker)[2]
     assert tokens.usage is not None and tokens.usage.num_cached == 72
-
-
-def test_the_states_of_a_request_with_non_finite_numbers_are_not_found() -> None:
-    scheduler, worker = hybrid()
-    worker.fail_seeds.add(1)
-    scheduler.add(enqueue(1, list(range(18)), seed=1, marks=(8, 16)))
-    drain(scheduler, worker)
-    assert not scheduler.pool.standing and scheduler.pool.num_held == 0
 
 
 def test_states_between_two_blocks_cost_no_more_than_the_attention_between_them() -> None:
