@@ -251,6 +251,8 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token belongs to; empty: no pair
     resume_chars: Annotated[int, Meta(ge=-1)] = 0  # characters delivered of `resume_ids`; -1: repeat them all
     attempt: int = 0  # submissions before this one; a sequence accepted before is not refused for a full queue
+    # How many leading tokens of the prompt later prompts are likely to share: where a recurrent state is worth keeping.
+    marks: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -334,6 +336,8 @@ class RowOpen(Struct, frozen=True, array_like=True):
     pooling: Pooling | None = None  # the step that computes the last position of the prompt returns a vector
     type_ids: bytes = b""  # as in `Enqueue`
     tables: tuple[GroupTable, ...] = ()  # of each group but `state`, if the `CacheOffer` had groups
+    state: bytes = b""  # int32, the pages in which its passes keep the row's recurrent state
+    state_from: bytes = b""  # int32, the pages that hold it after `num_computed` positions; empty: it is zero
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -371,6 +375,11 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], as `Masks.bits`
     after_fault: bool = False  # the core has applied the last `StepResult.fault`; this plan is free of that step
     grow_groups: bytes = b""  # int32, parallel to grow_rows; empty: all are group 0
+    # Besides, the pass stores the recurrent state of a row after this many positions, one of those that it computes,
+    # in the pages of a state.
+    keep_rows: bytes = b""  # int32; a row may appear several times
+    keep_positions: bytes = b""  # int32, parallel to keep_rows
+    keep_pages: bytes = b""  # int32
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):

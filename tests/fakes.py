@@ -183,6 +183,7 @@ def enqueue(
     min_tokens: int = 0,
     constraint: Constraint | None = None,
     pooling: Pooling | None = None,
+    marks: tuple[int, ...] = (),
 ) -> Enqueue:
     """A request as the tokenizer sends it."""
     return Enqueue(
@@ -204,6 +205,7 @@ def enqueue(
         ids_to_bytes(list(resume_ids)),
         constraint,
         pooling=pooling,
+        marks=marks,
     )
 
 
@@ -212,7 +214,7 @@ class FakeRow:
 
     __slots__ = (
         *("ends", "firsts", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling"),
-        *("tables",),
+        *("first_state", "read_state_from", "state", "states", "tables"),
     )
 
     def __init__(self, message: RowOpen) -> None:
@@ -222,6 +224,10 @@ class FakeRow:
         tables = message.tables or (GroupTable(0, message.block_ids),)
         self.tables = [list(bytes_to_ids(table.pages)) for table in tables]  # group → pages, from block `firsts` on
         self.firsts = [table.first for table in tables]
+        self.state = bytes_to_ids(message.state)  # pages
+        self.read_state_from: array[int] | None = bytes_to_ids(message.state_from)  # by the next pass; None: `state`
+        self.first_state = 0  # the position before the last pass
+        self.states: list[int] = []  # after each position of the last pass, and before it
         self.sampling = message.sampling
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
@@ -333,6 +339,7 @@ class FakeWorker:
                     logprobs[i] = _certain(ids[-1:])
                 sampled.append(token)
                 num_sampled.append(1)
+        self._keep_states(plan, rows[plan.num_speculative :])
         return StepResult(
             plan.step,
             ids_to_bytes(sampled),
@@ -394,6 +401,30 @@ class FakeWorker:
             for position in range(state.num_computed, state.num_computed + count):
                 for slot in self._slot(state, group, position):
                     self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
+        for page in state.state:
+            self.write_block(page, b"\xee" * self.block_bytes)
+
+    def _keep_states(self, plan: StepPlan, rows: Sequence[int]) -> None:
+        """Stores the states that the plan keeps, of rows without draft tokens."""
+        pages = iter(bytes_to_ids(plan.keep_pages))
+        for number, position in zip(bytes_to_ids(plan.keep_rows), bytes_to_ids(plan.keep_positions), strict=True):
+            row = self._row(number)
+            assert number in rows and row.first_state < position <= row.num_computed, "a state that is not computed"
+            kept = list(islice(pages, self.groups.state_pages))
+            self._write_state(kept, row.states[position - row.first_state])
+        assert next(pages, None) is None, "more pages than states are kept"
+
+    def _write_state(self, pages: Sequence[int], state: int) -> None:
+        for page, part in zip(pages, shelved(state.to_bytes(KV_BYTES, "little"), len(pages)), strict=True):
+            self.memory[page * self.block_bytes : page * self.block_bytes + KV_BYTES] = part
+
+    def _read_state(self, row: FakeRow) -> int:
+        """The recurrent state before a pass: any number if its pages do not belong together."""
+        pages, row.read_state_from = row.state if row.read_state_from is None else row.read_state_from, None
+        parts = [self.read_block(page)[:KV_BYTES] for page in pages]
+        if parts and shelved(parts[0], len(parts)) != parts:
+            return crc32(b"".join(parts))
+        return int.from_bytes(parts[0], "little") if parts else 0
 
     def _speculate(self, state: FakeRow, draft_tokens: list[int]) -> list[int]:
         """Computes one position and these draft tokens. Returns the tokens up to the first mismatch."""
@@ -409,6 +440,7 @@ class FakeWorker:
         del ids[start + len(tokens) :]
         ids.append(token)
         state.num_computed = start + len(tokens)
+        self._write_state(state.state, state.states[len(tokens)])
         return tokens
 
     def device_ms(self, counts: "array[int]") -> float:
@@ -433,14 +465,18 @@ class FakeWorker:
                 for slot, page, part in parts:
                     page += part
                     self.memory[slot : slot + KV_BYTES] = part
+        state.first_state, state.states = start, [self._read_state(state)]
+        for token_id in state.ids[start:end]:
+            state.states.append(next_kv(state.states[-1], token_id))
         state.num_computed = end
+        self._write_state(state.state, state.states[-1])
         return self._reads(state, end)
 
     def _reads(self, state: FakeRow, end: int) -> bytes:
         """What all layers read to compute the position before `end`."""
         shapes = self.groups.shapes[: self.groups.num_tables]
         reads = [self._read(state, group, read_from(shape, end - 1), end) for group, shape in enumerate(shapes)]
-        return join_reads(self.groups, reads, 0)
+        return join_reads(self.groups, reads, state.states[end - state.first_state])
 
     def _read(self, state: FakeRow, group: int, start: int, end: int) -> list[bytes]:
         """What the pages of a group hold of these positions, one part for each page of a block."""

@@ -43,6 +43,7 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
     touched = Touched(scheduler)
     holder_counts_match_block_tables(scheduler, touched)
     rows_are_owned(scheduler, touched, num_rows)
+    states_have_one_holder(scheduler, touched)
     in_flight_counts_match(touched)
     rows_and_blocks_stay_while_in_flight(scheduler, touched)
     states_match_what_requests_hold(scheduler, touched)
@@ -57,6 +58,16 @@ def holder_counts_match_block_tables(scheduler: Scheduler, touched: Touched) -> 
     tables = [r.held for r in touched.all_requests if r.row >= 0]
     scheduler.pool.check([*tables, *scheduler.table.held.values()])
     assert not any(r.tables for r in touched.all_requests if r.row < 0), "blocks without a row"
+
+
+def states_have_one_holder(scheduler: Scheduler, touched: Touched) -> None:
+    """Each row of a model with recurrent states has one of its own, which no other request finds."""
+    pool = scheduler.pool
+    for request in touched.all_requests:
+        assert (request.slot >= 0) == (request.row >= 0 and pool.groups.state is not None), "a row without a state"
+        if request.slot >= 0:
+            assert pool._holders[request.slot] == 1 and pool._group[request.slot] == pool.groups.state, "a shared state"
+            assert pool._key[request.slot] is None, "a state is found while it is written"
 
 
 def rows_are_owned(scheduler: Scheduler, touched: Touched, num_rows: int | None) -> None:

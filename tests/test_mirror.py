@@ -76,7 +76,6 @@ ELSEWHERE = {
     "kernels.cpu.dense": "kernels/cpu/test_operations.py: the products of every kind",
     "kernels.triton.compile": "kernels/triton/test_compiled.py: the compiled kernels",
     "procs.announcement": "e2e/test_lifecycle.py: over the output of a start",
-    "procs.core": "procs/test_client_port.py: the real core over a fake worker",
     "procs.grammar_sandbox": "procs/test_grammar.py: with the actor that owns it",
     "procs.inline": "offline/test_llm.py: through LLM",
     "procs.killable": "procs/test_grammar.py: processes that are killed",

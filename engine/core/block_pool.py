@@ -13,6 +13,7 @@ beginning of one, after which its holder may still be writing. The latter can on
 block replaces it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -40,8 +41,12 @@ class BlockPool:
         self._place = [0] * num_pages  # which block of its sequence a keyed block is, from 0, or _PARTIAL
         self._parent: list[bytes | None] = [None] * num_pages  # key of the block before a keyed full one
         self._by_name: dict[bytes, int] = {}  # `_name` of a group's key → the block registered for it
+        # A recurrent state stands behind the last full block before its position, and is found by the key of that, or
+        # by the root: key → {the state's own key: how many positions after the block}. A state is of no use without
+        # its block in the full group, and goes with it.
+        self.standing: dict[bytes, dict[bytes, int]] = {}
         self._empty = list(range(num_pages - 1, -1, -1))  # pages; a stack, so that low ones go first
-        self._idle: dict[int, None] = {}  # the block that was released longest ago comes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the block that was released longest ago comes first
         self._num_idle_pages = 0
         self._eviction: EvictionName = eviction
         self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' names
@@ -149,9 +154,9 @@ class BlockPool:
             self._holders[block] += 1
             self._uses[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, is_cold: bool = False) -> None:
         """A row gives blocks back. The last of them is evicted first: the head of a sequence, which more prompts share,
-        stays longest."""
+        stays longest. `is_cold`: they are evicted before all others."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, block
             self._holders[block] -= 1
@@ -160,10 +165,12 @@ class BlockPool:
                     self._empty_out(block)
                     continue
                 self._idle[block] = None
+                if is_cold:
+                    self._idle.move_to_end(block, last=False)
                 self._num_idle_pages += self._size(block)
                 if self._queue is not None:
-                    parent = self._parent[block]
-                    before = None if parent is None else _name(self._group[block], parent)
+                    parent, group = self._parent[block], self._group[block]
+                    before = None if parent is None or group == self.groups.state else _name(group, parent)
                     self._queue.added(self._name_of(block), max(0, self._place[block]), before, self._uses[block])
 
     def register(self, block: int, key: bytes, place: int, parent: bytes | None = None) -> bool:
@@ -176,18 +183,61 @@ class BlockPool:
                 return False
             self._drop_key(block)
         name = _name(self._group[block], key)
-        if name in self._by_name:
-            return False
+        if (other := self._by_name.get(name)) is not None:
+            if self.groups.is_plain or self._holders[other]:
+                return False
+            # Computed again because another group lacked something. The older would be evicted before what follows.
+            self._take_over(other)
+            is_new = False
+        else:
+            is_new = True
         self._by_name[name] = block
         self._key[block] = key
         self._place[block] = place
         self._parent[block] = parent
-        return True
+        return is_new
+
+    def _take_over(self, block: int) -> None:
+        """Another block takes the key of this idle one."""
+        if self._queue is not None:
+            self._queue.removed(self._name_of(block))
+        self._remove_idle(block)
+        self._key[block] = None
+        self._empty_out(block)
+
+    def register_state(self, block: int, key: bytes, place: int, behind: bytes, rest: int) -> None:
+        """`block`, which is held, is a recurrent state, and `key` names the positions before it: those of `place` full
+        blocks, the last of which has the key `behind`, and `rest` more. Nothing happens if that block is not in the
+        full group, or the state is known. Without full blocks, `behind` is the root."""
+        group, full = self.groups.state, self.groups.full
+        assert group is not None and self._holders[block] == 1 and self._key[block] is None, block
+        if full is not None and place and self.find(behind, full) is None:
+            return
+        if self.find(key, group) is None:
+            self.register(block, key, place, behind)
+            self.standing.setdefault(behind, {})[key] = rest
 
     def register_partial(self, block: int, key: bytes) -> None:
         """`key` names the beginning of `block`, which is held. It replaces the key of another beginning of it."""
         if self._key[block] is None or self._place[block] == _PARTIAL:
             self.register(block, key, _PARTIAL)
+
+    def drop(self, key: bytes, group: int) -> None:
+        """Takes the block of this key, if there is one, out of the prefix index."""
+        if (block := self.find(key, group)) is not None:
+            if block in self._idle:
+                if self._queue is not None:
+                    self._queue.removed(self._name_of(block))
+                self._remove_idle(block)
+                self._drop_key(block)
+                self._empty_out(block)
+            else:
+                self._drop_key(block)
+
+    def drop_unused(self, key: bytes, group: int) -> None:
+        """`drop`, if the block is idle and was never found."""
+        if (block := self.find(key, group)) is not None and block in self._idle and not self._uses[block]:
+            self.drop(key, group)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Takes these held blocks out of the prefix index."""
@@ -201,17 +251,27 @@ class BlockPool:
         for name, block in list(self._by_name.items()):
             if self._queue is not None and block in self._idle:
                 self._queue.removed(name)
-            self._drop_key(block)
+            self._drop_key(block, with_states=False)
         for block in self._idle:
             self._empty_out(block)
         self._idle.clear()
         self._num_idle_pages = 0
 
-    def _drop_key(self, block: int) -> None:
+    def _drop_key(self, block: int, *, with_states: bool = True) -> None:
         key, group = self._key[block], self._group[block]
         assert key is not None, block
         del self._by_name[_name(group, key)]
         self._key[block] = None
+        if group == self.groups.state:
+            behind = self._parent[block]
+            assert behind is not None, block
+            del self.standing[behind][key]
+            if not self.standing[behind]:
+                del self.standing[behind]
+        elif with_states and group == self.groups.full and key in self.standing:
+            assert self.groups.state is not None
+            for state in list(self.standing[key]):
+                self.drop(state, self.groups.state)
         if self.removed is not None and self._place[block] != _PARTIAL:
             self.removed.append((group, key))
 
@@ -242,6 +302,15 @@ class BlockPool:
             return "a page is lost or in two places"
         if self._num_idle_pages != self.num_in(self._idle) or any(holders[block] for block in self._idle):
             return "idle blocks are miscounted"
+        states = sorted(key for keys in self.standing.values() for key in keys)
+        group, full = self.groups.state, self.groups.full
+        known = [block for block in self._by_name.values() if self._group[block] == group]
+        if sorted(map(self._name_of, known)) != sorted(_name(group or 0, key) for key in states):
+            return "a recurrent state is not listed where it stands, or is listed without being there"
+        for block in known:
+            behind = self._parent[block] or b""
+            if full is not None and self._place[block] > 0 and self.find(behind, full) is None:
+                return "a recurrent state stands behind a block that is gone"
         if self._queue is not None and set(self._queue.keys()) != {self._name_of(block) for block in self._idle}:
             return "an idle block is not in the eviction queue"
         if not all(self._key[block] and self._name_of(block) == name for name, block in self._by_name.items()):
@@ -257,6 +326,7 @@ class BlockPool:
             full = (block for block in self._by_name.values() if self._place[block] != _PARTIAL)
             self.removed += [(self._group[block], key) for block in full if (key := self._key[block]) is not None]
         self._by_name.clear()
+        self.standing.clear()
         self._key = [None] * self.num_pages
         self._idle.clear()
         self._num_idle_pages = 0

@@ -11,16 +11,24 @@ from collections.abc import Sequence
 
 from ...ipc.messages import GroupShape
 
+_LEAST, _MOST, _NO_ATTENTION = 256, 8192, 1024  # positions between two states of a prompt
+
 
 class Groups:
     """The groups of one model; `state` comes last. A group is named by its index."""
 
-    def __init__(self, shapes: Sequence[GroupShape] = (GroupShape("full", 0, 1),)) -> None:
+    def __init__(
+        self, shapes: Sequence[GroupShape] = (GroupShape("full", 0, 1),), *, interval: int | None = None
+    ) -> None:
+        """`interval`: positions between the states that a prompt leaves behind; default: by their cost."""
         kinds = [shape.kind for shape in shapes]
         assert kinds and "state" not in kinds[:-1] and all(shape.pages > 0 for shape in shapes), shapes
         self.shapes = tuple(shapes)
         self.sizes = tuple(shape.pages for shape in shapes)  # pages of a block
         self.num_tables = len(kinds) - (kinds[-1] == "state")  # the groups with a block table, which come first
+        self.state = self.num_tables if kinds[-1] == "state" else None
+        self.state_pages = 0 if self.state is None else self.sizes[self.state]
+        self._interval = interval
         self.full = kinds.index("full") if "full" in kinds else None
         self.moving = [g for g in range(self.num_tables) if shapes[g].span]  # whose blocks are released behind a row
         self.unit = sum(self.sizes[: self.num_tables])  # pages that a row takes for each block of positions
@@ -43,7 +51,7 @@ class Groups:
     def num_pages(self, start: int, end: int, step: int, block_size: int) -> int:
         """The most pages that a row holds which begins at position `start` and gets to `end`, at most `step` positions
         at a time."""
-        total = 0
+        total = self.state_pages
         for group in range(self.num_tables):
             num = -(-end // block_size) - self.need_from(group, start) // block_size
             if span := self.shapes[group].span:
@@ -54,6 +62,15 @@ class Groups:
     def longest(self, num_pages: int, limit: int, block_size: int) -> int:
         """The most positions, up to `limit`, of a row that has a pool of `num_pages` for itself."""
         return bisect_right(range(1, limit + 1), num_pages, key=lambda end: self.num_pages(0, end, 1, block_size))
+
+    def interval(self, block_size: int) -> int:
+        """Every so many positions a prompt leaves a state behind: where it costs no more memory than the attention to
+        the positions between, within bounds; a multiple of the block size."""
+        if self._interval is not None:
+            return self._interval
+        num_pages = sum(shape.pages for shape in self.shapes if shape.kind == "full")
+        num = -(-self.state_pages // num_pages) * block_size if num_pages else _NO_ATTENTION
+        return -(-min(max(num, _LEAST), _MOST) // block_size) * block_size
 
 
 PLAIN = Groups()

@@ -3,7 +3,8 @@
 The worker has dropped the rows of such a plan, and those of every later plan that was made before the core knew,
 because these went on from where it would have ended. Nothing of these plans counts. Their requests keep row and blocks,
 and the worker is told of the rows again, as far as results say that they were computed. So every step that has memory
-makes progress, however many have none. Only requests that found blocks which these plans were to fill are preempted.
+makes progress, however many have none. Requests are preempted if they found blocks which these plans were to fill, and
+if they have a recurrent state: a pass moves it on in place, and nobody knows how far a dropped one came.
 """
 
 from collections import deque
@@ -60,6 +61,10 @@ class OomRecovery:
         self._num_tries += 1
         self._counters.num_out_of_memory += 1
         self._planner.budget = max(1, min(self._planner.budget, flight.num_positions) // 2)
+        for lost in (flight, *later):
+            for slot, key in lost.kept:
+                if (group := self._pool.groups.state) is not None and self._pool.find(key, group) == slot:
+                    self._pool.drop(key, group)
         self._set_back([request for lost in (flight, *later) for request in lost.requests()])
         first, *others = flight.requests()
         is_least = not others and (flight.num_positions == 1 or not self._planner.is_chunked)
@@ -79,6 +84,7 @@ class OomRecovery:
             elif num == request.num_found:
                 num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
             request.set_back(num)
+            request.spoil()
             bad.update(request.blocks_from(num // size))
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
@@ -86,7 +92,7 @@ class OomRecovery:
             num_good = request.num_before(bad)
             if num_good < request.num_computed // size:
                 request.set_back(num_good * size)
-            elif not request.has_dropped(self._pool.groups):
+            elif not (request.has_dropped(self._pool.groups) or (request.slot >= 0 and request.is_spoiled)):
                 continue
             if request.state in (State.RUNNING, State.LOADING):
                 self._table.preempt(request)

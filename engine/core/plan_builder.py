@@ -26,6 +26,7 @@ class InFlight(NamedTuple):
     work: Work | None  # None: the cost model does not learn from this step
     num_speculative: int
     speculate: int
+    kept: list[tuple[int, bytes]] = []  # block and key of each recurrent state that it keeps  # noqa: RUF012
 
     def requests(self) -> Iterator[Request]:
         """Those of its rows, in order."""
@@ -40,6 +41,16 @@ class InFlight(NamedTuple):
         """The same rows with nothing to compute: the worker will drop the plan."""
         none = [0] * (len(self.decodes) + len(self.others))
         return InFlight(self.step, [], [*self.decodes, *self.others], none, none, None, 0, 0)
+
+
+class Kept(NamedTuple):
+    """A recurrent state that a plan keeps."""
+
+    request: Request
+    position: int  # after so many positions
+    key: bytes
+    slot: int  # its block
+    is_grid: bool  # nobody has asked for a state there
 
 
 class PlanBuilder:
@@ -61,6 +72,10 @@ class PlanBuilder:
         self.masks: list[tuple[int, bytes]] = []  # (row, the mask of the token that it samples)
         self.copies: list[int] = []  # pairs of pages
         self.pinned: list[int] = []  # blocks that are copied from: this plan must not give them away
+        self.keep_rows: array[int] = array("i")
+        self.keep_positions: array[int] = array("i")
+        self.keep_pages: array[int] = array("i")
+        self.kept: list[Kept] = []
         self.preempted = False
         self.work = NO_WORK
         self.chunked: list[Request] = []  # those of others with more than one position
@@ -83,11 +98,19 @@ class PlanBuilder:
         """The worker copies the pages of one block to those of another."""
         self.copies += chain.from_iterable(zip(source, target, strict=True))
 
+    def keep(self, kept: "Kept", pages: Sequence[int]) -> None:
+        """The worker stores the recurrent state of a request after these positions in these pages, which are held."""
+        self.keep_rows.append(kept.request.row)
+        self.keep_positions.append(kept.position)
+        self.keep_pages.extend(pages)
+        self.kept.append(kept)
+
     def sent(self, step: int, learns: bool) -> InFlight:
         """What is to be remembered. `learns`: the cost model learns from this step."""
         work = self.work if learns else None
+        kept = [(kept.slot, kept.key) for kept in self.kept]
         return InFlight(
-            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate
+            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate, kept
         )
 
     def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:
@@ -113,4 +136,7 @@ class PlanBuilder:
             masks=b"".join([mask for _, mask in self.masks]),
             after_fault=after_fault,
             grow_groups=self.grow_groups.tobytes(),
+            keep_rows=self.keep_rows.tobytes(),
+            keep_positions=self.keep_positions.tobytes(),
+            keep_pages=self.keep_pages.tobytes(),
         )

@@ -14,10 +14,10 @@ from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .loads import Loads
 from .output_buffer import OutputBuffer
-from .plan_builder import PlanBuilder
+from .plan_builder import Kept, PlanBuilder
 from .policy import Policy
 from .preemption import choose_interrupted, choose_victim, order
-from .prefix import Found, PrefixCache
+from .prefix import Found, PrefixCache, key_at, state_name
 from .request import Request, State, Table
 from .request_table import RequestTable
 from .stats import Counters
@@ -93,6 +93,11 @@ class Planner:
             self._prefix.commit(request)
             if request.num_planned >= len(request.ids):
                 self._prefix.commit_beginning(request, len(request.ids) - 1)
+        for kept in builder.kept:
+            self._prefix.commit_state(kept.request, kept.slot, kept.position)
+            self._pool.release([kept.slot], is_cold=kept.is_grid)
+            if (last := kept.request.kept(kept.key, kept.is_grid)) is not None and self._groups.state is not None:
+                self._pool.drop_unused(last, self._groups.state)
         if self._policy.counts_tokens:
             for request in builder.decodes:
                 self._policy.serve(request.queue_key, 1)
@@ -281,6 +286,8 @@ class Planner:
             builder.work = with_chunk(builder.work, request.num_planned, num)
         samples = request.num_planned + num == request.num_total and request.generates
         request.plan(num, int(samples))
+        if request.slot >= 0:
+            self._keep(builder, request, request.num_planned - num)
         if num > 1:
             builder.chunked.append(request)
             builder.fresh.update(self._prefix.upcoming(request))
@@ -290,6 +297,22 @@ class Planner:
         builder.others.append(request)
         builder.counts.append(num)
         builder.sample.append(int(samples))
+
+    def _keep(self, builder: PlanBuilder, request: Request, start: int) -> None:
+        """Has the plan keep the recurrent states of a request that others are likely to need, while there is room."""
+        groups, pool = self._groups, self._pool
+        if groups.state is None or not self._prefix.enabled:
+            return
+        interval = groups.interval(self.block_size)
+        for position in request.keep_positions(start, request.num_planned, interval):
+            key = key_at(request, position)
+            reserve = self._unit * len(self._table.running)
+            if pool.find(key, groups.state) is not None or pool.num_free < groups.state_pages + reserve:
+                continue
+            (slot,) = pool.allocate(1, groups.state)
+            is_grid = position % interval == 0 and position != request.junction
+            builder.keep(Kept(request, position, key, slot, is_grid), pool.pages([slot]))
+            builder.fresh.add(state_name(key))
 
     def _chunk(self, builder: PlanBuilder, past: int, num: int) -> int:
         """How many of a request's next `num` positions, after `past` computed ones, go into this plan.
@@ -378,6 +401,10 @@ class Planner:
         ]
         num_loading = external // self.block_size
         self._table.admit(request, tables, num_blocks, num_found=found.num, num_loading=num_loading)
+        if self._groups.state is not None:
+            (slot,) = self._pool.allocate(1, self._groups.state)
+            slot_from = -1 if found.state is None else found.state
+            request.give_state(slot, slot_from, found.state_key, found.junction)
 
     def _short(self, request: Request, found: Found) -> int:
         """How many pages are missing to admit a request with this prefix. Beside others there must be pages for all of
@@ -390,7 +417,7 @@ class Planner:
     def _num_blocks_beside(self, found: Found) -> int:
         """How many blocks of positions there are pages for behind this prefix."""
         pool = self._pool
-        num_pages = pool.num_free - pool.num_idle(found.hits + found.pinned)
+        num_pages = pool.num_free - pool.num_idle(found.hits + found.pinned) - self._groups.state_pages
         return num_pages // self._unit if self._unit else sys.maxsize
 
     def _open(self, builder: PlanBuilder, request: Request) -> None:

@@ -16,6 +16,12 @@ def poison(request: Request, pool: BlockPool, loads: Loads | None, table: Reques
     """A step has shown it. The caller ends the request unless it `starts_again`."""
     may_recover = request.poison()
     pool.forget(request.held)
+    for group, entry in enumerate(request.tables):
+        for key in request.keys[: entry.first]:  # of the blocks that it has released behind a window
+            pool.drop(key, group)
+    if pool.groups.state is not None:
+        for key in request.snapshots:
+            pool.drop(key, pool.groups.state)
     if loads is not None:
         loads.refuse(request)
     if may_recover:

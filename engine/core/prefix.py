@@ -6,6 +6,7 @@ Full blocks are shared. A block of which only the beginning fits is copied (copy
 prompt, the beams of a search and the turns of a conversation go on from the last position of another request.
 """
 
+from operator import itemgetter
 from typing import NamedTuple
 
 from .block_pool import BlockPool
@@ -19,6 +20,9 @@ class Found(NamedTuple):
     num: int  # its positions
     tables: list[Table]  # of each group with block tables: the full blocks that positions behind it read, not yet held
     sources: list[int | None]  # for each table the block that has the rest of the prefix in its beginning, not yet held
+    state: int | None  # the block of the recurrent state after the prefix, not yet held
+    state_key: bytes  # its key
+    junction: int  # the blocks go on to this position, but no state stands there; 0: as far as the state
     missing: tuple[bytes, ...]  # keys: if one of them is computed or loaded, the prefix gets longer
 
     @property
@@ -28,8 +32,8 @@ class Found(NamedTuple):
 
     @property
     def pinned(self) -> list[int]:
-        """The blocks that are copied from."""
-        return [source for source in self.sources if source is not None]
+        """The blocks that are copied from, and the state."""
+        return [source for source in (*self.sources, self.state) if source is not None]
 
 
 class _Lookup:
@@ -108,7 +112,21 @@ class _Lookup:
                     return place * size + rest
         return 0
 
-    def found(self, num: int) -> Found:
+    def longest_state(self) -> tuple[int, bytes]:
+        """The most positions that can be restored and behind which a recurrent state stands, and its key."""
+        for place in range(self.run, -1, -1):
+            behind = self.keys[place - 1] if place else self._request.root
+            standing = self._pool.standing.get(behind, {})
+            for key, rest in sorted(standing.items(), key=itemgetter(1), reverse=True):
+                num = place * self._size + rest
+                if num <= self.num_known and key == self._key_behind(behind, place, rest) and self.restores(num):
+                    return num, key
+        return 0, b""
+
+    def _key_behind(self, behind: bytes, place: int, rest: int) -> bytes:
+        return self.beginnings(place)[rest - 1] if rest else behind
+
+    def found(self, num: int, state_key: bytes = b"") -> Found:
         """The prefix of `num` positions, which can be restored."""
         place, rest = divmod(num, self._size)
         tables: list[Table] = []
@@ -120,7 +138,30 @@ class _Lookup:
                 blocks = self._pool.match(self.keys[first:place], group)
             tables.append(Table(blocks, first))
             sources.append(self.source(group, place)[1] if rest else None)
-        return Found(num, tables, sources, (*self.whole(self.run), *self.beginnings(self.run)[-1:]))
+        missing = (*self.whole(self.run), *self.beginnings(self.run)[-1:])
+        if self._groups.state is None:
+            return Found(num, tables, sources, None, b"", 0, missing)
+        junction = self.run * self._size if self._groups.full is not None else 0
+        if junction > num:
+            missing += (state_name(self.keys[self.run - 1]),)
+        if self.num_known:
+            missing += (state_name(key_at(self._request, self.num_known)),)
+        state = self._pool.find(state_key, self._groups.state) if state_key else None
+        return Found(num, tables, sources, state, state_key, junction if junction > num else 0, missing)
+
+
+def key_at(request: Request, num: int) -> bytes:
+    """The key of the state after `num` positions, whose ids are known: that of the block or beginning that ends
+    there."""
+    place, rest = divmod(num, request.block_size)
+    if rest:
+        return request.partial_keys(place, rest, request.block_size)[-1]
+    return request.block_keys(place, request.block_size)[-1]
+
+
+def state_name(key: bytes) -> bytes:
+    """The name of a state among the keys of blocks that a plan computes."""
+    return b"state" + key
 
 
 class PrefixCache:
@@ -136,12 +177,15 @@ class PrefixCache:
             pool.removed = []
 
     def find(self, request: Request, *, copies: bool = True) -> Found:
-        """The cached prefix of a request that is to be admitted. `copies`: it may end within a block."""
+        """The cached prefix of a request that is to be admitted. `copies`: it may have `pinned` blocks, so that it ends
+        within a block or behind a recurrent state."""
         if not self.enabled or request.wants_all:
             num = self._pool.groups.num_tables
-            return Found(0, [Table([]) for _ in range(num)], [None] * num, ())
+            return Found(0, [Table([]) for _ in range(num)], [None] * num, None, b"", 0, ())
         lookup = _Lookup(request, self._pool, self._block_size)
-        return lookup.found(lookup.longest(copies))
+        if self._pool.groups.state is None:
+            return lookup.found(lookup.longest(copies))
+        return lookup.found(*lookup.longest_state()) if copies else lookup.found(0)
 
     def upcoming(self, request: Request) -> list[bytes]:
         """Keys of the blocks that the plan under construction computes of a request: full ones, and the beginning that
@@ -187,6 +231,16 @@ class PrefixCache:
             for table in request.tables:
                 if table.first <= num // size:
                     self._pool.register_partial(table.blocks[num // size - table.first], key)
+
+    def commit_state(self, request: Request, slot: int, num: int) -> None:
+        """Offers a recurrent state of a request, the one after `num` positions, with the blocks up to there."""
+        if not self.enabled or not 0 < num <= len(request.ids):
+            return
+        self.commit(request)
+        self.commit_beginning(request, num)
+        place, rest = divmod(num, self._block_size)
+        behind = request.block_keys(place, self._block_size)[-1] if place else request.root
+        self._pool.register_state(slot, key_at(request, num), place, behind, rest)
 
     def take_events(self) -> list[KvCacheEvent]:
         """Blocks that can be found or no longer be found, since the last call, in order."""

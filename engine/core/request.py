@@ -26,6 +26,7 @@ from .block_pool import BlockPool
 from .groups import Groups
 
 _NUM_CONTEXT_IDS = 16  # of the prompt's end, for the detokenizer
+_MAX_GRID = 4  # states that a request keeps at regular intervals, while nobody has found them
 _COMMIT_BLOCKS = 8
 """A running request offers its output to the prefix cache in batches of so many blocks, and the rest when it gives its
 row back: another request seldom needs the output of one that is still running."""
@@ -64,6 +65,7 @@ class Request:
         "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
         "ids num_prompt num_resumed max_len num_needed keys num_allowed mask "
         "state row tables num_blocks num_in_flight num_loading is_open is_poisoned "
+        "slot slot_from is_spoiled junction snapshots grid after num_after "
         "num_computed num_planned num_total num_found num_committed "
         "opened num_cached num_prompt_logprobs fast_limit next_check"
     ).split()
@@ -121,6 +123,14 @@ class Request:
         self.row = -1  # on the worker; -1 if WAITING, ≥ 0 if LOADING, RUNNING or LEAVING
         self.tables: list[Table] = []  # of each group with block tables; none without a row
         self.num_blocks = 0  # where all of them end: there is room for so many blocks of positions, ≥ `num_planned`
+        self.slot = -1  # the block of its recurrent state, which its passes write; it has no key meanwhile
+        self.slot_from = -1  # until its row is opened, the block of the state that its first pass reads; -1: zero
+        self.is_spoiled = False  # a pass has left the state behind at no position
+        self.junction = 0  # where a state is to be kept because other requests went on differently from there
+        self.snapshots: list[bytes] = []  # keys of the states that it has found and kept
+        self.grid: list[bytes] = []  # of them, those that it keeps at regular intervals and nobody has found
+        self.after = array("i")  # tokens sampled after its end, by plans that were in flight
+        self.num_after = 0  # positions computed after its end
         self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while it is not 0
         self.num_loading = 0  # its last blocks, which the KV connector fills or has filled
         self.is_open = False  # the worker knows its row
@@ -149,7 +159,7 @@ class Request:
         self.num_allowed = len(self.ids) + 1
         self.mask = mask
 
-    def admit(self, row: int, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int) -> None:
+    def admit(self, row: int, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int = 0) -> None:
         """Gives it a row and block tables that end after `num_blocks`. They hold the KV that later positions read of
         its first `num_found`; the KV connector fills the last `num_loading` blocks, which counts as one thing in
         flight."""
@@ -161,6 +171,40 @@ class Request:
         self.num_committed = num_found // self.block_size
         self.num_computed = self.num_planned = self.num_found = num_found
         self._settle()
+
+    def give_state(self, slot: int, slot_from: int, key: bytes, junction: int) -> None:
+        """Gives it a block for its recurrent state, after `admit`. Its first pass reads the state of `slot_from`, which
+        `key` names, unless that is -1."""
+        self.slot, self.slot_from, self.junction = slot, slot_from, junction
+        self.is_spoiled = False
+        self.snapshots = [key] if key else []
+        self.grid = []
+
+    def kept(self, key: bytes, is_grid: bool) -> bytes | None:
+        """It has kept a state. Returns the key of an older one that is to make room for it, if any."""
+        self.snapshots.append(key)
+        if is_grid:
+            self.grid.append(key)
+        return self.grid.pop(0) if len(self.grid) > _MAX_GRID else None
+
+    def spoil(self) -> None:
+        """A pass was dropped, and has perhaps changed its recurrent state."""
+        self.is_spoiled = True
+        self.after, self.num_after = array("i"), 0
+
+    def run_on(self, num: int, tokens: "array[int]") -> None:
+        """After its end, a plan in flight computed `num` positions more and sampled these tokens. They are no output,
+        but its recurrent state has moved on over them."""
+        if self.slot >= 0 and not self.is_spoiled:
+            self.num_after += num
+            self.after += tokens
+
+    def settle_end(self) -> None:
+        """Nothing in flight touches it: what it holds is known to its last position."""
+        if self.state is State.ENDED and self.num_after:
+            self.ids += self.after
+            self.num_computed += self.num_after
+            self.num_planned = self.num_computed
 
     def loaded(self, num_good: int) -> None:
         """Its load is over: the first `num_good` of the blocks are filled. It goes on if it still wants to."""
@@ -174,6 +218,7 @@ class Request:
     def open(self) -> bool:
         """The worker is told of its row. True: for the first time, so the detokenizer must be told of the request."""
         self.is_open = True
+        self.slot_from = -1
         self._settle()
         if self.opened:
             return False
@@ -333,6 +378,8 @@ class Request:
 
     def _forget(self) -> None:
         self.row, self.tables, self.num_blocks = -1, [], 0
+        self.slot = self.slot_from = -1
+        self.after, self.num_after = array("i"), 0
         self.is_open = False
         self.num_loading = 0
         self.num_computed = self.num_planned = 0
@@ -360,10 +407,23 @@ class Request:
 
     @property
     def held(self) -> list[int]:
-        """Its blocks of all groups, in the order of their positions."""
-        if len(self.tables) == 1:
+        """Its blocks of all groups, in the order of their positions, and its recurrent state."""
+        if len(self.tables) == 1 and self.slot < 0:
             return self.tables[0].blocks
-        return [t.blocks[i - t.first] for i in range(self.num_blocks) for t in self.tables if i >= t.first]
+        blocks = [t.blocks[i - t.first] for i in range(self.num_blocks) for t in self.tables if i >= t.first]
+        return blocks if self.slot < 0 else [*blocks, self.slot]
+
+    def keep_positions(self, start: int, end: int, interval: int) -> list[int]:
+        """After how many positions a pass from `start` to `end` is to keep a state: at the junction, at marks, before
+        the last position if other choices wait for it, and at regular intervals. At a mark others go on differently:
+        they find the whole blocks before it."""
+        end = min(end, len(self.ids))
+        size = self.block_size if self.tables else 1
+        wanted = {self.junction, *(mark // size * size for mark in self.asked.marks)}
+        if self.asked.n > 1:
+            wanted.add(self.num_prompt - 1)
+        wanted.update(range(start // interval * interval + interval, end + 1, interval))
+        return sorted(num for num in wanted if start < num <= end)
 
     def blocks_from(self, place: int) -> list[int]:
         """Its blocks of positions from block `place` on."""
@@ -462,6 +522,8 @@ class Request:
             pooling=self.asked.pooling,
             type_ids=self.asked.type_ids,
             tables=() if is_plain else tuple(GroupTable(t.first, pool.pages_of(t.blocks)) for t in self.tables),
+            state=pool.pages_of([self.slot]) if self.slot >= 0 else b"",
+            state_from=pool.pages_of([self.slot_from]) if self.slot_from >= 0 else b"",
         )
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:

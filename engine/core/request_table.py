@@ -119,9 +119,12 @@ class RequestTable:
         was_preempted = request.state is State.LEAVING
         if request.row >= 0:
             kept = False
+            request.settle_end()
             if not request.is_poisoned:
                 self._prefix.commit(request)
                 self._prefix.commit_beginning(request, request.num_computed)
+                if request.slot >= 0 and not request.is_spoiled:
+                    self._prefix.commit_state(request, request.slot, request.num_computed)
                 if request.state is State.ENDED and self._connector is not None:
                     kept = self._connector.request_finished(request, request.blocks)
             if kept:

@@ -389,9 +389,11 @@ class Scheduler:
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""
-        num = num_until_end(tokens, request.stops)
+        has_ended = request.state is State.ENDED and request.slot >= 0
+        num = len(tokens) if has_ended else num_until_end(tokens, request.stops)
         if num < len(tokens):  # what comes after its end does not count
             request.roll_back(len(tokens) - num)
+            request.run_on(len(tokens) - num, tokens[num:])
             if tokens[-1] < 0 and not request.is_poisoned:
                 poison(request, self.pool, self._loads, self.table)
         is_due = request.num_computed + num >= request.next_check
@@ -410,6 +412,7 @@ class Scheduler:
             request.discard(count, len(tokens))
         elif request.state is State.ENDED:
             request.discard()
+            request.run_on(count, tokens)
         else:
             start = request.num_computed
             request.apply(count, tokens if is_finite else tokens[:0])

@@ -31,6 +31,7 @@ class Ask:
         queue_timeout_s: float | None,
         min_tokens: int,
         constraint: Constraint | None,
+        marks: tuple[int, ...],
     ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -44,6 +45,7 @@ class Ask:
         self.queue_timeout_s = queue_timeout_s
         self.min_tokens = min_tokens
         self.constraint = constraint
+        self.marks = marks
 
     def message(self, rid: int, n: int = 1, resume_ids: Sequence[int] = ()) -> Enqueue:
         """The message that the tokenizer sends. The seed of a sequence is its rid."""
@@ -64,6 +66,7 @@ class Ask:
             resume_ids=resume_ids,
             min_tokens=self.min_tokens,
             constraint=self.constraint,
+            marks=self.marks,
         )
 
 
@@ -103,6 +106,10 @@ class Client:
             ask.min_tokens,
             grammar,
             groups,
+        )
+        # What plans in flight at its end may sample after it. A constrained row samples one token at a time.
+        self.beyond = (
+            [] if ask.constraint else expected_output(ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups)
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # ids of the prompt positions whose log-probabilities arrived
@@ -185,7 +192,7 @@ class Journal:
     def add(self, client: Client) -> None:
         """Adds a client whose request is about to be sent."""
         self.clients[client.rid] = client
-        self._oracle.learn(client.ask.prompt + client.expected, client.ask.salt)
+        self._oracle.learn(client.ask.prompt + client.expected + client.beyond, client.ask.salt)
         if client.fails:  # no KV computed after the bad step may be cached
             client.expected = []
 

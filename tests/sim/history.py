@@ -137,6 +137,7 @@ class History:
             queue_timeout_s=rng.choice([None, None, None, 0.01]),
             min_tokens=0 if is_constrained or rid % 5 else 6,
             constraint=Constraint() if is_constrained else None,
+            marks=tuple(rng.sample(range(80), rng.choice([0, 1, 2]))),
         )
         n = rng.choice([1, 1, 1, 2, 3])
         for choice in range(n):
@@ -271,7 +272,7 @@ class History:
                 self._say(
                     f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_sampled[::4])}"
                 )
-                scheduler.apply(message)
+                self._apply(message)
                 if message.step in self._faults:
                     self._faults.remove(message.step)
                     self._patience.start_again()
@@ -288,6 +289,15 @@ class History:
                     f"loaded {message.loaded}, failed {list(bytes_to_ids(message.failed_blocks))}, {message.sent} sent"
                 )
                 scheduler.transferred(message)
+
+    def _apply(self, message: StepResult) -> None:
+        scheduler = self._scheduler
+        healthy = [request for request in scheduler._in_flight[0].requests() if not request.is_poisoned]
+        scheduler.apply(message)
+        if (group := scheduler.pool.groups.state) is not None:
+            keys = [key for request in healthy if request.is_poisoned for key in request.snapshots]
+            assert all(scheduler.pool.find(key, group) is None for key in keys), "a poisoned state is found"
+            self.counts["poisoned states"] += len(keys)
 
     def _ask_grammar(self, ask: Callable[[], Masks]) -> None:
         """The grammar process answers later, one query after another, and not to a core that was replaced."""
@@ -330,6 +340,8 @@ class History:
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self.counts["copies"] += len(copies) // 2
+        self.counts["states kept"] += len(plan.keep_rows) // 4
+        self.counts["states found"] += sum(bool(row.state_from) for row in plan.open)
         if plan.rows:
             self._patience.plan()
             if self._fairness is not None:

@@ -45,6 +45,11 @@ _builder_finish = PlanBuilder.finish
 _builder_copy = PlanBuilder.copy
 _builder_grow = PlanBuilder.grow
 _need_from = Groups.need_from
+_planner_keep = Planner._keep
+_give_state = Request.give_state
+_forget_all = BlockPool.forget_all
+_drop_key = BlockPool._drop_key
+_poison = scheduler.poison
 _restores = _Lookup.restores
 _drop_behind = Request.drop_behind
 _prefix_find = PrefixCache.find
@@ -373,6 +378,73 @@ def _free_all_but_one_page(self: BlockPool, block: int) -> None:
     self._empty += [block, *self._rest.pop(block, ())][:1]
 
 
+def _find_behind_the_state(self: PrefixCache, request: Request, **more):
+    found = _prefix_find(self, request, **more)
+    may_move = found.state is not None and found.num % self._block_size and found.num + 1 < len(request.ids)
+    return found._replace(num=found.num + 1) if may_move else found
+
+
+def _any_state_behind_the_block(self: _Lookup, behind: bytes, place: int, rest: int) -> bytes:
+    return next(key for key, own in self._pool.standing[behind].items() if own == rest)
+
+
+def _find_without_state(self: _Lookup) -> tuple[int, bytes]:
+    return self.longest(copies=False), b""
+
+
+def _commit_while_planning(self: Planner, builder: PlanBuilder, request: Request, start: int) -> None:
+    num = len(builder.kept)
+    _planner_keep(self, builder, request, start)
+    for kept in builder.kept[num:]:
+        self._prefix.commit_state(request, kept.slot, kept.position)
+
+
+def _commit_the_state_in_flight(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
+    if request.slot >= 0 and not request.is_spoiled:
+        self._prefix.commit_state(request, request.slot, request.num_computed)
+    _table_end(self, request, terminal)
+
+
+def _write_where_it_was_found(self: Request, slot: int, slot_from: int, key: bytes, junction: int) -> None:
+    _give_state(self, slot if slot_from < 0 else slot_from, slot_from, key, junction)
+
+
+def _start_from_zero(self: Request, slot: int, slot_from: int, key: bytes, junction: int) -> None:
+    _give_state(self, slot, -1, key, junction)
+
+
+def _forget_all_but_states(self: BlockPool) -> None:
+    names = {name: b for name, b in self._by_name.items() if self._group[b] == self.groups.state and b in self._idle}
+    self._by_name = {name: block for name, block in self._by_name.items() if name not in names}
+    standing, self.standing = self.standing, {k: dict(v) for k, v in self.standing.items()}
+    idle = {block: self._idle.pop(block) for block in names.values()}
+    _forget_all(self)
+    self._idle.update(idle)
+    self._num_idle_pages = self.num_in(idle)
+    self._by_name.update(names)
+    self.standing = standing
+
+
+def _advance_over_all_draft_tokens(self: FakeWorker, state: FakeRow, draft_tokens: list[int]) -> list[int]:
+    tokens = _speculate(self, state, draft_tokens)
+    self._write_state(state.state, state.states[-1])
+    return tokens
+
+
+def _keep_too_far(self: Request, start: int, end: int, interval: int) -> list[int]:
+    return [end + 1] if end < len(self.ids) else []
+
+
+def _drop_the_block_alone(self: BlockPool, block: int, *, with_states: bool = True) -> None:
+    _drop_key(self, block, with_states=False)
+
+
+def _poison_blocks_only(request: Request, pool: BlockPool, loads: Loads | None, table: RequestTable) -> None:
+    snapshots, request.snapshots = request.snapshots, []
+    _poison(request, pool, loads, table)
+    request.snapshots = snapshots
+
+
 def _nothing(*_: object) -> None:
     """Replaces a method by nothing."""
 
@@ -448,6 +520,21 @@ MUTANTS: dict[str, Patch] = {
     "a table grows in one group only": (PlanBuilder, "grow", _grow_only_one_group),
     "a block is freed in part": (BlockPool, "_empty_out", _free_the_first_page),
     "pages of a block leak": (BlockPool, "_empty_out", _free_all_but_one_page),
+    "a state is found at the next position": (PrefixCache, "find", _find_behind_the_state),
+    "a state of other tokens is found": (_Lookup, "_key_behind", _any_state_behind_the_block),
+    "a prefix is found without its state": (_Lookup, "longest_state", _find_without_state),
+    "a state is found before its pass": (Planner, "_keep", _commit_while_planning),
+    "a state is named by the applied position": (Request, "settle_end", _nothing),
+    "a state is found while it is written": (RequestTable, "end", _commit_the_state_in_flight),
+    "a state is written where it was found": (Request, "give_state", _write_where_it_was_found),
+    "a state that was found is not read": (Request, "give_state", _start_from_zero),
+    "a state outlives a dropped pass": (Request, "spoil", _nothing),
+    "a state outlives its worker": (BlockPool, "forget_all", _forget_all_but_states),
+    "a state moves on over rejected draft tokens": (FakeWorker, "_speculate", _advance_over_all_draft_tokens),
+    "tokens behind the end are not noted": (Request, "run_on", _nothing),
+    "a state is kept where nothing was computed": (Request, "keep_positions", _keep_too_far),
+    "a state outlives the block before it": (BlockPool, "_drop_key", _drop_the_block_alone),
+    "a poisoned state is found": (scheduler, "poison", _poison_blocks_only),
 }
 
 

@@ -13,15 +13,18 @@ from .stores import TierOptions
 BLOCK_SIZE = 4
 _TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free", "disk"), ("host", "free")]
 
+Kind = Literal["full", "window", "chunk", "state"]
+
 
 def _draw_groups(rng: Random) -> Groups:
-    """One to three groups of any kinds and sizes."""
-    kinds: list[Literal["full", "window", "chunk"]] = rng.choices(["full", "window", "chunk"], k=rng.randint(1, 3))
+    """One to three groups of any kinds and sizes; half of them have recurrent states."""
+    num, has_state = rng.randint(1, 3), rng.random() < 0.5
+    kinds: list[Kind] = rng.choices(["full", "full", "window", "chunk"], k=num - has_state)
     shapes = []
-    for kind in kinds:
-        span = 0 if kind == "full" else rng.choice([1, 3, 4, 6, 8, 9, 17])
+    for kind in [*kinds, *(["state"] if has_state else [])]:
+        span = rng.choice([1, 3, 4, 6, 8, 9, 17]) if kind in ("window", "chunk") else 0
         shapes.append(GroupShape(kind, span, rng.randint(1, 6)))
-    return Groups(shapes)
+    return Groups(shapes, interval=BLOCK_SIZE * rng.choice([1, 2, 4, 100]))
 
 
 class Setting:

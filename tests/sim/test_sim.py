@@ -40,6 +40,8 @@ COVERED = {
     "several choices": 1000,
     "several groups": 200,
     "several groups, cached tokens": 1500,
+    "states found": 200,
+    "states kept": 300,
     "steps after one without memory": 500,
     "steps without memory": 500,
     "stop strings": 100,
