@@ -69,6 +69,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "persimmon": ("PersimmonConfig", {}),
 }
 """Kind → its config class and the fields that differ from COMMON."""
 

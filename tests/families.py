@@ -141,7 +141,10 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
 }
 
 # Served by descriptions only: the fallback has no attention of their kind.
-ONLY_DESCRIBED = {"gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+ONLY_DESCRIBED = {
+    "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
+    "mpt", "nemotron", "stablelm",
+}  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.
 ONLY_WEIGHTS_TELL = {"roberta"}

@@ -17,8 +17,8 @@ from pagewire import LLM, SamplingParams
 pytestmark = pytest.mark.slow
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
-FALLBACK = ["gemma2", "gpt_neox"]
-EVERY_TIME = ["llama", "qwen3", "gpt_neox"]  # the others run with `make test-long`
+FALLBACK = ["persimmon"]
+EVERY_TIME = ["llama", "qwen3", "persimmon"]  # the others run with `make test-long`
 NUM_PROMPTS = 64
 MAX_TOKENS = 36
 MAX_LEN = 640

@@ -58,7 +58,7 @@ def test_embeddings_of_a_decoder_with_chunked_prefill(tmp_path: Path, kind: str,
     assert (scheduler.counters.num_cached_tokens > 0) == (pooling == "lasttoken")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # a native architecture and one of the fallback
+@pytest.mark.parametrize("kind", ["qwen2", "persimmon"])  # a native architecture and one of the fallback
 def test_a_generative_model_also_makes_embeddings(tmp_path: Path, kind: str) -> None:
     folder = made.make_decoder(tmp_path / "m", kind, pooling=None, bare=False)
     llm = load(folder)

@@ -104,7 +104,7 @@ class KvCache:
         self.storage[self.zero_page].zero_()
         self._num_bytes = self.storage.nbytes
         # Copying words is several times as fast as copying bytes.
-        self.words = self.storage.view(torch.int64)
+        self.words = self.storage.view(torch.int64) if groups.page_bytes else self.storage
         self.pages: list[tuple[Tensor, Tensor]] = []
         self.states: list[Tensor] = []
         self.tables = tuple(place.table for place in groups.places[: len(shape.layers)])

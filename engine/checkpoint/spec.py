@@ -141,6 +141,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
             decoder = describe(architecture, Fields(whole.raw | tied, whole.file))
         except NotDescribedError as error:
             why = f"it has {error}"
+    if decoder is not None and decoder.most_positions is not None:
+        max_position = min(max_position, decoder.most_positions)
     return ModelSpec(
         architecture=architecture,
         model_type=config.text("model_type", ""),

@@ -63,7 +63,7 @@ def layers_of(program: Program) -> list[Layer]:
     kinds = [type(op.args) for op in (*first, *last)]
     embed = program.ops[0].args
     is_plain = kinds == [Embed, Normalize] and isinstance(embed, Embed) and embed.scale == 1.0
-    if not is_plain or program.head_scale != 1.0 or program.head_softcap or program.head_project is not None:
+    if not is_plain or program.head_scale != 1.0 or program.head_softcap or program.head_project or program.head_bias:
         raise UnknownLayerError("the kernels have no such embedding or head")
     layers = [_layer(ops) for ops in rest]
     if len({(layer.rope, layer.attend.heads, layer.attend.kv_heads, layer.attend.head_dim) for layer in layers}) > 1:

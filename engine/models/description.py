@@ -391,3 +391,11 @@ class Decoder(Data):
     head: Head
     prefixes: tuple[str, ...]  # of the body's names; the first under which the embedding's table exists
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
+
+    @property
+    def most_positions(self) -> int | None:
+        """The length beyond which longrope uses other frequencies, for all positions; None: there is none."""
+        bodies = (branch.body for block in self.blocks for layer in block.sublayers for branch in layer.branches)
+        ropes = (body.rope for body in bodies if isinstance(body, Attention | LatentAttention))
+        limits = {rope.original for rope in ropes if rope is not None and rope.kind == "longrope"}
+        return min(limits, default=None)

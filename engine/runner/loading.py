@@ -24,7 +24,6 @@ from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.layers import UnknownLayerError, layers_of
 from ..models.cut import cut, share
-from ..models.description import Attention, Decoder, LatentAttention
 from ..models.lower import lower
 from ..models.program import Mixture, Program
 from ..parallel.collectives import Group
@@ -206,27 +205,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None
 
 
-def longrope_limit(decoder: Decoder | None) -> int:
-    """The positions up to which longrope keeps its frequencies; 0: the model has no longrope."""
-    ropes = [
-        branch.body.rope
-        for block in (() if decoder is None else decoder.blocks)
-        for sublayer in block.sublayers
-        for branch in sublayer.branches
-        if isinstance(branch.body, Attention | LatentAttention)
-    ]
-    return min((rope.original for rope in ropes if rope is not None and rope.kind == "longrope"), default=0)
-
-
 def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError for lengths at which the model's position embeddings change, and if the rotary tables of a
-    declared length would not fit into memory."""
-    if (original := longrope_limit(spec.decoder)) and config.max_model_len > original:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len}: beyond {original} positions the model's longrope position "
-            f"embeddings use other frequencies, which pagewire does not compute. Choose --max-model-len {original} or "
-            f"less."
-        )
+    """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
     table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
     if table > (free := available_memory()):
         raise ConfigError(

@@ -76,10 +76,11 @@ class NativeLatent:
         """block_table: int32, context_lens and query_lens: int64. rounds: queries and weights are rounded to bfloat16,
         as a cache of bfloat16 is."""
         _, block_size, width = pages.shape
-        assert pages.is_contiguous() and query.is_contiguous(), (pages.stride(), query.stride())
+        assert pages[0].is_contiguous() and query.is_contiguous(), (pages.stride(), query.stride())
         cache = Pages(
             keys=pages.data_ptr(), values=pages.data_ptr(), heads=self.fields.heads, kv_heads=1, dim=width,
             block_size=block_size, scale=scale, bf16=pages.dtype == torch.bfloat16, rounds=rounds,
+            page_stride=pages.stride(0) * pages.element_size(),
         )  # fmt: skip
         out = torch.empty_like(query)
         self._kernels.attend(

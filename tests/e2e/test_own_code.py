@@ -58,7 +58,7 @@ def test_no_code_in_a_model_folder_is_run(tmp_path: Path) -> None:
     folders = {
         "native": _folder(tmp_path / "native", "llama"),
         "unknown": _folder(tmp_path / "unknown", "llama", model_type="evil", architectures=["EvilForCausalLM"]),
-        "fallback": _folder(tmp_path / "fallback", "gpt_neox"),
+        "fallback": _folder(tmp_path / "fallback", "persimmon"),
         "encoder": _folder(tmp_path / "encoder", "llama", model_type="evil", architectures=["EvilModel"]),
         "tokens": _folder(tmp_path / "tokens", "llama"),
     }

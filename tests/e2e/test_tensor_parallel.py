@@ -137,12 +137,12 @@ def test_one_rank_may_be_bound_as_well(start: Callable[..., Server]) -> None:
 def test_an_architecture_of_the_fallback_is_refused_once_for_all_ranks(
     tmp_path: Path, start: Callable[..., Server]
 ) -> None:
-    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "persimmon"))
     server = start(str(folder), "--tensor-parallel-size", "2")
     assert server.process.wait(60) == 2
     (line,) = server.log.read_text().strip().splitlines()
     assert line.startswith("pagewire: --tensor-parallel-size needs a model that pagewire describes; ")
-    assert "GPTNeoXForCausalLM" in line
+    assert "PersimmonForCausalLM" in line
 
 
 @pytest.mark.long

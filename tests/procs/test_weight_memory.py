@@ -21,7 +21,7 @@ def test_a_segment_for_each_rank_where_the_c_kernels_compute(tmp_path: Path) -> 
             assert len(fds) == num_ranks and len({os.fstat(fd).st_ino for fd in fds}) == num_ranks
             assert not any(os.get_inheritable(fd) for fd in fds), "only workers get them"
             close_segments(fds)
-        assert new_segments(engine_config(make_checkpoint(tmp_path / "gemma2", "gemma2"))) == []
+        assert new_segments(engine_config(make_checkpoint(tmp_path / "persimmon", "persimmon"))) == []
     with machine(TORCH):
         assert new_segments(engine_config(make_checkpoint(tmp_path / "qwen3", "qwen3"))) == []
 

@@ -71,7 +71,10 @@ def test_has_kernels_depends_on_the_block_size():
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantized with bitsandbytes, .* reads fp8, compressed-tensors .*, and awq"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantized with bitsandbytes, .* fp8, mxfp4, compressed-tensors .*, and awq",
+        ),
         ({}, "quantized with None"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, r"of fp8 that .*: Invalid enum value 'e5m2' - at `\$\.fmt`"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of 0 x 128"),

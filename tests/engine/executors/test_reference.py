@@ -186,7 +186,7 @@ def reference(op: Op, widths: Sequence[int], case: Case, group: Group) -> Refere
     weights.matrices = {key: (TorchMatrix(values),) for key, values in case.matrices.items()}
     weights.vectors = case.vectors
     program = Program(
-        (op,), tuple(widths), op.outs[0], matrix("head", 1, 8), 1.0, 0.0, None, tiles=(), hidden=8, vocab=40
+        (op,), tuple(widths), op.outs[0], matrix("head", 1, 8), None, 1.0, 0.0, None, tiles=(), hidden=8, vocab=40
     )
     cpu, float32 = torch.device("cpu"), torch.float32
     return Reference(program, weights, max_len=64, dtype=float32, weight_dtype=float32, device=cpu, group=group)
@@ -242,4 +242,6 @@ def test_an_operation_computes_its_formula(name: str, margin: int, fixed: bool) 
 
 def test_every_operation_has_a_case_or_a_test_of_its_own() -> None:
     covered = {type(case.args).__name__ for case in CASES.values()}
-    assert covered | {"Attend", "Mixture"} == {kind.__name__ for kind in Args.__args__ if issubclass(kind, Data)}
+    assert covered | {"Attend", "AttendLatent", "Mixture"} == {
+        kind.__name__ for kind in Args.__args__ if issubclass(kind, Data)
+    }

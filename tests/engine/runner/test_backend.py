@@ -90,9 +90,9 @@ def test_8_and_4_bits_are_near_and_need_a_native_architecture(kind, quantization
     distances = [abs(exact - rounded) for exact, rounded in zip(*found, strict=True)]
     assert 0 < sum(distances) / len(distances) < most
     with pytest.raises(
-        ConfigError, match="--quantization needs a model that pagewire describes; transformers runs Gemma2"
+        ConfigError, match="--quantization needs a model that pagewire describes; transformers runs Persimmon"
     ):
-        LLM(str(checkpoint("gemma2")), quantization=quantization)
+        LLM(str(checkpoint("persimmon")), quantization=quantization)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -24,7 +24,7 @@ def check(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen3", "qwen3_moe", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen3", "qwen3_moe", "mixtral", "phi3", "persimmon"])
 def test_the_forecast_equals_the_measured_memory(
     kind: str, dtype: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
 ) -> None:

@@ -42,7 +42,7 @@ def test_a_start_imports_nothing_that_takes_a_second(quantization, checkpoint):
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "persimmon"])
 def test_a_damaged_file_is_named_by_native_models_and_the_fallback(kind, checkpoint, resolved, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     file = folder / "model.safetensors"

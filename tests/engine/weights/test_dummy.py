@@ -37,9 +37,9 @@ def test_every_native_architecture_runs_with_dummy_weights(kind: str, tmp_path: 
 
 
 def test_the_fallback_refuses_dummy_weights(tmp_path: Path) -> None:
-    checkpoints.make_checkpoint(tmp_path, "gemma2")
+    checkpoints.make_checkpoint(tmp_path, "persimmon")
     vocabulary.add_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"dummy needs a model that pagewire describes; transformers runs Gemma2"):
+    with pytest.raises(ConfigError, match=r"dummy needs a model that pagewire describes; transformers runs Persimmon"):
         LLM(str(tmp_path), load_format="dummy")
 
 

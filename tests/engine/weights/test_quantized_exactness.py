@@ -141,8 +141,8 @@ def test_two_ways_of_being_narrow_go_together(quantization, make):
 
 
 def test_the_fallback_refuses_quantized_checkpoints(make):
-    quantized, _ = make("phi3", "fp8-tensor")
+    quantized, _ = make("persimmon", "fp8-tensor")
     with pytest.raises(
-        ConfigError, match=r"A quantized checkpoint needs a model that pagewire describes; .* runs Phi3ForCausalLM"
+        ConfigError, match=r"A quantized checkpoint needs a model that pagewire describes; .* runs PersimmonForCausalLM"
     ):
         _tokens(quantized)
