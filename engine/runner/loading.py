@@ -121,6 +121,8 @@ def load_model(
         backend = replace(backend, note=f"{backend.note}, because {why}")
     if spec.scheme is not None:
         backend = replace(backend, note=f"{backend.note}; {spec.scheme.note}{'' if is_kept else ', widened'}")
+    if is_native(spec):
+        backend = replace(backend, note=backend.note + _unread(config, spec))
     return HostModel(
         model=model,
         backend=backend,
@@ -286,6 +288,18 @@ def _on_device(
         graphs=graphs,
         note=f"Triton kernels, {config.dtype}" + ("" if spec.scheme is None else f"; {spec.scheme.note}"),
     )
+
+
+def _unread(config: EngineConfig, spec: ModelSpec) -> str:
+    """What the start says of tensors that are not for text. Reads headers only."""
+    assert spec.decoder is not None
+    if not spec.decoder.ignored or config.load_format == "dummy":
+        return ""
+    with open_checkpoint(Path(config.model.path)) as reader:
+        found = check_weights(reader, spec.decoder, spec.scheme)
+    if not found.skipped:
+        return ""
+    return f"; {found.skipped:,} tensors that are not for text ({size(found.skipped_bytes)}) are not read"
 
 
 def program_of(spec: ModelSpec, rank: int, size: int) -> Program:

@@ -23,8 +23,9 @@ def text_fields(c: Fields) -> Fields:
     inner = c.part("text_config") or c.part("llm_config")
     if inner is None:
         return c
-    shared = {name: c.raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in c}
-    return Fields(shared | inner.raw, c.file)
+    types = {name: c.raw[name] for name in ("dtype", "torch_dtype") if name in c}
+    tied = {name: c.raw[name] for name in ("tie_word_embeddings",) if name in c}  # the wrapper's heads are in question
+    return Fields(types | inner.raw | tied, c.file)
 
 
 def describe(architecture: str, c: Fields) -> Decoder | None:

@@ -237,3 +237,35 @@ def test_longrope_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
     make_model(tmp_path, "Phi3Config", {**_LONGROPE, "sliding_window": None})
     with pytest.raises(ConfigError, match=r"--max-model-len 257 is more than the 256 tokens"):
         Runner.load(engine_config(tmp_path, max_model_len=257))
+
+
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (
+        {**_WINDOW, "num_hidden_layers": 7},
+        {**_VISION, "image_size": 28, "patch_size": 14, "vision_use_head": False},
+        {"mm_tokens_per_image": 4},
+    ),
+    "Mistral3": ({}, {**_VISION, "image_size": 28, "patch_size": 14, "head_dim": 8}, {}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_serves_its_text(name: str, tmp_path: Path) -> None:
+    """The tensors of its vision tower are not read, and the start says how many they are."""
+    text, vision, rest = WRAPPERS[name]
+    text = {**COMMON, "head_dim": 16, **text}
+    torch.manual_seed(3)
+    config: Any = getattr(transformers, f"{name}Config")
+    made: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = made(config(text_config=text, vision_config=vision, **rest))
+    model.eval().save_pretrained(tmp_path)
+    runner = Runner.load(engine_config(tmp_path))
+    assert "tensors that are not for text" in "\n".join(runner.notes)
+    runner.open_cache(64)
+    prompt = list(range(5, 75))
+    request = Request(prompt, max_new=6)
+    Driver(runner, 64).run([request], chunk=32)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == request.output
