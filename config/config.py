@@ -393,7 +393,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     wide_bytes: int = 0  # about what the tensors take if they are not quantized, in `checkpoint_dtype`
     fingerprint: str = ""  # hex; differs if weights or config differ
     is_native: bool = True  # run by our own layers; else by transformers' model
-    head_dim: int = 64
+    attends_in_c: bool = True  # the C kernels have the attention of all its layers
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
@@ -481,7 +481,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
         changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
         16 or 8 bits amplify these differences."""
-        if self.deterministic or (self.runs_in_c and self.model.head_dim % 16 == 0):
+        if self.deterministic or (self.runs_in_c and self.model.attends_in_c):
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
         return "float32" if is_wide else "none"

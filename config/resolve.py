@@ -191,6 +191,8 @@ def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFact
             raise ConfigError(f"--deterministic excludes {flag}, {tail}; leave one of them out.")
     if not model.is_native:
         raise ConfigError(f"--deterministic is not there for {model.name}, which runs in transformers, {tail}.")
+    if on_cpu and not model.attends_in_c:
+        raise ConfigError(f"--deterministic is not there for {model.name}, whose attention runs in torch, {tail}.")
     if on_cpu and not machine.usable_levels:
         raise ConfigError(
             f"--deterministic needs the C kernels on a CPU, but {_NO_LEVEL}: without them torch computes, {tail}."

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
-from ..models.description import Decoder
+from ..models.description import Attention, Decoder, LatentAttention
 from ..models.families import describe, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
@@ -191,9 +191,24 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         wide_bytes=wide_bytes,
         fingerprint=key,
         is_native=is_native(spec),
-        head_dim=spec.head_dim,
+        attends_in_c=spec.decoder is None or _attends_in_c(spec.decoder),
         sampling=spec.sampling,
         purpose=spec.purpose,
+    )
+
+
+def _attends_in_c(decoder: Decoder) -> bool:
+    """Whether the C kernels have the attention of all layers (`attention.native`)."""
+    bodies = [branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches]
+    if any(isinstance(body, LatentAttention) for body in bodies):
+        return False
+    return all(
+        body.head_dim % 16 == 0
+        and body.value_dim == body.head_dim
+        and body.reach.kind != "chunk"
+        and body.alibi is None
+        for body in bodies
+        if isinstance(body, Attention)
     )
 
 

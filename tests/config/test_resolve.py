@@ -63,7 +63,7 @@ def test_defaults_on_a_cpu() -> None:
         ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "exact")),
         ({"checkpoint_dtype": "bfloat16", "wide_bytes": 900}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "float32"}, ("float32", "float32", "compiled", "exact")),
-        ({"checkpoint_dtype": "bfloat16", "head_dim": 20}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
+        ({"checkpoint_dtype": "bfloat16", "attends_in_c": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
         ({}, {}, {"cpu_kernels": "torch", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "torch", "none")),
         ({"checkpoint_dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
@@ -161,6 +161,7 @@ def test_bfloat16_instructions_change_no_setting(
         ({"speculative": "ngram"}, GPU, {}, "excludes --speculative, .* leave one of them out"),
         ({"tensor_parallel_size": 2}, GPU, {}, "excludes --tensor-parallel-size, .* leave one of them out"),
         ({}, {}, {"is_native": False}, "is not there for m, which runs in transformers"),
+        ({}, {}, {"attends_in_c": False}, "is not there for m, whose attention runs in torch"),
     ],
 )
 def test_deterministic_names_what_excludes_it(

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import checkpoints
+import families
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagewire.config.config import Config, MachineFacts, SamplingDefaults
 from pagewire.config.flags import make_config
@@ -244,3 +246,16 @@ def test_folders_without_a_readable_config_are_refused(tmp_path):
 def test_reading_a_spec_does_not_import_torch_or_numpy():
     code = "import sys, pagewire.engine.checkpoint.spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("llama", True), ("gemma4_text", True), ("gpt_oss", True), ("bloom", False), ("llama4_text", False),
+     ("deepseek_v3", False)],
+)  # fmt: skip
+def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, expected, tmp_path):
+    config = families.tiny_config(kind)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [names]}))
+    spec = read_spec(tmp_path)
+    assert spec.decoder is not None and model_facts(spec, tmp_path, "tiny").attends_in_c is expected
