@@ -246,6 +246,19 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**_VISION, "image_size": 28, "patch_size": 14, "vision_use_head": False},
         {"mm_tokens_per_image": 4},
     ),
+    "Gemma4": (
+        {
+            **_WINDOW,
+            "num_hidden_layers": 6,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+        {**_VISION, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 14},
+        {"audio_config": None},
+    ),
     "Mistral3": ({}, {**_VISION, "image_size": 28, "patch_size": 14, "head_dim": 8}, {}),
 }
 
