@@ -40,6 +40,7 @@ _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 _HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
 _LINGER_MS = 500  # how long closing waits for queued messages to be sent
 _BEATS = 4  # heartbeats of a watched connection within its `silence_s`
+_RETRY_MS = 10  # between attempts to reach a mailbox that is watched
 
 
 class Keys(Struct, frozen=True):
@@ -181,6 +182,8 @@ class ZmqContext:
         socket = self._socket(zmq.PUSH, address)
         beat_ms = max(1, int(1000 * silence_s / _BEATS))
         socket.heartbeat_ivl, socket.heartbeat_timeout = beat_ms, (_BEATS - 1) * beat_ms
+        # A process that ends before it was reached is not missed, and it may be ready a moment after it binds.
+        socket.reconnect_ivl = _RETRY_MS
         monitor = socket.get_monitor_socket(EVENTS)
         self._sockets.append(monitor)
         socket.connect(address)
