@@ -2,7 +2,7 @@
 against it. They also use it for the operations that they lack."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,7 @@ class Step:
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     attention: AttentionBackend
+    rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cosines and sines of the positions
 
 
 class Registers:
@@ -218,7 +219,9 @@ class Reference:
         assert isinstance(args, Rotate)
         x = registers.get(op.ins[0])
         heads = x.view(x.shape[0], args.heads, -1)
-        cos, sin = self.rotary[args.rope].at(step.positions)
+        if args.rope not in step.rotary:
+            step.rotary[args.rope] = self.rotary[args.rope].at(step.positions)
+        cos, sin = step.rotary[args.rope]
         last = args.first + args.rope.dims
         turning = heads[..., args.first : last]
         turned = torch.addcmul(turning * cos, turning.roll(args.rope.dims // 2, -1), sin)

@@ -249,7 +249,7 @@ def prenorm(*pairs: tuple[Norm, Body]) -> Block:
 
 
 def sandwich(*triples: tuple[Norm, Body, Norm]) -> Block:
-    """As `prenorm`, with a norm of what is added."""
+    """Two norms a sublayer: one of what it reads, one of what it adds to the stream."""
     return Block(tuple(Sublayer((Branch(body),), norm, post) for norm, body, post in triples))
 
 
@@ -302,7 +302,7 @@ def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
 
 
 def equal_heads(c: Fields) -> tuple[int, int, int]:
-    """As `heads_of`, for families without grouped heads or a head size of their own."""
+    """(query heads, key/value heads, head size) where both are as many and the size is hidden_size / heads."""
     h, heads = c.size("hidden_size", "n_embd", "n_embed", "d_model"), c.size("num_attention_heads", "n_head", "n_heads")
     return heads, heads, c.divided("hidden numbers", h, "attention heads", heads)
 

@@ -200,7 +200,7 @@ def hybrid(**more: object) -> tuple[Scheduler, FakeWorker]:
 
 
 def drain_ahead(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
-    """As `drain`, but with as many plans in flight as allowed."""
+    """Plans and applies until nothing is left, with as many plans in flight as allowed."""
     outputs: dict[int, list[Tokens]] = {}
     results: list[StepResult] = []
     while True:

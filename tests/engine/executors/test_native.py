@@ -256,7 +256,7 @@ def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
     states = whole.states(in_c=True)
     expected = [*states, *(whole.model.logits(state) for state in states)]
     for rank in range(2):
-        for ours, theirs in zip(torch.load(tmp_path / f"rank-{rank}.pt"), expected, strict=True):
+        for ours, theirs in zip(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

@@ -87,7 +87,7 @@ def test_each_rank_sums_after_every_sublayer_and_the_embedding() -> None:
 
 
 def test_biased_and_unbiased_projections_are_two_products() -> None:
-    """As Qwen2 with a gate: a bias of the sum is not one of each."""
+    """Queries, keys and values have biases and the gate has none, so they are two products."""
     biased = replace(ATTENTION, **qkvo("", 16, 4, 2, 4, True, out_bias=False), gate=matrix("gate", 16, 16), rope=None)
     assert listed(lower(of(Sublayer((Branch(biased),)))))[1:] == [
         "b = Product(a) 0.0.gate",
@@ -178,7 +178,7 @@ def test_parallel_branches_and_norms_around_them() -> None:
 
 
 def test_a_delayed_branch_is_added_to_a_later_sublayer() -> None:
-    """As LongCat: experts beside a dense sublayer are added one sublayer later."""
+    """The result of a branch with a delay is added one sublayer later (LongCat)."""
     dense = mlp("m.", 16, 8)
     first = Sublayer((Branch(dense), Branch(mlp("slow.", 16, 8), delay=1)))
     found = listed(lower(of(first, Sublayer((Branch(dense),)))))

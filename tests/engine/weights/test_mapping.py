@@ -54,7 +54,7 @@ def test_weights_follow_each_other_in_a_matrix() -> None:
 
 
 def test_runs_and_strided_parts_of_one_tensor() -> None:
-    """As queries, keys and values that alternate by head, of 3 heads of 2 rows."""
+    """A tensor in which queries, keys and values alternate by head: 3 heads of 2 rows."""
     whole = torch.randn(18, 8)
     for first in (0, 2, 4):
         target = Matrix("m", (rows_of("qkv", 2, 8, first=first, every=6, times=3),))
