@@ -21,6 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...kernels.states import Tiles
 from .cache_groups import FULL, CacheGroups, Lifetime
 
 _DONTNEED = 4  # Linux: the system takes the memory, which then reads as zero
@@ -83,8 +84,8 @@ class KvCache:
     `pages[tile]` is (keys, values) of a layer: [num_pages + 1, block_size, kv_heads, dim], or if `head_major`
     [num_pages + 1, kv_heads, block_size, dim], so that a head's keys in a block are contiguous. Pages are
     `groups.page_bytes` apart; within a page keys and values are each contiguous. A position's slot is
-    page · block_size + offset. `states[tile]` is [num_pages + 1, …] with the shape of the state. A tile's entries are
-    its own only in the pages of its block table, `tables[tile]` or `state_tables[tile]`.
+    page · block_size + offset. A tile's entries are its own only in the pages of its block table, `tables[tile]`.
+    `state_tiles` says where states are.
     """
 
     def __init__(
@@ -106,16 +107,27 @@ class KvCache:
         # Copying words is several times as fast as copying bytes.
         self.words = self.storage.view(torch.int64) if groups.page_bytes else self.storage
         self.pages: list[tuple[Tensor, Tensor]] = []
-        self.states: list[Tensor] = []
         self.tables = tuple(place.table for place in groups.places[: len(shape.layers)])
-        self.state_tables = tuple(place.table for place in groups.places[len(shape.layers) :])
+        self._state_tiles: dict[tuple[int, int, int], Tiles] = {}
         for tile, place in zip(shape.layers, groups.places, strict=False):
             inner = (tile.kv_heads, block_size) if head_major else (block_size, tile.kv_heads)
             keys = self._view(place.offset, (*inner, tile.head_dim), shape.dtype)
             after_keys = place.offset + keys[0].numel() * keys.element_size()
             self.pages.append((keys, self._view(after_keys, (*inner, tile.value_dim), shape.dtype)))
-        for state, place in zip(shape.states, groups.places[len(shape.layers) :], strict=True):
-            self.states.append(self._view(place.offset, state.shape, state.dtype))
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        """As of `AttentionBackend`."""
+        key = first, count, per_tile
+        if key not in self._state_tiles:
+            begin = len(self.shape.layers) + first
+            places = self.groups.places[begin : begin + count]
+            assert len(places) == count, (key, len(self.shape.states))
+            self._state_tiles[key] = Tiles(
+                shelves=torch.tensor([place.shelf for place in places], dtype=torch.int32),
+                offsets=torch.tensor([place.offset for place in places], dtype=torch.int64),
+                per_tile=per_tile,
+            )
+        return self._state_tiles[key]
 
     def _view(self, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Numbers of this size in every page, `offset` bytes from its beginning."""

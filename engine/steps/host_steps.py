@@ -82,7 +82,7 @@ class HostSteps(ImmediateSteps):
         device, rows = self._device, self._rows
         speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
         draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
-        step = step_inputs(plan, rows, draft_tokens, block_size=self._config.block_size, device=device)
+        step = step_inputs(plan, rows, draft_tokens, cache=self._cache)
         if step.fresh_pages is not None:
             self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
@@ -98,7 +98,7 @@ class HostSteps(ImmediateSteps):
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
         )
         rows.num_computed[step.rows] += step.counts
-        rows.keep_states(step.rows)
+        rows.advance_states(step.rows)
         samples = step.sampled
         if not len(samples.rows):
             return Sampled(prompt, vectors=vectors)
