@@ -101,6 +101,12 @@ def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
     return replace(spec, scheme=GgufScheme(tuple(types)) if types else None)
 
 
+_POSITIONS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length",
+)  # fmt: skip
+_MOST_RECURRENT = 1 << 17  # positions of a model without attention, whose config sets no limit
+
+
 def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelSpec:
     """folder: with more files that say what the model is for; None: it generates text."""
     architectures = whole.raw.get("architectures")
@@ -113,7 +119,9 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     config = text_fields(whole) if architecture in pages() else whole
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
     num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
-    num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
+    # Recurrent models may have no heads; their number only serves estimates then.
+    num_heads = config.size(*heads, default=max(1, hidden_size // 64) if architecture in pages() else None)
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
@@ -122,11 +130,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     head_dim = config.size("head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
-    max_position = config.size(
-        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len",
-        "seq_length",
-        default=2048, most=MAX_POSITIONS,
-    )  # fmt: skip
+    max_position = config.size(*_POSITIONS, default=2048, most=MAX_POSITIONS)
     rope_kind, original = _rope(config, max_position)
     if folder is None:
         purpose = Purpose(size=hidden_size)
@@ -141,6 +145,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
             decoder = describe(architecture, Fields(whole.raw | tied, whole.file))
         except NotDescribedError as error:
             why = f"it has {error}"
+    if decoder is not None and decoder.is_recurrent and not any(name in config for name in _POSITIONS):
+        max_position = _MOST_RECURRENT
     if decoder is not None and decoder.most_positions is not None:
         max_position = min(max_position, decoder.most_positions)
     return ModelSpec(
