@@ -15,6 +15,7 @@ from ...ipc.messages import StepPlan
 from ...kernels.states import StateRows
 from ..attention.base import AttentionStep
 from ..attention.kv_cache import KvCache
+from .draft_states import DraftStates
 from .rows import Rows
 
 
@@ -43,8 +44,16 @@ class StepInputs:
     attention: AttentionStep
 
 
-def step_inputs(plan: StepPlan, rows: Rows, draft_tokens: NDArray[np.int64], *, cache: KvCache) -> StepInputs:
-    """Changes no row. draft_tokens: [speculative rows] number of draft tokens that stand after each one's ids."""
+def step_inputs(
+    plan: StepPlan,
+    rows: Rows,
+    draft_tokens: NDArray[np.int64],
+    *,
+    cache: KvCache,
+    draft_states: DraftStates | None = None,
+) -> StepInputs:
+    """Changes no row. draft_tokens: [speculative rows] number of draft tokens that stand after each one's ids.
+    draft_states: of models with states, if there are draft tokens."""
     block_size, device = cache.block_size, cache.device
     planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
     counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
@@ -86,7 +95,9 @@ def step_inputs(plan: StepPlan, rows: Rows, draft_tokens: NDArray[np.int64], *, 
             tables=rows.tables[:, planned, : -(-int(ends.max()) // block_size)],
             slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             order=order,
-            states=_states(plan, rows, planned, starts, counts, cache.storage) if rows.has_states else None,
+            states=_states(plan, rows, planned, starts, counts, cache.storage, draft_states)
+            if rows.has_states
+            else None,
             extension=plan.extension,
         ),
     )
@@ -99,13 +110,18 @@ def _states(
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],
     memory: Tensor,
+    drafts: DraftStates | None,
 ) -> StateRows:
     """The pages of the states of `planned` rows, which begin at `starts`."""
     num_pages = rows.state_written.shape[1]
     keep_pages = np.frombuffer(plan.keep_pages, "<i4").reshape(-1, num_pages)
-    place: dict[int, int] = {row: i for i, row in enumerate(planned.tolist())} if len(keep_pages) else {}
-    keep_rows = np.array([place[row] for row in np.frombuffer(plan.keep_rows, "<i4").tolist()], np.int64)
-    keep_counts = np.frombuffer(plan.keep_positions, "<i4").astype(np.int64) - starts[keep_rows]
+    kept, positions = (np.frombuffer(column, "<i4") for column in (plan.keep_rows, plan.keep_positions))
+    if drafts is not None:
+        kept, positions = np.append(kept, drafts.keep_rows), np.append(positions, drafts.keep_positions)
+        keep_pages = np.concatenate((keep_pages, drafts.pages))
+    place = {row: i for i, row in enumerate(planned.tolist())} if len(kept) else {}
+    keep_rows = np.array([place[row] for row in kept.tolist()], np.int64)
+    keep_counts = positions.astype(np.int64) - starts[keep_rows]
     assert ((keep_counts > 0) & (keep_counts <= counts[keep_rows])).all(), f"step {plan.step} keeps states of no pass"
     by_row = np.lexsort((keep_counts, keep_rows))
     return StateRows(
