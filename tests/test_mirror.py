@@ -47,7 +47,6 @@ ELSEWHERE = {
     "commands.tokenize": "e2e/test_terminal.py: needs a server",
     "commands.top": "commands/test_metrics.py: the numbers; e2e/test_terminal.py the screen",
     "engine.models.description": "engine/executors/test_family_exactness.py: what longrope excludes",
-    "engine.checkpoint.purpose": "test_families.py: every family that transformers knows",
     "engine.checkpoint.support": "test_families.py: every family that transformers knows",
     "engine.core.constraints": "test_constraints.py: with real grammars",
     "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",
