@@ -18,7 +18,6 @@ from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
 from ..models.description import (
     Attention,
-    Body,
     Decoder,
     DeltaNet,
     LatentAttention,
@@ -213,19 +212,15 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         fingerprint=key,
         is_native=is_native(spec),
         attends_in_c=spec.decoder is None or _attends_in_c(spec.decoder),
-        has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in _bodies(spec.decoder)),
+        has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in spec.decoder.bodies),
         sampling=spec.sampling,
         purpose=spec.purpose,
     )
 
 
-def _bodies(decoder: Decoder) -> list[Body]:
-    return [branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches]
-
-
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = _bodies(decoder)
+    bodies = decoder.bodies
     if any(isinstance(body, LatentAttention) for body in bodies):
         return False
     return all(
