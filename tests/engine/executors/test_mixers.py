@@ -1,10 +1,13 @@
 """Every kind of mixer, of odd sizes, in torch and in C, over rows that begin, continue and keep their states."""
 
+import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from decoders import bodies
 from torch import Tensor
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionStep
@@ -15,6 +18,7 @@ from pagewire.engine.executors.native import NativeModel, in_torch
 from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
+from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import (
     Block,
     Body,
@@ -28,12 +32,14 @@ from pagewire.engine.models.description import (
     Norm,
     ShortConv,
     Sublayer,
+    Weight,
 )
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import conv, mamba1, mamba2, matrix, rms, vector
-from pagewire.engine.models.program import State, Vector
+from pagewire.engine.models.program import Embed, State, Vector
 from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.runner.loading import shape_of
+from pagewire.errors import ConfigError
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.library import Kernels
 from pagewire.kernels.cpu.operations import native_ops
@@ -83,25 +89,38 @@ BODIES: dict[str, Body] = {
 }
 
 
+def decoder(body: Body) -> Decoder:
+    """One layer, whose result is added to the embeddings."""
+    sublayer = Sublayer((Branch(body),), rms("in", HIDDEN, 1e-6))
+    table = Embedding(matrix("t", 40, HIDDEN))
+    return Decoder(HIDDEN, 40, table, (Block((sublayer,)),), None, Head(), ("",))
+
+
+def numbers(weight: Weight) -> Iterator[Tensor]:
+    """Random numbers for each row, which depend on its place in the file, so that ranks get parts of one model."""
+    for part in weight.parts:
+        for turn in range(part.times):
+            for row in range(part.count):
+                seed = zlib.crc32(f"{part.name} {part.first + turn * part.every + row}".encode())
+                whole = torch.randn(600, generator=torch.Generator().manual_seed(seed)) / 4
+                yield whole[weight.first_column : weight.first_column + max(1, weight.columns)]
+
+
 class Engine:
     """One layer with a mixer, over two rows."""
 
     def __init__(self, body: Body, *, native: bool) -> None:
-        sublayer = Sublayer((Branch(body),), rms("in", HIDDEN, 1e-6))
-        decoder = Decoder(
-            HIDDEN, 40, Embedding(matrix("t", 40, HIDDEN)), (Block((sublayer,)),), rms("f", HIDDEN, 1e-6), Head(), ("",)
-        )
-        program = lower(decoder)
+        program = lower(decoder(body))
         kernels = Kernels(build.find().load())
         ops = native_ops(kernels) if native else reference_ops()
         packing = Packing(Options(ops=ops, dtype=FLOAT32, weight_dtype=FLOAT32, device=CPU, keeps=False))
-        for number, target in enumerate(program.targets):
+        for target in program.targets:
             values = packing.begin(target)
-            values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(number)) / 4)
+            values.copy_(torch.cat([part for weight in target.weights for part in numbers(weight)]).view(values.shape))
             if isinstance(target, Vector):
                 values.add_(1)
             packing.end(target, -values.abs() if target.weights[0].map == "neg_exp" else values)
-        reference = Reference(
+        self.reference = reference = Reference(
             program, packing.weights, max_len=64, dtype=FLOAT32, weight_dtype=FLOAT32, device=CPU, group=Alone()
         )
         self.cache = KvCache(shape=shape_of(program, FLOAT32), num_pages=20, block_size=16, device=CPU)
@@ -112,6 +131,11 @@ class Engine:
             self.model = NativeModel(reference, vocabulary, self.cache.shape, kernels)
             self.attention = NativePagedAttention(cache=self.cache, ops=ops, kernels=kernels)
             assert not in_torch(self.model, self.attention), "C has every mixer"
+
+    def embed(self, ids: Tensor) -> Tensor:
+        embed = self.reference.program.ops[0].args
+        assert isinstance(embed, Embed)
+        return self.reference.embed(embed, ids)
 
     def step(self, ids: list[int], states: StateRows) -> Tensor:
         counts = states.counts.numpy()
@@ -150,6 +174,39 @@ def test_c_and_torch_agree_and_states_continue(kind: str) -> None:
     first, second = c
     assert torch.equal(first[3:5], second[:2]), "the same tokens after the state that was kept"
     assert not torch.equal(first[0], first[5])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BODIES if not kind.startswith(("mamba1", "lightning"))])
+def test_the_parts_of_two_ranks_add_up(kind: str) -> None:
+    """Without the sums that they exchange, each adds its part to the embeddings."""
+    whole = decoder(BODIES[kind])
+    if kind.startswith("mamba2"):  # three groups are no multiple of two
+        norm = None if "without" in kind else rms("norm", 21, 1e-6, total=42)
+        mixer = mamba2("", HIDDEN, 6, 7, 9, 2 if norm else 1, 4, norm=norm, bias=True, norm_first="first" in kind)
+        whole = decoder(mixer)
+    (body,) = bodies(whole)
+    parts = [next(iter(bodies(cut(whole, rank, 2)))) for rank in range(2)]
+    assert all(type(part) is type(body) and part != body for part in parts)
+    ids = torch.tensor([3, 9, 1, 7, 7, 2, 8])
+    engine = Engine(body, native=True)
+    embeddings = engine.embed(ids)
+    expected = engine.run()[0] - embeddings
+    found = sum(Engine(part, native=True).run()[0] - embeddings for part in parts)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (_MAMBA2, "norms over the heads of 3 groups of Mamba cannot be divided"),
+        (replace(_MAMBA2, norm=None), "2 and the model's 3 groups of Mamba: one must divide the other"),
+        (replace(_DELTA, key_heads=3, value_heads=6), "the model's 3 key heads of the delta rule cannot be divided"),
+        (BODIES["lightning"], "cannot divide layers of the kind Lightning"),
+    ],
+)
+def test_mixers_that_two_ranks_cannot_share(body: Body, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        cut(decoder(body), 0, 2)
 
 
 def test_states_are_tiles_of_some_units() -> None:
