@@ -261,3 +261,18 @@ def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, expected,
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [names]}))
     spec = read_spec(tmp_path)
     assert spec.decoder is not None and model_facts(spec, tmp_path, "tiny").attends_in_c is expected
+
+
+def test_a_recurrent_model_has_neither_heads_nor_a_limit_of_positions(tmp_path):
+    fields = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "torch_dtype": "absent"}
+    absent = dict.fromkeys(("num_attention_heads", "max_position_embeddings", "intermediate_size"), "absent")
+    spec = read_spec(_folder(tmp_path, **fields, **absent))
+    assert spec.decoder.is_recurrent and spec.max_position == 131_072
+    limited = read_spec(_folder(tmp_path, **fields, **absent | {"max_position_embeddings": 512}))
+    assert limited.max_position == 512
+
+
+def test_the_number_of_layers_is_that_of_the_description(tmp_path):
+    fields = {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": "absent"}
+    spec = read_spec(_folder(tmp_path, **fields, hybrid_override_pattern="M-*M"))
+    assert spec.num_layers == 4 and not spec.decoder.is_recurrent
