@@ -1,5 +1,5 @@
-"""Products of GGUF's K types in C: the bits of the reference, near the products of the weights as floats, on every level;
-and matrices whose parts have different types."""
+"""Products of GGUF's K types in C: the bits of the reference, near the products of the weights as floats, on every
+level; and matrices whose parts have different types."""
 
 import gguf
 import gguf_files
