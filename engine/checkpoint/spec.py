@@ -130,10 +130,12 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
 
     config = text_fields(whole) if architecture in pages() else whole
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
-    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
+    is_described = architecture in pages()  # then the description knows the number of layers
+    names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    num_layers = config.size(*names, default=1 if is_described else None, most=MAX_LAYERS)
     heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
     # Recurrent models may have no heads; their number only serves estimates then.
-    num_heads = config.size(*heads, default=max(1, hidden_size // 64) if architecture in pages() else None)
+    num_heads = config.size(*heads, default=max(1, hidden_size // 64) if is_described else None)
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
@@ -167,7 +169,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
-        num_layers=num_layers,
+        num_layers=num_layers if decoder is None else len(decoder.blocks),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

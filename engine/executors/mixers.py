@@ -72,7 +72,7 @@ class Mixers:
     def run(self, args: Mixer, ins: list[Tensor], attention: AttentionBackend) -> Tensor:
         """ins, and the result: [tokens, width]. The states are those of the attention's step."""
         if isinstance(args, GatedNormalize):
-            size, eps = (args.norm.size, args.norm.eps) if args.norm is not None else (0, 0.0)
+            size, eps = (args.norm.size, args.norm.eps) if args.norm is not None else (ins[0].shape[1], 0.0)
             weight = self._weights.vector(args.weight)
             if args.norm is not None and weight is None:
                 weight = self._ones(size)
