@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
-from ..models.description import Attention, Decoder, LatentAttention
+from ..models.description import Attention, Decoder
 from ..models.families import describe, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
@@ -199,16 +199,9 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
 
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = [branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches]
-    if any(isinstance(body, LatentAttention) for body in bodies):
-        return False
+    bodies = (branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches)
     return all(
-        body.head_dim % 16 == 0
-        and body.value_dim == body.head_dim
-        and body.reach.kind != "chunk"
-        and body.alibi is None
-        for body in bodies
-        if isinstance(body, Attention)
+        body.head_dim % 16 == 0 and body.value_dim == body.head_dim for body in bodies if isinstance(body, Attention)
     )
 
 

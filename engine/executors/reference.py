@@ -252,10 +252,11 @@ class Reference:
         both = torch.cat((latent, key), dim=-1)[:, None]
         padding = (0, latent_width(args.rank, args.rope_dim) - both.shape[2])
         query, both = F.pad(query, padding), F.pad(both, padding)
-        attended = step.attention.forward(args.tile, query, both, None, self._latent_attention(args))
+        attended = step.attention.forward(args.tile, query, both, None, self.latent_attention(args))
         return _by_head(self.weights.matrices[args.values.key], attended).flatten(1)
 
-    def _latent_attention(self, args: AttendLatent) -> AttentionParameters:
+    def latent_attention(self, args: AttendLatent) -> AttentionParameters:
+        """The parameters of a layer; the same object for the same layer."""
         if args not in self._attention:
             self._attention[args] = AttentionParameters(scale=args.scale, latent=args.rank)
         return self._attention[args]
