@@ -16,7 +16,16 @@ from msgspec.structs import replace
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
-from ..models.description import Attention, Decoder
+from ..models.description import (
+    Attention,
+    Body,
+    Decoder,
+    DeltaNet,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    ShortConv,
+)
 from ..models.families import describe, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
@@ -26,6 +35,9 @@ from .quantization import GgufScheme, Scheme, read_scheme
 from .support import check_architecture
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+_RECURRENT = DeltaNet, Mamba1, Mamba2, ShortConv, Lightning
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -192,16 +204,22 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         fingerprint=key,
         is_native=is_native(spec),
         attends_in_c=spec.decoder is None or _attends_in_c(spec.decoder),
+        has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in _bodies(spec.decoder)),
         sampling=spec.sampling,
         purpose=spec.purpose,
     )
 
 
+def _bodies(decoder: Decoder) -> list[Body]:
+    return [branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches]
+
+
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = (branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches)
     return all(
-        body.head_dim % 16 == 0 and body.value_dim == body.head_dim for body in bodies if isinstance(body, Attention)
+        body.head_dim % 16 == 0 and body.value_dim == body.head_dim
+        for body in _bodies(decoder)
+        if isinstance(body, Attention)
     )
 
 

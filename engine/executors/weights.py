@@ -100,9 +100,12 @@ class Packing:
     def _pack_stored(self, target: Matrix, parts: Sequence[StoredWeight]) -> kernels.Matrix:
         assert self._ops.quantized is not None
         try:
-            return self._ops.quantized(concatenate(parts), target.use in ("gated", "gated experts"))
+            parts = [concatenate(parts)]
         except ValueError:  # the parts are quantized differently
-            return self._pack(target, torch.cat([part.dequantize(self.options.weight_dtype) for part in parts]))
+            if target.experts:
+                widened = torch.cat([part.dequantize(self.options.weight_dtype) for part in parts])
+                return self._pack(target, widened)
+        return self._ops.quantized(parts, target.use in ("gated", "gated experts"))
 
 
 def shape_of(target: Matrix | Vector) -> tuple[int, ...]:

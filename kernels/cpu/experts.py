@@ -17,7 +17,8 @@ class NativeExperts:
 
     def __init__(
         self, gate_up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], router: RouterFields, *,
-        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, scales_input: bool = False, **between: float,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, scales_input: bool = False,
+        **between: float,
     ) -> None:  # fmt: skip
         """Biases: [experts, rows]. between: the fields of `Map` for what stands between the products of matrices that
         are not gated."""
