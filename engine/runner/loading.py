@@ -13,7 +13,7 @@ from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import FULL, CacheGroups, Lifetime
-from ..attention.kv_cache import KvShape, Tile
+from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
@@ -333,6 +333,7 @@ def shape_of(program: Program, dtype: torch.dtype, *, is_one_group: bool = False
     return KvShape(
         layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
         dtype=dtype,
+        states=tuple(StateTile(state.shape) for state in program.states),
     )
 
 
