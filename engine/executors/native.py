@@ -22,6 +22,7 @@ from ..models.description import Activation
 from ..models.program import (
     Activate,
     Add,
+    AllReduce,
     Attend,
     AttendLatent,
     Clip,
@@ -44,12 +45,13 @@ from ..models.program import (
     View,
     layout,
 )  # fmt: skip
+from ..parallel.collectives import SharedMemoryGroup
 from .native_experts import native_experts
 from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT = range(11)
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM = range(12)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
 _COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
@@ -109,6 +111,8 @@ class NativeModel:
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
+                if isinstance(group := self._reference.group, SharedMemoryGroup):
+                    group.check()
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
@@ -203,6 +207,8 @@ class _Compiler:
                 return self._attend(op, args)
             case AttendLatent() as args:
                 return [self._attend_latent(op, args)]
+            case AllReduce():
+                return self._sum(op)
             case Heat() as args:
                 heat = args.temperature
                 return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
@@ -334,6 +340,12 @@ class _Compiler:
             op, _LATENT, latent=ctypes.addressof(latent.fields), pages=self._address(pages),
             table=self._attention.table(args.tile),
         )  # fmt: skip
+
+    def _sum(self, op: Op) -> list[Operation] | None:
+        group, view = self._reference.group, op.ins[0]
+        if not isinstance(group, SharedMemoryGroup) or view.width != self._program.widths[view.register]:
+            return None
+        return [self._operation(op, _SUM, sum=ctypes.addressof(group.sum_in_c))]
 
     def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int]:
         op = ops[0]

@@ -98,7 +98,7 @@ class Reference:
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
         rounded."""
         self.program, self.weights = program, weights
-        self._weight_dtype, self._device, self._group = weight_dtype, device, group
+        self._weight_dtype, self._device, self.group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers(weights, device)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -139,7 +139,7 @@ class Reference:
     def embed(self, args: Embed, ids: Tensor) -> Tensor:
         """The embeddings of ids. Every rank has those of its own rows; the others are 0."""
         matrix = self.weights.matrix(args.table)
-        if self._group.size == 1 or args.is_whole:
+        if self.group.size == 1 or args.is_whole:
             out = matrix.lookup(ids)
         else:
             local = ids - args.first_id
@@ -296,7 +296,7 @@ class Reference:
 
     def _all_reduce(self, op: Op, registers: Registers, step: Step) -> Tensor:
         x = registers.get(op.ins[0]).contiguous()
-        self._group.all_reduce(x)
+        self.group.all_reduce(x)
         return x
 
 

@@ -3,6 +3,7 @@
 #include "elements.h"
 #include "experts.h"
 #include "latent.h"
+#include "sums.h"
 
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
@@ -28,6 +29,7 @@ enum OpKind {
     OP_HEAT,    /* multiplies in by a factor of its position, in place */
     OP_POSITIONS, /* out += rows of the matrix for the positions + shift */
     OP_LATENT,  /* in, in2, in3: queries, latents, turned keys */
+    OP_SUM,     /* in = its sum over the ranks; in is a whole register */
 };
 
 typedef struct {
@@ -42,6 +44,7 @@ typedef struct {
     const Latent *latent;
     const float *weight, *weight2, *cos, *sin; /* weight2: the keys' norm of OP_ROTATE, the biases of OP_NORM */
     const Pages *pages;
+    const Sum *sum;
     float eps, alpha, beta, limit;
 } Operation;
 
@@ -131,6 +134,7 @@ static void add_positions(const Operation *o, const Step *s)
     pagewire_map(&(Map){.x = out, .y = rows, .out = out, .kind = MAP_ADD, .width = k, .alpha = 1, .beta = 1}, m);
 }
 
+/* Ends early if a sum over the ranks does; the caller knows that from `gives_up`. */
 void pagewire_program(const Operation *ops, long count, const Step *s)
 {
     long m = s->tokens;
@@ -173,6 +177,10 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_LATENT:
             attend_latent(o, s);
+            break;
+        case OP_SUM:
+            if (!pagewire_sum(o->sum, at(s, o->in), m * o->width))
+                return;
             break;
         }
 }

@@ -67,7 +67,7 @@ class Operation(ctypes.Structure):
         *((name, Columns) for name in ("x", "x2", "x3", "out")),
         *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
         *((name, _L) for name in ("every", "shift")),
-        *((name, _P) for name in ("matrix", "experts", "latent", "weight", "weight2", "cos", "sin", "pages")),
+        *((name, _P) for name in ("matrix", "experts", "latent", "weight", "weight2", "cos", "sin", "pages", "sum")),
         *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
     )
 

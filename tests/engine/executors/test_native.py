@@ -26,8 +26,9 @@ from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, Mlp, Reach
+from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, LatentAttention, Mlp, Norm, Reach, Rope
 from pagewire.engine.models.lower import lower
+from pagewire.engine.models.pieces import matrix, vector
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.parallel.rank import RankInfo
@@ -233,16 +234,31 @@ def test_operations_that_c_lacks_run_between_those_that_it_has() -> None:
     assert engine.parts == "C Attend C Attend C"
 
 
+def as_latent(body: Body) -> Body:
+    if not isinstance(body, Attention):
+        return body
+    return LatentAttention(
+        heads=4, nope_dim=12, rope_dim=6, value_dim=10, rank=20, scale=0.2, q=matrix("q", 4 * 18, 48),
+        kv_a=matrix("kv_a", 26, 48), kv_norm=Norm(20, vector("kv_norm", 20)), kv_b=matrix("kv_b", 4 * 22, 20),
+        o=matrix("o", 48, 40), rope=Rope(6),
+    )  # fmt: skip
+
+
+DIVIDED: dict[str, Callable[[Body], Body]] = {"heads with keys": lambda body: body, "latent heads": as_latent}
+
+
 def take_part(rank: int, fd: int, folder: Path) -> None:
     """A rank's process."""
     torch.set_num_threads(1)
     with torch.inference_mode():
         group = join(RankInfo(rank, (0, 1), f"file://{folder}/ranks", fd), 2, torch.device("cpu"))
-        engine = Engine(decoder(), group)
-        states = check(engine)
-        logits = [engine.model.logits(state) for state in states]
-    assert engine.parts == "C AllReduce C AllReduce C AllReduce C AllReduce C AllReduce C"
-    torch.save([*states, *logits], folder / f"rank-{rank}.pt")
+        found = []
+        for change in DIVIDED.values():
+            engine = Engine(decoder(change), group)
+            states = check(engine)
+            found += [*states, *(engine.model.logits(state) for state in states)]
+            assert engine.parts == "C"
+    torch.save(found, folder / f"rank-{rank}.pt")
 
 
 def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
@@ -254,10 +270,12 @@ def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     os.close(fd)
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
-    whole = Engine(decoder())
-    states = whole.states(in_c=True)
-    expected = [*states, *(whole.model.logits(state) for state in states)]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    expected = []
+    for change in DIVIDED.values():
+        whole = Engine(decoder(change))
+        states = whole.states(in_c=True)
+        expected += [*states, *(whole.model.logits(state) for state in states)]
     for rank in range(2):
         for ours, theirs in zip(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
