@@ -20,7 +20,6 @@ from ..models.description import (
     Attention,
     Decoder,
     DeltaNet,
-    LatentAttention,
     Lightning,
     Mamba1,
     Mamba2,
@@ -218,15 +217,9 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
 
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = decoder.bodies
-    if any(isinstance(body, LatentAttention) for body in bodies):
-        return False
     return all(
-        body.head_dim % 16 == 0
-        and body.value_dim == body.head_dim
-        and body.reach.kind != "chunk"
-        and body.alibi is None
-        for body in bodies
+        body.head_dim % 16 == 0 and body.value_dim == body.head_dim
+        for body in decoder.bodies
         if isinstance(body, Attention)
     )
 
