@@ -131,9 +131,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
     "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
-    "llava": ("LlavaForConditionalGeneration", _IMAGES),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
+    "paligemma": ("PaliGemmaForConditionalGeneration", _IMAGES),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", _IMAGES),
     "gemma3n_text": ("Gemma3nForCausalLM", "its last 15 layers share the keys and values of earlier ones"),
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),

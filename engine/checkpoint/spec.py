@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModel
 from ..models.description import Attention, Decoder, LatentAttention
 from ..models.families import describe, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
@@ -141,6 +141,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
             decoder = describe(architecture, Fields(whole.raw | tied, whole.file))
         except NotDescribedError as error:
             why = f"it has {error}"
+            if config is not whole:  # transformers' class of a wrapper computes more than texts
+                raise UnsupportedModel(architecture, why) from None
     if decoder is not None and decoder.most_positions is not None:
         max_position = min(max_position, decoder.most_positions)
     return ModelSpec(

@@ -21,6 +21,7 @@ from .description import (
     Rope,
     Router,
     Sublayer,
+    Temperature,
     Weight,
 )
 from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
@@ -29,6 +30,9 @@ FULL = Reach()
 
 # Tensors of vision and audio towers, which a text model does not read.
 TOWERS = (r"(.*\.)?(visual|vision_(tower|model|encoder)|multi_modal_projector|audio_tower|embed_(vision|audio))\..*",)
+
+# What the text model's names are under in models that also see or hear.
+WRAPPED = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.")
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -386,6 +390,15 @@ def _yarn_scale(given: Fields, factor: float) -> float:
 
 def yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def temperature(c: Fields) -> Temperature | None:
+    """How queries grow with their positions (Ministral 3, Mistral 4)."""
+    given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
+    if "llama_4_scaling_beta" not in given:
+        return None
+    original = given.size("original_max_position_embeddings", most=MAX_POSITIONS)
+    return Temperature(given.number("llama_4_scaling_beta", 0.1), original)
 
 
 def _longrope(c: Fields, given: Fields, dims: int, base: float, longest: int, original: int) -> Rope:

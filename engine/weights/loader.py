@@ -81,6 +81,7 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
     names = Names(decoder, {*present, *(f"{module}.weight" for module in modules)})
     program = lower(decoder)
     shapes = shapes_of([source for target in program.targets for source in names.sources(target)])
+    _turn_experts(reader, names, shapes)
     quantized = _quantized(scheme, modules, shapes, set(present))
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
@@ -103,6 +104,19 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
             raise CheckpointError(f"{name} has 8-bit values, but the checkpoint has no scale for it.")
     order = {name: place for place, name in enumerate(present)}
     return Found(names, order, quantized, len(ignored), sum(reader.num_bytes(name) for name in ignored))
+
+
+def _turn_experts(reader: Reader, names: Names, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Files of one family have stacked experts both ways (Qwen3-VL-MoE): takes them as they are. Square ones are as the
+    others of the file."""
+    present = set(reader.names())
+    stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and name in present}
+    turned = {name: (shape[0], shape[2], shape[1]) for name, shape in stacks.items()}
+    if any(reader.shape(name) == shape != stacks[name] for name, shape in turned.items()):
+        for name, shape in turned.items():
+            if reader.shape(name) == shape:
+                names.turn(name)
+                shapes[name] = shape
 
 
 def load_weights(

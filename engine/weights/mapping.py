@@ -59,6 +59,11 @@ class Names:
         found = [prefix for prefix in decoder.prefixes if prefix + table in present]
         self._prefix = found[0] if found else decoder.prefixes[0]
         self._ignored = re.compile("|".join((_DERIVED, *decoder.ignored)))
+        self._turned: set[str] = set()
+
+    def turn(self, name: str) -> None:
+        """Says that a tensor of experts has rows and columns the other way round than its family's page has them."""
+        self._turned.add(name)
 
     def is_ignored(self, name: str) -> bool:
         return self._ignored.fullmatch(name) is not None
@@ -89,11 +94,12 @@ class Names:
             rows = sum(part.rows for part in parts)
             is_separate = "{e}" in parts[0].name
             for expert in range(weight.experts) if is_separate else (None,):
+                tensor = self.of(_name(parts[0], expert or 0))
                 yield Source(
-                    tensor=self.of(_name(parts[0], expert or 0)),
+                    tensor=tensor,
                     parts=parts,
                     columns=(weight.first_column, weight.first_column + weight.columns),
-                    is_transposed=weight.is_transposed,
+                    is_transposed=weight.is_transposed != (tensor in self._turned),
                     to=(first, first + rows),
                     expert=expert,
                     num_experts=0 if is_separate else weight.experts,

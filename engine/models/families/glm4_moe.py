@@ -1,8 +1,12 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of a head turns, and experts as in DeepSeek-V3."""
 
+from dataclasses import replace
+
 from ..description import Attention, Block, Decoder, Mlp, Moe
 from ..fields import Fields
 from ..pieces import (
+    TOWERS,
+    WRAPPED,
     activation,
     decoder,
     experts_of,
@@ -55,3 +59,10 @@ def glm4_moe(c: Fields) -> Decoder:
         )  # fmt: skip
 
     return decoder(c, block, rms("norm", h, eps), ignored=(later_layers(c),))
+
+
+@family("Glm4vMoeForConditionalGeneration")
+def glm4v_moe(c: Fields) -> Decoder:
+    """The text part."""
+    found = glm4_moe(Fields({"attention_bias": True} | c.raw, c.file))
+    return replace(found, prefixes=WRAPPED, ignored=(*found.ignored, *TOWERS))

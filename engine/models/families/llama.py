@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..description import Attention, Block, Body, Branch, Decoder, Reach, Rope, Sublayer, Temperature
-from ..fields import MAX_POSITIONS, Fields
+from ..fields import Fields
 from ..pieces import (
     FULL,
     TOWERS,
@@ -20,6 +20,7 @@ from ..pieces import (
     qkvo,
     rms,
     rope,
+    temperature,
     window_of,
 )
 from ..registry import family
@@ -27,7 +28,7 @@ from ..registry import family
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 
 
-@family("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
+@family("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 def llama(c: Fields) -> Decoder:
     kind = c.text("model_type", "")
     sizes = heads_of(c, dim=128) if kind == "ministral3" else heads_of(c)
@@ -35,16 +36,8 @@ def llama(c: Fields) -> Decoder:
     bias = c.flag("attention_bias", False)
     return _layers(
         c, sizes, lambda _: rope(c, sizes[2]), lambda _: reach, bias=bias, out_bias=bias,
-        mlp_bias=c.flag("mlp_bias", False), temperature=_temperature(c) if kind == "ministral3" else None,
+        mlp_bias=c.flag("mlp_bias", False), heat=temperature(c) if kind == "ministral3" else None,
     )  # fmt: skip
-
-
-def _temperature(c: Fields) -> Temperature | None:
-    given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
-    if "llama_4_scaling_beta" not in given:
-        return None
-    original = given.size("original_max_position_embeddings", most=MAX_POSITIONS)
-    return Temperature(given.number("llama_4_scaling_beta", 0.1), original)
 
 
 @family("MinistralForCausalLM")
@@ -170,7 +163,7 @@ def _layers(
     out_bias: bool = False,
     mlp_bias: bool = False,
     tied: bool = False,
-    temperature: Temperature | None = None,
+    heat: Temperature | None = None,
     has_late_norms: bool = False,
     form: Literal["gated", "plain"] = "gated",
 ) -> Decoder:
@@ -189,7 +182,7 @@ def _layers(
             **qkvo(at, h, heads, kv_heads, dim, bias, out_bias=out_bias),
             rope=turn(layer),
             reach=reach(layer),
-            temperature=temperature,
+            temperature=heat,
             q_norm=rms(at + "query_layernorm", dim, eps) if has_late_norms else None,
             k_norm=rms(at + "key_layernorm", dim, eps) if has_late_norms else None,
             norm_after_rope=has_late_norms,
