@@ -94,9 +94,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     },
     "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
     "gpt_oss": ({}, SERVED),
-    "granite_swa": ({}, _SINKS),
+    "granite_swa": ({}, SERVED),
+    "granitemoe_swa": ({}, _SINKS),
     **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
-    **{kind: ({}, _MLA) for kind in ("minicpm3", "youtu")},
+    **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("minicpm3", "youtu")},
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
         "uses sparse attention",
@@ -141,7 +142,7 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
 # Served by descriptions only: the fallback has no attention of their kind.
 ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
-    "mpt", "nemotron", "stablelm",
+    "mpt", "nemotron", "stablelm", "granite_swa", "minicpm3", "youtu",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

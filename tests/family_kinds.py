@@ -118,6 +118,11 @@ DENSE: list[Kind] = [
     ("GemmaConfig", {"attention_bias": True, "head_dim": 32, "num_key_value_heads": 1}),
     ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
     ("GraniteConfig", {"embedding_multiplier": 12.0, "attention_bias": True, "mlp_bias": True}),
+    ("GraniteSWAConfig", {**WINDOW, "num_hidden_layers": 5, "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    (
+        "GraniteSWAConfig",
+        {**WINDOW, "layer_rope_theta": [0, 1e4, 5e5], "residual_multiplier": 0.5, "tie_word_embeddings": False},
+    ),
     ("HeliumConfig", {}),
     ("HeliumConfig", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
     ("HunYuanDenseV1Config", {}),
@@ -135,6 +140,8 @@ DENSE: list[Kind] = [
     ("Cohere2Config", {**WINDOW, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.5}),
     ("CohereConfig", {"use_qk_norm": True}),
     ("CohereConfig", {"attention_bias": True, "logit_scale": 2.0}),
+    ("CwmConfig", {**WINDOW, "num_hidden_layers": 5}),
+    ("CwmConfig", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
     ("Exaone4Config", {**WINDOW, "num_hidden_layers": 5}),
     ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     ("Glm4Config", {}),
@@ -172,6 +179,8 @@ DENSE: list[Kind] = [
     ("Phi3Config", {"sliding_window": None}),
     ("Phi3Config", {"sliding_window": 24, "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     ("Phi3Config", LONGROPE),
+    ("PhiConfig", {}),
+    ("PhiConfig", {"partial_rotary_factor": 0.25, "num_key_value_heads": 4}),
     ("StableLmConfig", {}),
     ("StableLmConfig", {"use_qkv_bias": True, "qk_layernorm": True}),
     ("StableLmConfig", {"use_parallel_residual": True, "num_key_value_heads": 4}),
@@ -213,11 +222,23 @@ EXPERTS: list[Kind] = [
         {**_EXPERTS, **_LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 0,
          "rope_interleave": False, "attention_bias": True, "rope_parameters": _YARN, "norm_topk_prob": False},
     ),
+    ("Dots1Config", {**_EXPERTS, "first_k_dense_replace": 1}),
+    (
+        "Dots1Config",
+        {**_EXPERTS, **_GROUPS, "norm_topk_prob": True, "attention_bias": True, "sliding_window": 24,
+         "max_window_layers": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+    ),
     ("Ernie4_5_MoeConfig", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32}),
     (
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 0,
          "moe_layer_interval": 2, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
+    ("ExaoneMoeConfig", {**WINDOW, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}),
+    (
+        "ExaoneMoeConfig",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 40, **_GROUPS,
+         "layer_types": ["full_attention"] * 3, "num_shared_experts": 2, "norm_topk_prob": False},
     ),
     (
         "Gemma4TextConfig",
@@ -270,6 +291,8 @@ EXPERTS: list[Kind] = [
     ),
     ("MiniMaxM2Config", {"num_local_experts": 8, "num_experts_per_tok": 3}),
     ("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    ("MiniCPM3Config", {**_LATENT, "q_lora_rank": 24, "scale_depth": 0.7, "dim_model_base": 16, "head_dim": None}),
+    ("MiniCPM3Config", {**_LATENT, "q_lora_rank": None, "attention_bias": True, "scale_emb": 3, "head_dim": None}),
     ("Mistral4Config", {**_EXPERTS, **_LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "head_dim": None}),
     (
         "Mistral4Config",
@@ -279,7 +302,7 @@ EXPERTS: list[Kind] = [
     ),
     ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": None}),
     ("OlmoeConfig", {"num_experts": 4, "norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 2}),
-    ("PhimoeConfig", {"num_local_experts": 4, "head_dim": None}),
+    ("PhimoeConfig", {"num_local_experts": 4, "head_dim": None, "lm_head_bias": True}),
     (
         "PhimoeConfig",
         {"num_local_experts": 8, "attention_bias": True, "sliding_window": 24, "router_jitter_noise": 0.1},
@@ -295,6 +318,10 @@ EXPERTS: list[Kind] = [
          "shared_expert_intermediate_size": 32, "mlp_only_layers": [1], "qkv_bias": False, "use_sliding_window": True,
          "sliding_window": 24, "tie_word_embeddings": True},
     ),
+    ("SolarOpenConfig", {**_EXPERTS}),
+    ("SolarOpenConfig", {**_EXPERTS, **_GROUPS, "attention_bias": True, "routed_scaling_factor": 2.0}),
+    ("YoutuConfig", {**_LATENT, "q_lora_rank": 24}),
+    ("YoutuConfig", {**_LATENT, "q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": False}),
 ]  # fmt: skip
 
 

@@ -286,11 +286,15 @@ def layer_types(c: Fields, default: Callable[[int], str], name: str = "layer_typ
     return found
 
 
-def head(c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head") -> Head:
+def head(
+    c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head", bias: bool = False
+) -> Head:
     """tied: the default of tie_word_embeddings."""
     if c.flag("tie_word_embeddings", tied):
+        if bias:
+            raise NotDescribedError("a head with a bias whose matrix is the embedding's")
         return Head(scale=scale, softcap=softcap)
-    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model")), scale, softcap)
+    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model"), bias), scale, softcap)
 
 
 def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
@@ -466,10 +470,12 @@ def decoder(
     head_scale: float = 1.0,
     softcap: float = 0.0,
     name: str = "embed_tokens",
+    head_bias: bool = False,
     prefixes: tuple[str, ...] = ("model.", ""),
     ignored: tuple[str, ...] = (),
 ) -> Decoder:
     """name: of the embedding. tied: the default of tie_word_embeddings. scale: of embeddings."""
     h, vocab = c.size("hidden_size", "n_embd", "d_model"), c.size("vocab_size")
-    embedding, last = Embedding(matrix(name, vocab, h), scale), head(c, tied=tied, scale=head_scale, softcap=softcap)
+    embedding = Embedding(matrix(name, vocab, h), scale)
+    last = head(c, tied=tied, scale=head_scale, softcap=softcap, bias=head_bias)
     return Decoder(h, vocab, embedding, layers(c, block), norm, last, prefixes, ignored)

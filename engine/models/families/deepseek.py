@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), also Kimi-K2 and Moonlight, GLM-4.7-Flash and Mistral 4:
-multi-head latent attention, and experts of which some serve all tokens."""
+multi-head latent attention, and experts of which some serve all tokens. Youtu and MiniCPM3 have no experts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -15,6 +16,7 @@ from ..pieces import (
     layer_types,
     matrix,
     mlp,
+    num_layers,
     prenorm,
     rms,
     rope,
@@ -91,6 +93,41 @@ def mistral4(c: Fields) -> Decoder:
     feed_forward = _experts(c, router, num_experts, 2048, 1, lambda layer: layer >= first, is_stacked=True)
     sizes, is_adjacent = (1024, 256, 64, 64, 128), c.flag("rope_interleave", True)
     return _decoder(c, feed_forward, sizes, is_adjacent=is_adjacent, is_heated=True)
+
+
+@family("YoutuForCausalLM")
+def youtu(c: Fields) -> Decoder:
+    """No experts."""
+    is_adjacent = c.flag("rope_interleave", True)
+    return _decoder(_tied(c), _dense(c), (1536, 512, 128, 64, 128), is_adjacent=is_adjacent)
+
+
+@family("MiniCPM3ForCausalLM")
+def minicpm3(c: Fields) -> Decoder:
+    """No experts; factors of embeddings, of what is added to the stream, and of logits."""
+    h, heads, count = c.size("hidden_size"), c.size("num_attention_heads"), num_layers(c)
+    c = _tied(Fields({"rms_norm_eps": 1e-5} | c.raw, c.file))
+    found = _decoder(c, _dense(c), (768, 256, 64, 32, h // heads), is_adjacent=False)
+    # null says that there is no factor.
+    beta = c.number("scale_depth", math.sqrt(count) if "scale_depth" in c.raw else 1.4) / math.sqrt(count)
+    base = c.number("dim_model_base", h if "dim_model_base" in c.raw else 256)
+    blocks = (replace(b, sublayers=tuple(replace(each, beta=beta) for each in b.sublayers)) for b in found.blocks)
+    return replace(
+        found,
+        blocks=tuple(blocks),
+        embedding=replace(found.embedding, scale=c.number("scale_emb", 12.0)),
+        head=replace(found.head, scale=base / h),
+    )
+
+
+def _tied(c: Fields) -> Fields:
+    """The same, with tied heads by default."""
+    return Fields({"tie_word_embeddings": True} | c.raw, c.file)
+
+
+def _dense(c: Fields) -> Callable[[str, int], Mlp]:
+    h, act, width = c.size("hidden_size"), activation(c, "silu"), c.size("intermediate_size")
+    return lambda at, _: mlp(at, h, width, act, bias=c.flag("mlp_bias", False))
 
 
 def _experts(

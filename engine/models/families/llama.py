@@ -1,9 +1,10 @@
 """Llama 1 to 3, and models with the same layers, which differ in biases, windows, rotations and factors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from ..description import Attention, Block, Body, Branch, Decoder, Reach, Rope, Sublayer, Temperature
+from ..description import Attention, Block, Body, Branch, Decoder, Part, Reach, Rope, Sublayer, Temperature
 from ..fields import Fields
 from ..pieces import (
     FULL,
@@ -111,6 +112,40 @@ def hunyuan(c: Fields) -> Decoder:
 @family("GraniteForCausalLM")
 def granite(c: Fields) -> Decoder:
     return _scaled(c, c.number("attention_multiplier", 1.0), 1.0 / c.number("logits_scaling", 1.0), is_sandwich=False)
+
+
+@family("GraniteSWAForCausalLM")
+def granite_swa(c: Fields) -> Decoder:
+    """With windows, sinks and a base of its own for each layer, 0 for a layer without a rotary embedding."""
+    kinds = layer_types(c, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
+    given = c.raw.get("layer_rope_theta")
+    bases = given if isinstance(given, list) and len(given) == len(kinds) else [None] * len(kinds)
+    c = Fields({"sliding_window": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5} | c.raw, c.file)
+    found = _scaled(c, c.number("attention_multiplier", 1.0), 1.0 / c.number("logits_scaling", 1.0), is_sandwich=False)
+
+    def changed(block: Block, layer: int) -> Block:
+        first, second = block.sublayers
+        body, base = first.branches[0].body, bases[layer]
+        assert isinstance(body, Attention) and body.rope is not None
+        turn = body.rope if not isinstance(base, int | float) else replace(body.rope, theta=float(base))
+        body = replace(
+            body,
+            rope=None if base == 0 else turn,
+            reach=window_of(c) if kinds[layer] == "sliding_attention" else FULL,
+            sinks=Part(f"layers.{layer}.self_attn.sinks", body.heads),
+        )
+        return replace(block, sublayers=(replace(first, branches=(Branch(body),)), second))
+
+    return replace(found, blocks=tuple(changed(block, layer) for layer, block in enumerate(found.blocks)))
+
+
+@family("CwmForCausalLM")
+def cwm(c: Fields) -> Decoder:
+    sizes = heads_of(c, dim=128)
+    kinds = layer_types(c, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
+    c = Fields({"sliding_window": 8192, "rms_norm_eps": 1e-5} | c.raw, c.file)
+    turn = rope(c, sizes[2], theta=1e6)
+    return _layers(c, sizes, lambda _: turn, lambda i: window_of(c) if kinds[i] == "sliding_attention" else FULL)
 
 
 @family("HyperCLOVAXForCausalLM")
