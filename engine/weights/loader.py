@@ -241,9 +241,9 @@ class _Loading:
         """A quantized matrix as it is stored. Runs in any thread."""
         assert self._scheme is not None
         quantized = self._found.quantized[source.tensor]
-        rows = source.run or (0, source.end)
+        rows = source.run or source.span(quantized.shape[0])
         weight = read_weight(self._scheme, self._reader, quantized.module, *quantized.shape, rows, source.columns)
-        return weight if source.run is not None else weight.rows(torch.tensor(source.indices()))
+        return weight if source.run is not None else weight.rows(torch.tensor(source.indices()) - rows[0])
 
     def _filled(self, target: Target, source: Source, _: None) -> None:
         self._num_left[target.key] -= 1

@@ -10,6 +10,7 @@ from ..models.program import Matrix, Vector
 
 # Buffers that old exporters saved although config.json determines them.
 _DERIVED = r"(.*\.)?rotary_emb\.inv_freq"
+_MAX_ROWS = 128  # that a quantized matrix packs or scales together (blocks of 8-bit floats)
 _WRAPPERS = ("", "language_model.", "model.language_model.")  # what a tensor at the root of the model may be under
 
 
@@ -33,6 +34,12 @@ class Source:
         if len(self.parts) > 1 or (part.times > 1 and part.every != part.count):
             return None
         return part.first, part.first + part.rows
+
+    def span(self, num: int) -> tuple[int, int]:
+        """[first, last) of rows among which all are, where a stored matrix of `num` rows can be cut: no format packs or
+        scales rows in larger units."""
+        first = min(part.first for part in self.parts)
+        return first // _MAX_ROWS * _MAX_ROWS, min(num, -(-self.end // _MAX_ROWS) * _MAX_ROWS)
 
     @property
     def end(self) -> int:
