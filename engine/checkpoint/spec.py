@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModel
 from ..models.description import (
     Attention,
     Decoder,
@@ -151,6 +151,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         decoder = describe(architecture, whole) if does_generate else describe_body(architecture, whole)
     except NotDescribedError as error:
         why = f"it has {error}"
+        if config is not whole:  # transformers' class of a wrapper computes more than texts
+            raise UnsupportedModel(architecture, why) from None
     if folder is None:
         purpose = Purpose(size=hidden_size)
     else:

@@ -202,7 +202,7 @@ class _Compiler:
             case Embed() as args:
                 return self._embed(op, args)
             case Normalize() as args:
-                return [self._norm(op, args)]
+                return None if args.norm.ranks > 1 else [self._norm(op, args)]
             case Positions() as args:
                 matrix = self._matrix(args.table, None)
                 return [self._operation(op, _POSITIONS, x=op.outs[0], matrix=matrix, shift=args.offset)]
@@ -314,8 +314,8 @@ class _Compiler:
 
     def _is_head_norm(self, args: Normalize, dim: int) -> bool:
         norm = args.norm
-        is_shared = norm.weight is not None and norm.weight.rows == dim
-        return norm.kind == "rms" and norm.size == dim and is_shared and args.bias is None
+        is_shared = norm.weight is not None and norm.weight.rows == dim and norm.ranks == 1
+        return norm.kind == "rms" and norm.ranks == 1 and norm.size == dim and is_shared and args.bias is None
 
     def _product(self, ops: Sequence[Op], args: Product) -> tuple[list[Operation], int]:
         op = ops[0]

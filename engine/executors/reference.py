@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.ops import Matrix
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
-from ..models.description import Rope
+from ..models.description import Norm, Rope
 from ..models.lower import latent_width
 from ..models.program import (
     Activate,
@@ -162,7 +162,18 @@ class Reference:
         assert isinstance(args, Normalize)
         x, norm = registers.get(op.ins[0]), args.norm
         weight, bias = self.weights.vector(args.weight), self.weights.vector(args.bias)
+        if norm.ranks > 1:
+            return self._normalize_over_ranks(x, norm, weight)
         return normalize(x, norm.size, norm.kind, norm.eps, weight, bias)
+
+    def _normalize_over_ranks(self, x: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
+        """Each rank has a part of the elements of each group; their squares are added in float32."""
+        groups = x.reshape(x.shape[0], -1, norm.size).float()
+        squares = groups.square().sum(dim=-1)
+        self.group.all_reduce(squares)
+        normed = groups * torch.rsqrt(squares / (norm.size * norm.ranks) + norm.eps)[:, :, None]
+        out = normed.flatten(1) if weight is None else normed.flatten(1) * weight.float()
+        return out.to(x.dtype)
 
     def _product(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
