@@ -25,7 +25,7 @@ class Backend:
     attention: Callable[[KvCache], AttentionBackend]
     model: Callable[[Reference, Vocabulary, KvShape], Model]  # how a program runs
     note: str  # for the operator
-    is_invariant: bool = False  # with `--deterministic` a token has the same bits in any batch, chunked or not
+    is_compiled: bool = False  # C kernels: with `--deterministic` a token has the same bits in any batch
 
     @classmethod
     def reference(cls, dtype: torch.dtype, *, quantization: str | None = None, why: str = "") -> "Backend":
@@ -84,5 +84,5 @@ def _compiled(library: build.Library, weights: str, *, quantization: str | None,
             if quantization is None
             else f"matrices as {quantization}"
         ),
-        is_invariant=True,
+        is_compiled=True,
     )
