@@ -42,10 +42,10 @@ def test_the_operations_in_torch_are_those_of_the_loaded_model(
 
 
 def test_the_lines_of_a_described_model(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
-    config = resolved(checkpoint("mistral"), cpu_kernels="torch")
+    config = resolved(checkpoint("llama"), cpu_kernels="torch")
     first, note, groups = served(config).lines(config)
-    assert first == "MistralForCausalLM, described in engine/models/families/llama.py"
-    assert note.startswith("kernels of torch") and groups == "cache groups: window of 40"
+    assert first == "LlamaForCausalLM, described in engine/models/families/llama.py"
+    assert note.startswith("kernels of torch") and groups == "cache groups: full"
 
 
 def test_the_lines_of_other_models(
