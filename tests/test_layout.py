@@ -23,7 +23,7 @@ ROOMS: dict[str, str] = {
     "errors": "",
     "version": "",
     "kernels": "",
-    "kernels.triton": "",
+    "kernels.triton": "kernels",
     "kernels.cpu": "kernels",
     "config": "errors kernels.cpu",
     "ipc": "errors",

@@ -69,7 +69,7 @@ def width_of_equal_llama(num: int) -> int:
     """The feed-forward width of a Llama of whose layers a token reads about `num` parameters."""
     h, layers = _SIZES["hidden_size"], _SIZES["num_hidden_layers"]
     attention = 2 * h * _SIZES["head_dim"] * (_SIZES["num_attention_heads"] + _SIZES["num_key_value_heads"])
-    width = (num / layers - attention) / (3 * h)
+    width: float = (num / layers - attention) / (3 * h)
     return max(_STEP, round(width / _STEP) * _STEP)
 
 

@@ -57,6 +57,9 @@ class Packing:
     def keeps(self, matrix: Matrix) -> bool:
         return self.options.keeps and self._ops.quantized is not None and matrix.use != "router" and not matrix.heads
 
+    def takes(self, matrix: Matrix) -> torch.dtype | None:
+        return None if self._ops.storage is None or matrix.heads else self.options.weight_dtype
+
     def begin(self, target: Matrix | Vector) -> Tensor:
         return torch.empty(*shape_of(target), dtype=self.dtype_of(target), device=self.device)
 
@@ -109,10 +112,10 @@ class Packing:
 
 
 def shape_of(target: Matrix | Vector) -> tuple[int, ...]:
-    """[rows, columns] or [experts, rows, columns]; [rows] or [experts, rows] of a vector."""
+    """[rows, columns] or [experts, rows, columns]; of a vector without columns [rows] or [experts, rows]."""
     rows = sum(weight.rows for weight in target.weights)
-    experts = target.weights[0].experts
-    shape = (rows, target.columns) if isinstance(target, Matrix) else (rows,)
+    experts, columns = target.weights[0].experts, target.weights[0].columns
+    shape = (rows, columns) if columns else (rows,)
     return (experts, *shape) if experts else shape
 
 
@@ -122,4 +125,6 @@ def fill_dummy(program: Program, sink: Sink) -> None:
     for target in program.targets:
         values = sink.begin(target)
         dummy.fill(target.key, values, is_vector=isinstance(target, Vector))
+        if target.weights[0].map == "neg_exp":
+            values.neg_()  # else states would grow
         sink.end(target, values)

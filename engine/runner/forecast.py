@@ -6,18 +6,21 @@ the two.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...config.config import EngineConfig
 from ...kernels.grouped_weight import form
-from ..checkpoint.spec import ModelSpec, read_spec
+from ..checkpoint.quantization import GgufScheme, Scheme
+from ..checkpoint.spec import read_spec
 from ..device.base import choose_device
 from ..executors.weights import shape_of as shape_of_target
 from ..models.program import Matrix
 from ..parallel.rank import RankInfo
-from ..weights.loader import kept_matrices
+from ..weights.loader import Found, kept_matrices
 from ..weights.quantized import packed_bytes
+from ..weights.reader import Reader, open_checkpoint
 from .backend import Backend
 from .loading import host_workspace, offered_pages, pages_needed
 from .memory import MemoryPlan
@@ -63,21 +66,36 @@ def _weight_bytes(config: EngineConfig, served: Served) -> int:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize
     if served.executor == "Triton" and served.is_kept:
         return files // config.tensor_parallel_size
-    kept: set[str] = set()
+    kept: dict[str, int] = {}
     if served.is_kept and served.found is not None:
-        kept = kept_matrices(program, served.found)
+        keys = kept_matrices(program, served.found)
+        matrices = [matrix for matrix in program.matrices if matrix.key in keys]
+        with open_checkpoint(Path(config.model.path)) as reader:
+            kept = {each.key: _kept_bytes(each, spec.scheme, reader, served.found, backend) for each in matrices}
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
-    return vectors + sum(_matrix_bytes(config, spec, backend, matrix, kept) for matrix in program.matrices)
+    return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)
 
 
-def _matrix_bytes(config: EngineConfig, spec: ModelSpec, backend: Backend, matrix: Matrix, kept: set[str]) -> int:
-    """About the bytes of a matrix as it is packed."""
+def _kept_bytes(matrix: Matrix, scheme: Scheme | None, reader: Reader, found: Found, backend: Backend) -> int:
+    """About the bytes of a matrix that stays quantized."""
+    assert scheme is not None
+    is_gguf = isinstance(scheme, GgufScheme)
+    sources = [(source, reader.dtype(source.tensor) if is_gguf else "") for source in found.names.sources(matrix)]
+    if matrix.experts and len({kind for _, kind in sources}) > 1:
+        return matrix.experts * matrix.rows * matrix.columns * backend.weight_dtype.itemsize  # they are widened
+    return sum(
+        packed_bytes(scheme, kind, source.to[1] - source.to[0], source.columns[1] - source.columns[0])
+        for source, kind in sources
+    )
+
+
+def _matrix_bytes(config: EngineConfig, backend: Backend, matrix: Matrix, kept: Mapping[str, int]) -> int:
+    """About the bytes of a matrix as it is packed. kept: those of the matrices that stay quantized."""
     count, n, k = max(1, matrix.experts), matrix.rows, matrix.columns
-    if matrix.use == "router" or (matrix.key not in kept and config.quantization is None):
+    if matrix.use != "router" and matrix.key in kept:
+        return kept[matrix.key]
+    if matrix.use == "router" or config.quantization is None:
         return count * n * k * backend.weight_dtype.itemsize
-    if matrix.key in kept:
-        assert spec.scheme is not None
-        return count * packed_bytes(spec.scheme, n, k)
     assert config.quantization is not None
     bits, group = form("int8" if matrix.use == "table" else config.quantization, k)
     if config.kernels != "compiled":

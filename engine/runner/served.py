@@ -16,7 +16,7 @@ from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import FULL, CacheGroups, Lifetime
-from ..attention.kv_cache import KvCache, KvShape, Tile
+from ..attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
 from ..executors.reference import Reference
@@ -100,7 +100,7 @@ class Served:
         else:
             by = f"computed by transformers{f', because {why}' if (why := self.spec.why_not_described) else ''}"
         found = [f"{self.spec.architecture}, {by}", self.note]
-        if self.executor != "encoder" and self.kv_shape.layers:
+        if self.executor != "encoder" and self.kv_shape != no_kv(self.kv_shape.dtype):
             found.append(f"cache groups: {', '.join(group_names(self.kv_shape.groups(config.block_size)))}")
         return found
 
@@ -247,6 +247,7 @@ def shape_of(program: Program, dtype: torch.dtype, *, is_one_group: bool = False
     return KvShape(
         layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
         dtype=dtype,
+        states=tuple(StateTile(state.shape) for state in program.states),
     )
 
 
