@@ -315,7 +315,7 @@ class _Compiler:
     def _is_head_norm(self, args: Normalize, dim: int) -> bool:
         norm = args.norm
         is_shared = norm.weight is not None and norm.weight.rows == dim and norm.ranks == 1
-        return norm.kind == "rms" and norm.ranks == 1 and norm.size == dim and is_shared and args.bias is None
+        return norm.kind == "rms" and norm.size == dim and is_shared and args.bias is None
 
     def _product(self, ops: Sequence[Op], args: Product) -> tuple[list[Operation], int]:
         op = ops[0]
