@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.latent import NativeLatent
 from ...kernels.cpu.library import LANES, Kernels
-from ...kernels.cpu.scans import NativeScans
+from ...kernels.cpu.scans import NativeScans, rows_fields
 from ...kernels.cpu.structs import Columns, MatrixFields, Operation
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
@@ -46,12 +46,14 @@ from ..models.program import (
     layout,
 )  # fmt: skip
 from ..parallel.collectives import SharedMemoryGroup
+from .mixers import MIXERS
 from .native_experts import native_experts
+from .native_mixers import mixer_fields
 from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM = range(12)
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
 _COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
@@ -107,6 +109,9 @@ class NativeModel:
             self._work = torch.empty(tokens * self._layout.size)
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        if attention.states is not None:
+            states = rows_fields(attention.states)
+            fields.states = ctypes.addressof(states)
         step, registers = Step(ids, positions, attention), None
         for part in parts:
             if isinstance(part, _InC):
@@ -190,6 +195,9 @@ class _Compiler:
 
     def _single(self, op: Op) -> list[Operation] | None:
         """The C operations that compute one operation."""
+        if isinstance(op.args, MIXERS):
+            fields = mixer_fields(op.args, op, self._reference.mixers, self._attention, self._columns)
+            return [self._operation(op, _MIX, mixer=self._address(fields))]
         match op.args:
             case Embed() as args:
                 return self._embed(op, args)

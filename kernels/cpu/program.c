@@ -3,6 +3,7 @@
 #include "elements.h"
 #include "experts.h"
 #include "latent.h"
+#include "scans.h"
 #include "sums.h"
 
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
@@ -30,7 +31,25 @@ enum OpKind {
     OP_POSITIONS, /* out += rows of the matrix for the positions + shift */
     OP_LATENT,  /* in, in2, in3: queries, latents, turned keys */
     OP_SUM,     /* in = its sum over the ranks; in is a whole register */
+    OP_MIX,     /* an operation of recurrent mixers, with columns of its own */
 };
+
+enum MixerKind { MIX_CONV, MIX_DELTA, MIX_MAMBA1, MIX_MAMBA2, MIX_LIGHTNING, MIX_NORM };
+
+/* The arguments of one of the functions of scans.h. All begin with views, which become those of the step. */
+typedef struct {
+    long kind, num_views;
+    Columns columns[6];
+    union {
+        View views[6];
+        Conv conv;
+        ScanDelta delta;
+        ScanMamba1 mamba1;
+        ScanMamba2 mamba2;
+        ScanLightning lightning;
+        GatedNorm norm;
+    } about;
+} Mixer;
 
 typedef struct {
     long kind, epilogue;
@@ -45,6 +64,7 @@ typedef struct {
     const float *weight, *weight2, *cos, *sin; /* weight2: the keys' norm of OP_ROTATE, the biases of OP_NORM */
     const Pages *pages;
     const Sum *sum;
+    const Mixer *mixer;
     float eps, alpha, beta, limit;
 } Operation;
 
@@ -55,6 +75,7 @@ typedef struct {
     const int64_t *contexts, *counts; /* [rows] */
     long tokens, rows, table_stride;
     float *work; /* the registers */
+    const StateRows *states;
 } Step;
 
 static float *at(const Step *s, Columns c)
@@ -100,6 +121,33 @@ static void attend_latent(const Operation *o, const Step *s)
         pagewire_attend(&pages, query, some.heads * a->width, table, s->table_stride, s->contexts, s->counts, attended,
                         s->rows);
         pagewire_expand(&some, attended, at(s, o->out) + h * a->value, o->out.stride, m);
+    }
+}
+
+static void recur(const Operation *o, const Step *s)
+{
+    Mixer m = *o->mixer;
+    for (long i = 0; i < m.num_views; i++)
+        m.about.views[i] = (View){at(s, m.columns[i]), m.columns[i].stride};
+    switch (m.kind) {
+    case MIX_CONV:
+        pagewire_conv(&m.about.conv, s->states);
+        break;
+    case MIX_DELTA:
+        pagewire_scan_delta(&m.about.delta, s->states);
+        break;
+    case MIX_MAMBA1:
+        pagewire_scan_mamba1(&m.about.mamba1, s->states);
+        break;
+    case MIX_MAMBA2:
+        pagewire_scan_mamba2(&m.about.mamba2, s->states);
+        break;
+    case MIX_LIGHTNING:
+        pagewire_scan_lightning(&m.about.lightning, s->states);
+        break;
+    case MIX_NORM:
+        pagewire_gated_norm(&m.about.norm, s->tokens);
+        break;
     }
 }
 
@@ -181,6 +229,9 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
         case OP_SUM:
             if (!pagewire_sum(o->sum, at(s, o->in), m * o->width))
                 return;
+            break;
+        case OP_MIX:
+            recur(o, s);
             break;
         }
 }
