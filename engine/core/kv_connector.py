@@ -26,6 +26,7 @@ class KvRequest(Protocol):
     rid: int
     ids: "array[int]"  # prompt, and output that was applied
     num_computed: int  # leading positions whose KV is in its blocks
+    root: bytes  # what its first block has instead of the key of the block before it
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of them full. Each is 32 bytes and names its whole prefix."""

@@ -339,9 +339,13 @@ class PrefixCache:
         self.commit_beginning(request, num)
         place, rest = divmod(num, self._block_size)
         behind = request.block_keys(place, self._block_size)[-1] if place else request.root
-        self._pool.register_state(slot, key_at(request, num), place, behind, rest)
-        if self._events is not None and self._pool.find(key_at(request, num), self._pool.groups.state or 0) == slot:
-            self._note_stored(key_at(request, num), behind, b"", self._pool.groups.state or 0)
+        self._register_state(slot, Item(key_at(request, num), place, behind, self._pool.groups.state or 0, rest))
+
+    def _register_state(self, slot: int, item: Item) -> None:
+        assert item.parent is not None, item
+        self._pool.register_state(slot, item.key, item.place, item.parent, item.num)
+        if self._events is not None and self._pool.find(item.key, item.group) == slot:
+            self._note_stored(item.key, item.parent, b"", item.group)
 
     def held_by(self, request: Request) -> list[Held]:
         """What a request holds that tiers can keep, in the order of positions: full blocks, and if there are recurrent
@@ -363,6 +367,10 @@ class PrefixCache:
             held.append(Held(item, tuple(pool.pages([table.blocks[place - table.first]]))))
         for block in dict.fromkeys(pool.find(key, state_group) for key in request.snapshots):
             if block is not None and (kept := pool.item(block)) is not None and kept.key != key_at(request, num):
+                for i, table in enumerate(request.tables if kept.num else ()):
+                    if table.first <= kept.place:
+                        own = table.blocks[kept.place - table.first]
+                        held.append(Held(kept._replace(group=i), tuple(pool.pages([own]))))
                 held.append(Held(kept, tuple(pool.pages([block]))))
         state = Item(key_at(request, num), place, keys[-1] if keys else request.root, state_group, rest)
         return [*held, Held(state, tuple(pool.pages([request.slot])))]
@@ -380,8 +388,7 @@ class PrefixCache:
         """Offers what was loaded for a request that cannot use it now."""
         for item, pages in loaded:
             if item.group == self._pool.groups.state:
-                assert item.parent is not None, item
-                self._pool.register_state(pages[0], item.key, item.place, item.parent, item.num)
+                self._register_state(pages[0], item)
             elif item.num:
                 self._pool.register_partial(pages[0], item.key, item.place, item.parent, item.num)
             elif self._pool.register(pages[0], item.key, item.place, item.parent) and self._events is not None:

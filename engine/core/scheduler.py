@@ -314,6 +314,8 @@ class Scheduler:
     def _send(self, builder: PlanBuilder) -> StepPlan | None:
         """The plan, if there is anything in it, and what follows from its being sent."""
         evicted, self.pool.evicted = self.pool.evicted, []
+        if unsure := {slot for flight in self._in_flight for slot, _ in flight.kept}:
+            evicted = [one for one in evicted if one.block not in unsure]  # the worker may drop the plan that keeps it
         kv = b""
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:

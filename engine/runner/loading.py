@@ -12,7 +12,7 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
-from ..attention.cache_groups import FULL, Lifetime
+from ..attention.cache_groups import Lifetime
 from ..attention.kv_cache import KvShape, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
