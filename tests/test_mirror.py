@@ -62,6 +62,7 @@ ELSEWHERE = {
     "engine.gpu.products": "engine/gpu/test_quantized.py: with a model",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
     "engine.gpu.weights": "engine/gpu/test_quantized.py: with a model",
+    "engine.kv_connector.one_group": "engine/kv_connector/test_guard.py and test_chain.py: around connectors",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",

@@ -186,13 +186,13 @@ class ReplayedConnector:
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
         self.answers: deque[Matched | Answered | Stood] = deque()
-        self.block_size = 1
+        self.num_positions = 1  # of a block
         self.metadata = b""  # of the next plan
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         match self.answers.popleft() if self.answers else None:
             case Matched(num):  # until version 0.2
-                return None if num is None else [True] * (num // self.block_size)
+                return None if num is None else [True] * (num // self.num_positions)
             case Answered(available):
                 return available
         return ()  # the plan differs from the recorded one; their comparison reports it
@@ -269,7 +269,7 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
         if isinstance(event, Opened):
             config = structs.replace(event.config, kv_events=None)
             replayed = connector if config.kv_connector else None
-            connector.block_size = config.block_size
+            connector.num_positions = config.block_size
             scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups)
             continue
         if scheduler is None:

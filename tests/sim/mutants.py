@@ -1,6 +1,6 @@
 """Possible faults of the engine: each is a small change to the real classes that must make some history fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
 from pagewire.engine.core.groups import Groups
+from pagewire.engine.core.kv_connector import Evicted, Held, Item
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
@@ -139,13 +140,13 @@ def _more_budget(self: PlanBuilder, budget: int) -> None:
 
 
 def _trust_failed_loads(self: Loads, message):
-    return [(request, request.num_loading) for request, _ in _loads_finish(self, message)]
+    return [(request, [*good, *failed], []) for request, good, failed in _loads_finish(self, message)]
 
 
-def _compute_while_loading(self: Loads, request: Request) -> None:
-    _loads_start(self, request)
+def _compute_while_loading(self: Loads, request: Request, wanted: Sequence[Item]) -> None:
+    _loads_start(self, request, wanted)
     request.state = State.RUNNING
-    request.num_computed = request.num_planned = request.num_blocks * request.block_size
+    request.num_computed = request.num_planned = request.num_wanted
 
 
 def _read_too_late(self: HostCore) -> bytes:
