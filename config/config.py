@@ -394,6 +394,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # hex; differs if weights or config differ
     is_native: bool = True  # run by our own layers; else by transformers' model
     attends_in_c: bool = True  # the C kernels have the attention of all its layers
+    has_states: bool = False  # it has recurrent layers
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows

@@ -1,6 +1,6 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +53,8 @@ class Ops:
     gated: Callable[[Tensor], Matrix]  # only for `silu_mul`: the first half of the rows are gates, the second ups
     table: Callable[[Tensor], Matrix]  # of the vocabulary: for lookups, and for the head's products
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
-    quantized: Callable[[StoredWeight, bool], Matrix] | None  # keeps a quantized weight; the second says if gated
+    quantized: Callable[[Sequence[StoredWeight], bool], Matrix] | None
+    """Keeps a quantized weight; its parts follow one another. The second argument says if it is gated."""
     write_kv: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     storage: Storage | None = None  # None: its matrices cannot be stored

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import grouped_weight
+from . import grouped_weight, superblock_weight
 from .grouped_weight import GroupedWeight, narrowed, zero_points
+from .superblock_weight import SuperblockWeight
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Int4Weight:
 
 QuantizedWeight = Fp8Weight | Int4Weight
 """What the Triton kernels take."""
-StoredWeight = Fp8Weight | GroupedWeight
+StoredWeight = Fp8Weight | GroupedWeight | SuperblockWeight
 """What is read from checkpoints."""
 
 
@@ -156,9 +157,12 @@ def concatenate(parts: Sequence[StoredWeight]) -> StoredWeight:
     grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(grouped) == len(parts):
         return grouped_weight.concatenate(grouped)
+    superblocks = [part for part in parts if isinstance(part, SuperblockWeight)]
+    if len(superblocks) == len(parts):
+        return superblock_weight.concatenate(superblocks)
     fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
     if len(fp8) < len(parts):
-        raise ValueError("some are floats of 8 bits and some integers")
+        raise ValueError("they are quantized in different ways")
     block = fp8[0].block
     if any(part.block != block or part.is_interleaved for part in fp8):
         raise ValueError("their blocks differ")

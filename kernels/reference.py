@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .grouped_weight import GroupedWeight, zero_points
+from .superblock_weight import COLUMNS, SuperblockWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -114,6 +115,50 @@ class TorchGroupedMatrix:
         if self._order is None:
             return rows
         return torch.empty_like(rows).index_copy_(1, self._order.long(), rows)
+
+
+class TorchSuperblockMatrix:
+    """A weight in superblocks. Activations are rounded to 8 bits with a scale for each row and superblock. Sums within
+    a superblock are exact, with the scales of the groups; the superblocks are added in ascending order."""
+
+    def __init__(self, weight: SuperblockWeight) -> None:
+        self._weight, self._values = weight, weight.values()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._values if tensor is not None)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        values, zero, size = self._values, self._weight.form.zero, self._weight.group_size
+        n, k = self._weight.shape
+        numbers, scales = round_activations(x, COLUMNS, None)
+        q = numbers.double().view(len(x), -1, COLUMNS)  # exact, like all sums below
+        scaled = (values.numbers.double() - zero).view(n, -1, size) * values.scales.double()[:, :, None]
+        scaled = scaled.view(n, -1, COLUMNS)
+        totals = q.view(len(x), k // COLUMNS, -1, size).sum(dim=3)
+        out = torch.zeros(len(x), n)
+        for block in range(k // COLUMNS):
+            term = (q[:, block] @ scaled[:, block].t()).float() * values.factors[:, block]
+            if values.minima is not None and values.min_factors is not None:
+                minima = values.minima.double().view(n, k // COLUMNS, -1)[:, block]
+                term = term - (totals[:, block] @ minima.t()).float() * values.min_factors[:, block]
+            term = term * scales[:, block, None]
+            out = out + term if block else term
+        return out if bias is None else out + bias
+
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return silu_mul(self.product(x, bias))
+
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return greedy(self.product(x, None))
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return self._weight.rows(ids).dequantize(torch.float32)
+
+
+def quantized_matrix(weight: GroupedWeight | SuperblockWeight) -> TorchGroupedMatrix | TorchSuperblockMatrix:
+    """A weight that the C kernels multiply as integers."""
+    return TorchGroupedMatrix(weight) if isinstance(weight, GroupedWeight) else TorchSuperblockMatrix(weight)
 
 
 def round_activations(x: Tensor, group: int, order: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,7 @@ class TokenizerActor:
             check_task(self._config.model.purpose, submit.pooling)
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
+            marks = self._within_limits(submit.prompt, lambda: self._marks(submit.prompt, len(ids)))
         except RequestError as error:
             self._fail(submit, Failed(0, error.kind, str(error), error.param, error.num_tokens))
             return
@@ -151,6 +152,7 @@ class TokenizerActor:
                 resume_ids=submit.resume_ids,
                 resume_chars=submit.resume_chars,
                 attempt=submit.attempt,
+                marks=marks,
             ),
         )
 
@@ -201,14 +203,29 @@ class TokenizerActor:
                 text = self._within_reach(text, kept)
                 return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
             case ChatPrompt():
-                fields = asdict(prompt)
-                template = self._template_of(fields.pop("template"))
-                rendered = template.render(**fields, neutralize=self._tokenizer.neutralize)
-                return array("i", self._tokenizer.encode_rendered(self._within_reach(rendered, kept)))
+                return array("i", self._tokenizer.encode_rendered(self._within_reach(self._rendered(prompt), kept)))
             case IdsPrompt(data):
                 return bytes_to_ids(data)[:max_tokens]
             case _:
                 assert_never(prompt)
+
+    def _rendered(self, prompt: ChatPrompt) -> str:
+        fields = asdict(prompt)
+        template = self._template_of(fields.pop("template"))
+        return template.render(**fields, neutralize=self._tokenizer.neutralize)
+
+    def _marks(self, prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt, num_ids: int) -> tuple[int, ...]:
+        """Where a recurrent state is worth keeping: before the generation prompt. The next turn repeats the answer in
+        another form, because templates leave out its reasoning."""
+        if not self._config.model.has_states or not isinstance(prompt, ChatPrompt) or not prompt.add_generation_prompt:
+            return ()
+        try:
+            history = self._rendered(replace(prompt, add_generation_prompt=False))
+        except RequestError:
+            return ()  # the template does not render it without a generation prompt
+        text = self._rendered(prompt)
+        num_behind = len(self._tokenizer.encode_rendered(text[len(history) :])) if text.startswith(history) else num_ids
+        return (num_ids - num_behind,) if 0 < num_behind < num_ids else ()
 
     def _within_reach(self, text: str, kept: Kept) -> str:
         """`text` without what truncation would cut off anyway, because all other prompts wait while it is encoded.

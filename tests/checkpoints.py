@@ -70,6 +70,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "persimmon": ("PersimmonConfig", {}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2},
+    ),
+    "jamba": (
+        "JambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8},
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
 }
 """Kind → its config class and the fields that differ from COMMON."""
 

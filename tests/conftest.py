@@ -4,12 +4,16 @@ folders and files."""
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kernel_levels
+from defaults import COMPILED, machine
+
+from pagewire.kernels.cpu.build import compiler
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,7 +33,8 @@ _MARKS_OF_FOLDERS = {
     "engine/gpu": "slow",
 }
 _MARKS_OF_NAMES = dict.fromkeys(
-    ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
+    ("test_exactness.py", "test_hybrids.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"),
+    "exactness",
 )
 
 
@@ -47,3 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
         if path.name in _MARKS_OF_NAMES:
             item.add_marker(_MARKS_OF_NAMES[path.name])
+
+
+@pytest.fixture
+def c_kernels() -> Iterator[None]:
+    """Use the C kernels, whatever PAGEWIRE_MACHINE says of the machine."""
+    if compiler() is None:
+        pytest.skip("no C compiler")
+    with machine(COMPILED):
+        yield

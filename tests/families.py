@@ -30,8 +30,14 @@ _SIZES: dict[str, Any] = {
 }
 _ALWAYS = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
 
-_RECURRENT = r"recurrent state \({}\) in place of keys and values"
-_MAMBA, _LINEAR = _RECURRENT.format("Mamba"), _RECURRENT.format("linear attention")
+_RECURRENT = r"recurrent state \({}\), and pagewire has no description of this family"
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 128}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_KIMI = {
+    "linear_num_heads": 4, "linear_head_dim": 16, "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
 _MLA = r"multi-head latent attention \(MLA\)"
 _SINKS = "uses attention sinks"
 _OWN_CODE = "computes attention in code of its own"
@@ -78,8 +84,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     "phimoe": ({"sliding_window": 1024}, SERVED),  # its attention does not get the window, which is the whole context
-    "granitemoehybrid": ({"layer_types": ["full_attention"] * 3}, SERVED),  # as Granite 4.0 Micro
-    "lfm2": ({"layer_types": ["full_attention"] * 3}, SERVED),
+    "granitemoehybrid": ({**_MAMBA, "layer_types": ["mamba", "attention", "mamba"]}, SERVED),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, SERVED),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention", "conv"]}, SERVED),
     "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),
     "hrm_text": ({}, "calls attention more than once in layer 0"),
     "doge": ({}, r"scores with terms that pagewire does not support \(attention_mask\)"),
@@ -103,9 +110,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mimo_v2_flash": ({}, "keys have 16 numbers per head and its values 12"),
     **{kind: ({}, _MLA + ".*sparse attention") for kind in ("deepseek_v32", "glm_moe_dsa")},
-    **{kind: ({}, _MAMBA) for kind in ("bamba", "falcon_h1", "jamba", "mamba")},
-    "mamba2": ({"num_heads": 8, "head_dim": 16}, _MAMBA),
-    **{kind: ({}, _LINEAR) for kind in ("kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_next")},
+    **{kind: (_MAMBA, SERVED) for kind in ("bamba", "falcon_h1")},
+    "jamba": ({"attn_layer_period": 3, "attn_layer_offset": 1}, SERVED),
+    **{kind: ({}, SERVED) for kind in ("mamba", "falcon_mamba", "minimax")},
+    "mamba2": ({"num_heads": 8, "head_dim": 16}, SERVED),
+    "nemotron_h": ({**_NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "mlp"]}, SERVED),
+    "kimi_linear": (_KIMI, SERVED),
+    **{
+        kind: ({**_DELTA, "num_hidden_layers": 4}, SERVED)
+        for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    },
+    "olmo_hybrid": ({}, _RECURRENT.format("linear attention")),
     "lfm3": ({}, _RECURRENT.format("short convolutions")),
     "recurrent_gemma": ({}, _RECURRENT.format("RG-LRU")),
     "rwkv": ({}, _RECURRENT.format("RWKV")),
@@ -134,7 +149,6 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
     "llava": ("LlavaForConditionalGeneration", _IMAGES),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
-    "qwen3_5": ("Qwen3_5ForConditionalGeneration", _IMAGES),
     "gemma3n_text": ("Gemma3nForCausalLM", "its last 15 layers share the keys and values of earlier ones"),
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
@@ -143,7 +157,8 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
 # Served by descriptions only: the fallback has no attention of their kind.
 ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
-    "mpt", "nemotron", "stablelm",
+    "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
+    "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

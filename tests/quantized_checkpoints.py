@@ -19,7 +19,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from pagewire.kernels import reference
-from pagewire.kernels.grouped_weight import GroupedWeight, concatenate
+from pagewire.kernels.grouped_weight import GroupedWeight
+from pagewire.kernels.quantized_weight import concatenate
+from pagewire.kernels.superblock_weight import SuperblockWeight
 
 GROUP = 32
 BLOCK = 32
@@ -111,24 +113,29 @@ def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Pa
     return quantized, widened
 
 
+_Stored = GroupedWeight | SuperblockWeight
+"""What the C kernels multiply as integers."""
+_Matrix = reference.TorchGroupedMatrix | reference.TorchSuperblockMatrix
+
+
 def multiply_as_stored(
-    model: torch.nn.Module, read: Callable[[str, int, int], GroupedWeight], *, also: tuple[str, ...] = ()
+    model: torch.nn.Module, read: Callable[[str, int, int], _Stored], *, also: tuple[str, ...] = ()
 ) -> None:
-    """Replaces the projections and experts of transformers' model by `reference.TorchGroupedMatrix`, whose bits the C
+    """Replaces the projections and experts of transformers' model by `reference.quantized_matrix`, whose bits the C
     kernels' products have. read: (a module of the checkpoint, n, k) → its weight. also: more modules."""
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and path.endswith(("_proj", *also)):
-            matrix = reference.TorchGroupedMatrix(read(path, *module.weight.shape))
+            matrix = reference.quantized_matrix(read(path, *module.weight.shape))
             setattr(module, "forward", partial(_product, matrix, module.bias))  # noqa: B010  # mypy knows forward as a method
         elif isinstance(module, MixtralExperts | Qwen3MoeExperts):
             setattr(module, "forward", partial(_experts, _expert_matrices(path, module, read)))  # noqa: B010
 
 
-_Pair = tuple[reference.TorchGroupedMatrix, reference.TorchGroupedMatrix]
+_Pair = tuple[_Matrix, _Matrix]
 
 
 def _expert_matrices(
-    path: str, module: MixtralExperts | Qwen3MoeExperts, read: Callable[[str, int, int], GroupedWeight]
+    path: str, module: MixtralExperts | Qwen3MoeExperts, read: Callable[[str, int, int], _Stored]
 ) -> list[_Pair]:
     names = ("gate_proj", "up_proj", "down_proj")
     if isinstance(module, MixtralExperts):
@@ -137,12 +144,13 @@ def _expert_matrices(
     for i in range(module.num_experts):
         gate, up = (read(f"{path}.{i}.{name}", module.intermediate_dim, module.hidden_dim) for name in names[:2])
         down = read(f"{path}.{i}.{names[2]}", module.hidden_dim, module.intermediate_dim)
-        gate_up = reference.TorchGroupedMatrix(concatenate([gate, up]))
-        found.append((gate_up, reference.TorchGroupedMatrix(down)))
+        gate_up = concatenate([gate, up])
+        assert isinstance(gate_up, GroupedWeight | SuperblockWeight)
+        found.append((reference.quantized_matrix(gate_up), reference.quantized_matrix(down)))
     return found
 
 
-def _product(matrix: reference.TorchGroupedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+def _product(matrix: _Matrix, bias: Tensor | None, x: Tensor) -> Tensor:
     return matrix.product(x.flatten(0, -2), bias).view(*x.shape[:-1], -1)
 
 

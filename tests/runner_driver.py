@@ -43,7 +43,10 @@ class Driver:
     def __init__(self, runner: Runner, num_blocks: int) -> None:
         self.runner = runner
         self.free_blocks = list(range(num_blocks))
-        self.groups = [(shape.kind, shape.pages) for shape in runner.groups] or [("full", 1)]
+        self.groups = [shape.pages for shape in runner.groups if shape.kind != "state"]
+        self.state_pages = sum(shape.pages for shape in runner.groups if shape.kind == "state")
+        if not runner.groups:
+            self.groups = [1]
 
     def run(self, requests: list[Request], *, chunk: int = 64, budget: int = 256, rows: int = 8, seed: int = 0) -> None:
         """Runs all requests to their ends, with at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows per
@@ -59,6 +62,7 @@ class Driver:
             while waiting and free_rows:
                 request = waiting.pop(0)
                 request.row = free_rows.pop()
+                request.blocks = self._take(rng, self.state_pages)
                 running.append(request)
                 opened.append(
                     RowOpen(
@@ -67,7 +71,8 @@ class Driver:
                         num_prompt=len(request.prompt),
                         num_computed=0,
                         block_ids=b"",
-                        tables=tuple(GroupTable(0, b"") for _ in self.runner.groups),
+                        tables=tuple(GroupTable(0, b"") for _ in self.groups) if self.runner.groups else (),
+                        state=ids_to_bytes(request.blocks),
                         sampling=request.sampling,
                         min_len=len(request.prompt) + request.min_new if request.min_new else 0,
                         ends=ids_to_bytes(list(request.ends)),
@@ -80,9 +85,8 @@ class Driver:
                     continue
                 while request.positions < request.planned + count:
                     request.positions += BLOCK_SIZE
-                    for group, (_, pages) in enumerate(self.groups):
-                        free = self.free_blocks
-                        block = [free.pop(rng.randrange(len(free))) for _ in range(pages)]
+                    for group, pages in enumerate(self.groups):
+                        block = self._take(rng, pages)
                         request.blocks += block
                         grown.append((request.row, group, block))
                 left -= count
@@ -116,6 +120,9 @@ class Driver:
                     free_rows.append(request.row)
                     self.free_blocks.extend(request.blocks)
             step += 1
+
+    def _take(self, rng: random.Random, num: int) -> list[int]:
+        return [self.free_blocks.pop(rng.randrange(len(self.free_blocks))) for _ in range(num)]
 
     def _collect(self, plan: list[tuple[Request, bool]]) -> None:
         result = self.runner.collect()

@@ -7,6 +7,7 @@ import torch
 from pagewire.engine.attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.extension import Options
+from pagewire.kernels.states import StateRows, Tiles
 
 
 class ShortMemory:
@@ -33,6 +34,13 @@ class ShortAttention:
         self._inner = inner
         self._every = every
         self._cache = cache
+
+    @property
+    def states(self) -> StateRows | None:
+        return self._inner.states
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        return self._inner.state_tiles(first, count, per_tile)
 
     def begin(self, step: AttentionStep) -> None:
         self._step = step

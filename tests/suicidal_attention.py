@@ -9,6 +9,7 @@ import signal
 from pagewire.engine.attention.base import AttentionBackend, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.extension import Options
+from pagewire.kernels.states import StateRows
 
 
 class Suicidal:
@@ -30,7 +31,11 @@ class SuicidalAttention:
     def __init__(self, inner: AttentionBackend, context: int) -> None:
         self._inner = inner
         self._context = context
-        self.forward = inner.forward
+        self.forward, self.state_tiles = inner.forward, inner.state_tiles
+
+    @property
+    def states(self) -> StateRows | None:
+        return self._inner.states
 
     def begin(self, step: AttentionStep) -> None:
         if step.context_lens.max() >= self._context:

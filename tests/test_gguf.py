@@ -18,6 +18,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.engine.weights.gguf import GgufReader
 from pagewire.engine.weights.reader import open_checkpoint
 from pagewire.kernels.grouped_weight import GroupedWeight
+from pagewire.kernels.superblock_weight import SuperblockWeight
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +49,9 @@ def check_quantized(file: Path, widened: Path) -> None:
         with open_checkpoint(file) as reader:
             assert isinstance(reader, GgufReader)
 
-            def read(name: str, n: int, k: int) -> GroupedWeight:
+            def read(name: str, n: int, k: int) -> GroupedWeight | SuperblockWeight:
                 stored = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
-                return reader.grouped(stored, (0, n), (0, k))
+                return reader.stored(stored, (0, n), (0, k))
 
             multiply_as_stored(model, read, also=("lm_head",))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
+from pagewire.kernels.states import StateRows, Tiles
 
 
 class TopkAttention:
@@ -28,6 +29,14 @@ class TopkAttention:
         self._cache = cache
         self._step: AttentionStep | None = None
         self._budget = np.zeros(0, np.int32)  # blocks that each row of the step may read
+
+    @property
+    def states(self) -> StateRows | None:
+        """Recurrent layers are computed as usual."""
+        return self._inner.states
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        return self._inner.state_tiles(first, count, per_tile)
 
     def begin(self, step: AttentionStep) -> None:
         """Reads the core half's bytes, which are in the plan's order; `step.order` maps the step's rows to it."""

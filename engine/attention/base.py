@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.states import StateRows, Tiles
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStep:
     """The rows of one step, whose tokens follow each other row by row; the first `num_decode` rows have one token each.
 
     Decode rows come in ascending order of context, so that rows of similar length can share one padded computation.
-    Tables, slots and states are those of `CacheGroups.places`: one for each shelf of each group.
+    Tables and slots are those of `CacheGroups.places`: one for each shelf of each group, but for states.
     """
 
     num_decode: int
@@ -26,7 +28,7 @@ class AttentionStep:
     tables: NDArray[np.int32]  # [tables, rows, max blocks] pages; any values where a row needs no block
     slots: Tensor  # [tables, tokens] int64: where each token's key and value are written
     order: NDArray[np.int64]  # [rows] index of each row into the plan's rows
-    states: NDArray[np.int32] | None = None  # [tables, rows, 2] of state groups: the page read (-1: zeros) and written
+    states: StateRows | None = None  # of models with recurrent layers: the pages of their states
     extension: bytes = b""  # `StepPlan.extension`, for backends of plan extensions
 
 
@@ -57,7 +59,17 @@ class AttentionParameters:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache. Writes the step's keys and values before it reads."""
+    """Attention over the paged cache. Writes the step's keys and values before it reads.
+
+    Recurrent layers do not call it, but find here where their states are."""
+
+    @property
+    def states(self) -> StateRows | None:
+        """The rows of the step that has begun, and the pages of their states. None: the model has no states."""
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        """Where the states of one layer are in those pages: the tiles [first, first + count) of `KvShape.states`, with
+        `per_tile` units in each. The same object for the same layer."""
 
     def begin(self, step: AttentionStep) -> None:
         """Prepares for the layers of one step."""

@@ -93,6 +93,11 @@ class CacheGroups:
         """Pairs of a group and a shelf, each of which has a block table."""
         return sum(group.pages for group in self.groups)
 
+    @property
+    def state_pages(self) -> int:
+        """Pages of a row's recurrent state; 0: the model has none."""
+        return sum(group.pages for group in self.groups if group.lifetime.kind == "state")
+
     def tables(self, group: int) -> range:
         """The tables of a group's shelves."""
         first = sum(before.pages for before in self.groups[:group])

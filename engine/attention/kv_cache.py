@@ -18,9 +18,12 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.states import Tiles
 from .cache_groups import FULL, CacheGroups, Lifetime
 
 _DONTNEED = 4  # Linux: the system takes the memory, which then reads as zero
@@ -78,27 +81,37 @@ def _groups(shape: KvShape, block_size: int) -> CacheGroups:
 
 
 class KvCache:
-    """`num_pages` pages, and the zero page.
+    """`num_pages` pages that the core assigns, `num_spares` states besides, and the zero page.
 
-    `pages[tile]` is (keys, values) of a layer: [num_pages + 1, block_size, kv_heads, dim], or if `head_major`
-    [num_pages + 1, kv_heads, block_size, dim], so that a head's keys in a block are contiguous. Pages are
+    `pages[tile]` is (keys, values) of a layer: [pages, block_size, kv_heads, dim], or if `head_major`
+    [pages, kv_heads, block_size, dim], so that a head's keys in a block are contiguous. Pages are
     `groups.page_bytes` apart; within a page keys and values are each contiguous. A position's slot is
-    page · block_size + offset. `states[tile]` is [num_pages + 1, …] with the shape of the state. A tile's entries are
-    its own only in the pages of its block table, `tables[tile]` or `state_tables[tile]`.
+    page · block_size + offset. A tile's entries are its own only in the pages of its block table, `tables[tile]`.
+    `state_tiles` says where states are.
     """
 
     def __init__(
-        self, *, shape: KvShape, num_pages: int, block_size: int, device: torch.device, head_major: bool = False
+        self,
+        *,
+        shape: KvShape,
+        num_pages: int,
+        block_size: int,
+        device: torch.device,
+        head_major: bool = False,
+        num_spares: int = 0,
     ) -> None:
+        """num_spares: states that steps with draft tokens use."""
         self.shape = shape
         self.groups = groups = shape.groups(block_size)
         self.block_size = block_size
         self.num_pages = num_pages
-        self.zero_page = num_pages
+        spares = np.arange(num_spares * groups.state_pages, dtype=np.int32) + num_pages
+        self.spare_states: NDArray[np.int32] = spares.reshape(num_spares, groups.state_pages)  # pages
+        self.zero_page = num_pages + len(spares)
         self.device = device
         self._is_head_major = head_major
         # Not zeroed, so that the system provides memory only as pages come into use.
-        self.storage = torch.empty((num_pages + 1, groups.page_bytes), dtype=torch.uint8, device=device)
+        self.storage = torch.empty((self.zero_page + 1, groups.page_bytes), dtype=torch.uint8, device=device)
         if device.type == "cpu":
             _advise(self.storage, _HUGEPAGE)
         self.storage[self.zero_page].zero_()
@@ -106,21 +119,32 @@ class KvCache:
         # Copying words is several times as fast as copying bytes.
         self.words = self.storage.view(torch.int64) if groups.page_bytes else self.storage
         self.pages: list[tuple[Tensor, Tensor]] = []
-        self.states: list[Tensor] = []
         self.tables = tuple(place.table for place in groups.places[: len(shape.layers)])
-        self.state_tables = tuple(place.table for place in groups.places[len(shape.layers) :])
+        self._state_tiles: dict[tuple[int, int, int], Tiles] = {}
         for tile, place in zip(shape.layers, groups.places, strict=False):
             inner = (tile.kv_heads, block_size) if head_major else (block_size, tile.kv_heads)
             keys = self._view(place.offset, (*inner, tile.head_dim), shape.dtype)
             after_keys = place.offset + keys[0].numel() * keys.element_size()
             self.pages.append((keys, self._view(after_keys, (*inner, tile.value_dim), shape.dtype)))
-        for state, place in zip(shape.states, groups.places[len(shape.layers) :], strict=True):
-            self.states.append(self._view(place.offset, state.shape, state.dtype))
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        """As of `AttentionBackend`."""
+        key = first, count, per_tile
+        if key not in self._state_tiles:
+            begin = len(self.shape.layers) + first
+            places = self.groups.places[begin : begin + count]
+            assert len(places) == count, (key, len(self.shape.states))
+            self._state_tiles[key] = Tiles(
+                shelves=torch.tensor([place.shelf for place in places], dtype=torch.int32),
+                offsets=torch.tensor([place.offset for place in places], dtype=torch.int64),
+                per_tile=per_tile,
+            )
+        return self._state_tiles[key]
 
     def _view(self, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Numbers of this size in every page, `offset` bytes from its beginning."""
         last = offset + math.prod(size) * dtype.itemsize
-        return self.storage[:, offset:last].view(dtype).view(self.num_pages + 1, *size)
+        return self.storage[:, offset:last].view(dtype).view(self.zero_page + 1, *size)
 
     def drop(self) -> None:
         """Frees the memory. The cache may not be used until `restore`; tensors of its pages stay valid objects.

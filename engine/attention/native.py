@@ -11,6 +11,7 @@ from ...kernels.cpu.library import LANES, Kernels
 from ...kernels.cpu.operations import dense, page_stride
 from ...kernels.cpu.structs import Pages, StepFields
 from ...kernels.ops import Ops, reference_ops
+from ...kernels.states import StateRows, Tiles
 from .base import AttentionParameters, AttentionStep
 from .kv_cache import KvCache
 from .torch_paged import TorchPagedAttention
@@ -39,6 +40,13 @@ class NativePagedAttention:
     def num_tables(self) -> int:
         """Block tables of a row."""
         return self._cache.groups.num_tables
+
+    @property
+    def states(self) -> StateRows | None:
+        return self._reference.states
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        return self._cache.state_tiles(first, count, per_tile)
 
     def begin(self, step: AttentionStep) -> None:
         self._slots = step.slots

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...kernels.ops import Ops
 from ...kernels.reference import alibi_bias, attend
+from ...kernels.states import StateRows, Tiles
 from .base import Alibi, AttentionParameters, AttentionStep
 from .kv_cache import KvCache
 
@@ -74,6 +75,14 @@ class TorchPagedAttention:
         self._triangles: dict[int | None, Tensor] = {}
         self._step: AttentionStep | None = None
         self._plans: dict[_Reach, tuple[list[_DecodeGroup], list[_Chunk]]] = {}
+
+    @property
+    def states(self) -> StateRows | None:
+        assert self._step is not None, "states before begin"
+        return self._step.states
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        return self._cache.state_tiles(first, count, per_tile)
 
     def begin(self, step: AttentionStep) -> None:
         self._step = step

@@ -16,7 +16,16 @@ from msgspec.structs import replace
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
-from ..models.description import Attention, Decoder, LatentAttention
+from ..models.description import (
+    Attention,
+    Decoder,
+    DeltaNet,
+    LatentAttention,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    ShortConv,
+)
 from ..models.families import describe, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
@@ -26,6 +35,9 @@ from .quantization import GgufScheme, Scheme, read_scheme
 from .support import check_architecture
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+_RECURRENT = DeltaNet, Mamba1, Mamba2, ShortConv, Lightning
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -101,6 +113,12 @@ def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
     return replace(spec, scheme=GgufScheme(tuple(types)) if types else None)
 
 
+_POSITIONS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length",
+)  # fmt: skip
+_MOST_RECURRENT = 1 << 17  # positions of a model without attention, whose config sets no limit
+
+
 def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelSpec:
     """folder: with more files that say what the model is for; None: it generates text."""
     architectures = whole.raw.get("architectures")
@@ -112,8 +130,12 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
 
     config = text_fields(whole) if architecture in pages() else whole
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
-    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
-    num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    is_described = architecture in pages()  # then the description knows the number of layers
+    names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    num_layers = config.size(*names, default=1 if is_described else None, most=MAX_LAYERS)
+    heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
+    # Recurrent models may have no heads; their number only serves estimates then.
+    num_heads = config.size(*heads, default=max(1, hidden_size // 64) if is_described else None)
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
@@ -122,11 +144,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     head_dim = config.size("head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
-    max_position = config.size(
-        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len",
-        "seq_length",
-        default=2048, most=MAX_POSITIONS,
-    )  # fmt: skip
+    max_position = config.size(*_POSITIONS, default=2048, most=MAX_POSITIONS)
     rope_kind, original = _rope(config, max_position)
     if folder is None:
         purpose = Purpose(size=hidden_size)
@@ -141,6 +159,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
             decoder = describe(architecture, Fields(whole.raw | tied, whole.file))
         except NotDescribedError as error:
             why = f"it has {error}"
+    if decoder is not None and decoder.is_recurrent and not any(name in config for name in _POSITIONS):
+        max_position = _MOST_RECURRENT
     if decoder is not None and decoder.most_positions is not None:
         max_position = min(max_position, decoder.most_positions)
     return ModelSpec(
@@ -149,7 +169,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
-        num_layers=num_layers,
+        num_layers=num_layers if decoder is None else len(decoder.blocks),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -192,6 +212,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         fingerprint=key,
         is_native=is_native(spec),
         attends_in_c=spec.decoder is None or _attends_in_c(spec.decoder),
+        has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in spec.decoder.bodies),
         sampling=spec.sampling,
         purpose=spec.purpose,
     )
@@ -199,7 +220,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
 
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = [branch.body for block in decoder.blocks for layer in block.sublayers for branch in layer.branches]
+    bodies = decoder.bodies
     if any(isinstance(body, LatentAttention) for body in bodies):
         return False
     return all(

@@ -14,9 +14,7 @@ Config = Mapping[str, object]
 _MODALITIES = {"vision": "images", "image": "images", "audio": "audio", "speech": "audio", "video": "video"}
 
 ENCODER_DECODER = "it is an encoder-decoder model, and pagewire serves decoder-only models"
-_RECURRENT = (
-    "it has layers with a recurrent state ({}) in place of keys and values, and pagewire caches keys and values only"
-)
+_RECURRENT = "it has layers with a recurrent state ({}), and pagewire has no description of this family"
 _CHUNKED = "it uses chunked attention, and pagewire computes full and sliding-window attention only"
 _SINKS = "it uses attention sinks, which pagewire's attention does not compute"
 _ALIBI = "it adds position biases (ALiBi) to its attention scores, which pagewire's attention does not compute"
@@ -38,9 +36,9 @@ _BY_TYPE = {
         kind: _RECURRENT.format(what)
         for what, kinds in {
             "Mamba": (
-                "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "falcon_h1", "zamba", "zamba2", "nemotron_h",
+                "zamba", "zamba2",
             ),
-            "linear attention": ("minimax", "kimi_linear", "qwen3_next", "bailing_hybrid", "olmo_hybrid"),
+            "linear attention": ("bailing_hybrid", "olmo_hybrid"),
             "RWKV": ("rwkv",),
             "xLSTM": ("xlstm",),
             "RG-LRU": ("recurrent_gemma",),

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.experts import NativeExperts
 from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.scans import NativeScans
 from ...kernels.cpu.structs import Columns, MatrixFields, Operation
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
@@ -75,6 +76,7 @@ class NativeModel:
     def __init__(self, reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape, kernels: Kernels) -> None:
         self.kv_shape = kv_shape
         self._reference, self._kernels = reference, kernels
+        reference.mixers.scans = NativeScans(kernels)
         self._alone = ReferenceModel(reference, vocabulary, kv_shape)
         self.logits, self.greedy = vocabulary.logits, vocabulary.greedy
         self._layout = layout(reference.program)

@@ -38,6 +38,7 @@ from ..models.program import (
 from ..parallel.collectives import Group
 from .experts import mixture
 from .functions import activate, glu, normalize
+from .mixers import MIXERS, Mixers
 from .rotary import RotaryTable
 from .vocabulary import Vocabulary
 from .weights import Weights
@@ -99,6 +100,7 @@ class Reference:
         self.program, self.weights = program, weights
         self._weight_dtype, self._device, self._group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
+        self.mixers = Mixers(weights, device)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
         self.rotary: Mapping[Rope, RotaryTable] = {
             rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes
@@ -121,6 +123,7 @@ class Reference:
             AttendLatent: self._attend_latent,
             Mixture: self._mixture,
             AllReduce: self._all_reduce,
+            **dict.fromkeys(MIXERS, self._mixer),
         }
 
     def run(self, op: Op, registers: Registers, step: Step) -> None:
@@ -285,6 +288,10 @@ class Reference:
         assert isinstance(args, Mixture)
         x, logits = (registers.get(view) for view in op.ins)
         return mixture(args, self.weights, x, logits)
+
+    def _mixer(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        assert isinstance(op.args, MIXERS)
+        return self.mixers.run(op.args, [registers.get(view) for view in op.ins], step.attention)
 
     def _all_reduce(self, op: Op, registers: Registers, step: Step) -> Tensor:
         x = registers.get(op.ins[0]).contiguous()

@@ -100,16 +100,19 @@ class Packing:
     def _pack_stored(self, target: Matrix, parts: Sequence[StoredWeight]) -> kernels.Matrix:
         assert self._ops.quantized is not None
         try:
-            return self._ops.quantized(concatenate(parts), target.use in ("gated", "gated experts"))
+            parts = [concatenate(parts)]
         except ValueError:  # the parts are quantized differently
-            return self._pack(target, torch.cat([part.dequantize(self.options.weight_dtype) for part in parts]))
+            if target.experts:
+                widened = torch.cat([part.dequantize(self.options.weight_dtype) for part in parts])
+                return self._pack(target, widened)
+        return self._ops.quantized(parts, target.use in ("gated", "gated experts"))
 
 
 def shape_of(target: Matrix | Vector) -> tuple[int, ...]:
-    """[rows, columns] or [experts, rows, columns]; [rows] or [experts, rows] of a vector."""
+    """[rows, columns] or [experts, rows, columns]; of a vector without columns [rows] or [experts, rows]."""
     rows = sum(weight.rows for weight in target.weights)
-    experts = target.weights[0].experts
-    shape = (rows, target.columns) if isinstance(target, Matrix) else (rows,)
+    experts, columns = target.weights[0].experts, target.weights[0].columns
+    shape = (rows, columns) if columns else (rows,)
     return (experts, *shape) if experts else shape
 
 
@@ -119,4 +122,6 @@ def fill_dummy(program: Program, sink: Sink) -> None:
     for target in program.targets:
         values = sink.begin(target)
         dummy.fill(target.key, values, is_vector=isinstance(target, Vector))
+        if target.weights[0].map == "neg_exp":
+            values.neg_()  # else states would grow
         sink.end(target, values)

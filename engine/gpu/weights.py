@@ -8,6 +8,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...kernels.grouped_weight import GroupedWeight
 from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate, int4_of
+from ...kernels.superblock_weight import SuperblockWeight
 from ..executors.weights import shape_of
 from ..models.program import Matrix, Vector
 
@@ -55,6 +56,7 @@ class Loaded:
     def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
         try:
             weight = concatenate(parts)
+            assert not isinstance(weight, SuperblockWeight), "GGUF files are widened"
             self._matrices[matrix.key] = (int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(
                 self.device
             )

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ...kernels.states import StateRows, Tiles
 from ..attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from .base import WorkerConnector
 
@@ -13,6 +14,13 @@ class ConnectorAttention:
         self.is_active = False
         self._inner = inner
         self._connector = connector
+
+    @property
+    def states(self) -> StateRows | None:
+        return self._inner.states
+
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
+        return self._inner.state_tiles(first, count, per_tile)
 
     def begin(self, step: AttentionStep) -> None:
         self._inner.begin(step)

@@ -393,9 +393,20 @@ class Decoder(Data):
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
 
     @property
+    def bodies(self) -> tuple[Body, ...]:
+        """Of all branches of all layers."""
+        return tuple(
+            branch.body for block in self.blocks for sublayer in block.sublayers for branch in sublayer.branches
+        )
+
+    @property
+    def is_recurrent(self) -> bool:
+        """No layer attends."""
+        return not any(isinstance(body, Attention | LatentAttention) for body in self.bodies)
+
+    @property
     def most_positions(self) -> int | None:
         """The length beyond which longrope uses other frequencies, for all positions; None: there is none."""
-        bodies = (branch.body for block in self.blocks for layer in block.sublayers for branch in layer.branches)
-        ropes = (body.rope for body in bodies if isinstance(body, Attention | LatentAttention))
+        ropes = (body.rope for body in self.bodies if isinstance(body, Attention | LatentAttention))
         limits = {rope.original for rope in ropes if rope is not None and rope.kind == "longrope"}
         return min(limits, default=None)

@@ -1,15 +1,23 @@
 """Turns a description into a program. The only place that knows the order of operations."""
 
 from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import Literal
 
 from .description import (
     Attention,
     Block,
     Body,
     Branch,
+    Conv,
     Decoder,
+    DeltaNet,
     LatentAttention,
+    Lightning,
     LowRank,
+    Mamba1,
+    Mamba2,
     Mlp,
     Moe,
     Norm,
@@ -17,6 +25,7 @@ from .description import (
     PerLayerEmbedding,
     PerLayerInput,
     Reach,
+    ShortConv,
     Sublayer,
     Weight,
 )
@@ -29,7 +38,9 @@ from .program import (
     Attend,
     AttendLatent,
     Clip,
+    Convolve,
     Embed,
+    GatedNormalize,
     GatedProduct,
     Glu,
     Heat,
@@ -43,11 +54,20 @@ from .program import (
     Program,
     Rotate,
     Scale,
+    ScanDelta,
+    ScanLightning,
+    ScanMamba1,
+    ScanMamba2,
+    State,
+    States,
     Tile,
     Use,
     Vector,
     View,
 )
+
+CHANNELS = 16  # of a unit of Mamba 1's state
+_TILE_BYTES = 1 << 15  # small tiles fill pages better, and large ones are fewer
 
 
 def latent_width(rank: int, rope_dim: int) -> int:
@@ -69,6 +89,7 @@ class _Lowering:
         self._widths: list[int] = []
         self._tiles: list[Tile] = []
         self._tile_of: dict[int, int] = {}  # layer → its tile
+        self._states: list[State] = []
         self._layer = -1
         self._delayed: list[tuple[int, View]] = []  # (sublayer, what is added to the stream there)
         self._num_sublayers = 0
@@ -80,6 +101,8 @@ class _Lowering:
             self._layer = layer
             x = self._block(block, x)
         self._layer = len(decoder.blocks)
+        left = sum(due >= self._num_sublayers for due, _ in self._delayed)
+        assert not left, f"{left} branches are delayed beyond the last sublayer"
         if decoder.norm is not None:
             x = self._norm(decoder.norm, x, "norm")
         head = decoder.head
@@ -96,6 +119,7 @@ class _Lowering:
             tiles=tuple(self._tiles),
             hidden=decoder.hidden,
             vocab=decoder.vocab,
+            states=tuple(self._states),
         )
 
     # Registers and operations.
@@ -245,8 +269,16 @@ class _Lowering:
                 out = self._mlp(body, y, at)
             case Moe():
                 out = self._moe(body, y, stream, at)
-            case _:
-                raise AssertionError(f"{type(body).__name__} is not lowered yet")
+            case DeltaNet():
+                out = self._delta_net(body, y, at)
+            case Mamba1():
+                out = self._mamba1(body, y, at)
+            case Mamba2():
+                out = self._mamba2(body, y, at)
+            case ShortConv():
+                out = self._short_conv(body, y, at)
+            case Lightning():
+                out = self._lightning(body, y, at)
         self._all_reduce(out)
         return out
 
@@ -355,6 +387,124 @@ class _Lowering:
         self._op(args, (q, latent, key), (out,))
         return self._product(at + "o", out, a.o)
 
+    def _state_tiles(self, units: int, shape: tuple[int, ...]) -> States:
+        """Tiles for the states of `units` units."""
+        per_tile = max(1, min(units, _TILE_BYTES // (4 * prod(shape))))
+        first, count = len(self._states), -(-units // per_tile)
+        self._states += (State((min(per_tile, units - i * per_tile), *shape)) for i in range(count))
+        return States(first, count, per_tile)
+
+    def _convolve(self, conv: Conv, x: View, at: str) -> View:
+        out = self._register(conv.channels)
+        args = Convolve(
+            states=self._state_tiles(1, (conv.taps - 1, conv.channels)),
+            taps=conv.taps,
+            weight=self._float32(at + "conv", conv.weight),
+            bias=None if conv.bias is None else self._float32(at + "conv.bias", conv.bias),
+            act=conv.act or "none",
+        )
+        self._op(args, (x,), (out,))
+        return out
+
+    def _delta_net(self, d: DeltaNet, x: View, at: str) -> View:
+        if isinstance(d.gate, Weight):
+            qkv, gate = self._products(at + "qkv_gate", x, (d.qkv, d.gate))
+        else:
+            qkv, gate = self._product(at + "qkv", x, d.qkv), self._low_rank(at + "gate", x, d.gate)
+        if isinstance(d.decay, Weight):
+            beta, decay = self._products(at + "beta_decay", x, (d.beta, d.decay))
+        else:
+            beta, decay = self._product(at + "beta", x, d.beta), self._low_rank(at + "decay", x, d.decay)
+        keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
+        q, k, v = _columns(self._convolve(d.conv, qkv, at), keys, keys, values)
+        out = self._register(values)
+        scan = ScanDelta(
+            states=self._state_tiles(d.value_heads, (d.key_dim, d.value_dim)),
+            key_heads=d.key_heads,
+            value_heads=d.value_heads,
+            key_dim=d.key_dim,
+            value_dim=d.value_dim,
+            a=self._float32(at + "a", d.a_log),
+            dt_bias=self._float32(at + "dt_bias", d.dt_bias),
+            decay_per=d.decay_per,
+        )
+        self._op(scan, (q, k, v, beta, decay), (out,))
+        self._gated_norm(d.norm, out, gate, at, act=d.gate_act)
+        return self._product(at + "o", out, d.o)
+
+    def _mamba1(self, m: Mamba1, x: View, at: str) -> View:
+        inner, gate = _columns(self._product(at + "xz", x, m.xz), m.channels, m.channels)
+        inner = self._convolve(m.conv, inner, at)
+        low, b, c = _columns(self._product(at + "x", inner, m.x), m.dt_rank, m.state_dim, m.state_dim)
+        for norm, view, name in ((m.dt_norm, low, "dt_norm"), (m.b_norm, b, "b_norm"), (m.c_norm, c, "c_norm")):
+            if norm is not None:
+                self._norm(norm, view, at + name, in_place=True)
+        dt = self._product(at + "dt", low, replace(m.dt, bias=()))
+        out = self._register(m.channels)
+        scan = ScanMamba1(
+            states=self._state_tiles(-(-m.channels // CHANNELS), (m.state_dim, CHANNELS)),
+            channels=m.channels,
+            state_dim=m.state_dim,
+            a=self._float32(at + "a", m.a_log),
+            dt_bias=self._float32(at + "dt.bias", Weight(m.dt.bias)) if m.dt.bias else None,
+            d=self._float32(at + "d", m.d),
+        )
+        self._op(scan, (inner, dt, b, c), (out,))
+        self._gated_norm(None, out, gate, at)
+        return self._product(at + "out", out, m.out)
+
+    def _mamba2(self, m: Mamba2, x: View, at: str) -> View:
+        inner, of_groups = m.heads * m.head_dim, m.groups * m.state_dim
+        whole = self._product(at + "zxbcdt", x, m.zxbcdt)
+        sizes = (inner, inner, of_groups, of_groups, m.heads)
+        for view, factor in zip(_columns(whole, *sizes), m.scales, strict=True):
+            self._scale(view, factor)
+        gate, mixed, dt = _columns(whole, inner, inner + 2 * of_groups, m.heads)
+        inner_x, b, c = _columns(self._convolve(m.conv, mixed, at), inner, of_groups, of_groups)
+        out = self._register(inner)
+        scan = ScanMamba2(
+            states=self._state_tiles(m.heads, (m.state_dim, m.head_dim)),
+            heads=m.heads,
+            head_dim=m.head_dim,
+            state_dim=m.state_dim,
+            groups=m.groups,
+            a=self._float32(at + "a", m.a_log),
+            dt_bias=self._float32(at + "dt_bias", m.dt_bias),
+            d=self._float32(at + "d", m.d),
+            dt_limits=m.dt_limits,
+        )
+        self._op(scan, (inner_x, b, c, dt), (out,))
+        self._gated_norm(m.norm, out, gate, at, gate_first=not m.norm_first)
+        return self._product(at + "out", out, m.out)
+
+    def _short_conv(self, s: ShortConv, x: View, at: str) -> View:
+        channels = s.conv.channels
+        b, c, inner = _columns(self._product(at + "bcx", x, s.bcx), channels, channels, channels)
+        self._op(Multiply(""), (inner, b), (inner,))
+        mixed = self._convolve(s.conv, inner, at)
+        self._op(Multiply(""), (mixed, c), (mixed,))
+        return self._product(at + "out", mixed, s.out)
+
+    def _lightning(self, n: Lightning, x: View, at: str) -> View:
+        width = n.heads * n.head_dim
+        qkv, gate = self._products(at + "qkv_gate", x, (n.qkv, n.gate))
+        self._op(Activate("silu"), (qkv,), (qkv,))
+        out = self._register(width)
+        states = self._state_tiles(n.heads, (n.head_dim, n.head_dim))
+        self._op(ScanLightning(states, n.heads, n.head_dim, n.decay), _columns(qkv, width, width, width), (out,))
+        self._gated_norm(n.norm, out, gate, at, act="sigmoid")
+        return self._product(at + "out", out, n.out)
+
+    def _gated_norm(
+        self, norm: Norm | None, x: View, gate: View, at: str, *, act: Literal["silu", "sigmoid"] = "silu",
+        gate_first: bool = False,
+    ) -> None:  # fmt: skip
+        weight = None if norm is None or norm.weight is None else self._float32(at + "gated_norm", norm.weight)
+        self._op(GatedNormalize(norm, weight, act, gate_first), (x, gate), (x,))
+
+    def _float32(self, name: str, weight: Weight) -> Vector:
+        return self._vector(name, weight, is_float32=True)
+
     def _low_rank(self, name: str, x: View, weight: Weight | LowRank) -> View:
         if isinstance(weight, Weight):
             return self._product(name, x, weight)
@@ -430,6 +580,12 @@ class _Lowering:
 
     def _optional(self, name: str, part: Part | None, *, is_float32: bool = False) -> Vector | None:
         return None if part is None else self._vector(name, Weight((part,)), is_float32=is_float32)
+
+
+def _columns(view: View, *widths: int) -> tuple[View, ...]:
+    """Adjacent columns of these widths."""
+    firsts = accumulate(widths, initial=view.first)
+    return tuple(View(view.register, first, width) for first, width in zip(firsts, widths, strict=False))
 
 
 def _bare(*weights: Weight) -> tuple[Weight, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, TypedDict
 
 from ...errors import ConfigError
@@ -11,9 +12,12 @@ from .description import (
     Block,
     Body,
     Branch,
+    Conv,
     Decoder,
     Embedding,
     Head,
+    Mamba1,
+    Mamba2,
     Mlp,
     Norm,
     Part,
@@ -241,6 +245,89 @@ def stacked_experts(
         ),
         act=act,
     )
+
+
+def conv(name: str, channels: int, taps: int, *, bias: bool = False, act: Literal["", "silu"] = "silu") -> Conv:
+    return Conv(matrix(name, channels, taps), channels, taps, act, vector(name + ".bias", channels) if bias else None)
+
+
+def mixer_activation(c: Fields, *names: str) -> None:
+    """Raises NotDescribedError if the activation of a mixer's convolution and gate is not silu."""
+    if (act := activation(c, "silu", *names)) != "silu":
+        raise NotDescribedError(f"{act} in recurrent layers")
+
+
+def mamba1(
+    at: str, hidden: int, channels: int, state: int, rank: int, taps: int, *, norms: tuple[Norm | None, ...],
+    bias: bool = False, conv_bias: bool = True,
+) -> Mamba1:  # fmt: skip
+    """state: numbers for each channel. rank: of the time steps. norms: of time steps, B and C."""
+    dt_norm, b_norm, c_norm = norms
+    return Mamba1(
+        channels, state, rank,
+        xz=matrix(at + "in_proj", 2 * channels, hidden, bias),
+        conv=conv(at + "conv1d", channels, taps, bias=conv_bias),
+        x=matrix(at + "x_proj", rank + 2 * state, channels), dt=matrix(at + "dt_proj", channels, rank, True),
+        a_log=Weight((Part(at + "A_log", channels),), state, map="neg_exp"), d=vector(at + "D", channels),
+        out=matrix(at + "out_proj", hidden, channels, bias), dt_norm=dt_norm, b_norm=b_norm, c_norm=c_norm,
+    )  # fmt: skip
+
+
+def mamba2(
+    at: str, hidden: int, heads: int, dim: int, state: int, groups: int, taps: int, *, norm: Norm | None,
+    bias: bool = False, out_bias: bool | None = None, conv_bias: bool = True, norm_first: bool = False,
+    limits: tuple[float, float] = (0.0, math.inf), scales: tuple[float, ...] = (1.0,) * 5,
+) -> Mamba2:  # fmt: skip
+    """state: numbers for each feature of a head. out_bias: of the last projection; None: as `bias`."""
+    inner, of_groups = heads * dim, groups * state
+    channels = inner + 2 * of_groups
+    return Mamba2(
+        heads, dim, state, groups,
+        zxbcdt=matrix(at + "in_proj", inner + channels + heads, hidden, bias),
+        conv=conv(at + "conv1d", channels, taps, bias=conv_bias),
+        a_log=vector(at + "A_log", heads, "neg_exp"), d=vector(at + "D", heads), dt_bias=vector(at + "dt_bias", heads),
+        out=matrix(at + "out_proj", hidden, inner, bias if out_bias is None else out_bias),
+        norm=norm, norm_first=norm_first, dt_limits=limits, scales=scales,
+    )  # fmt: skip
+
+
+def mamba2_sizes(c: Fields, inner: int) -> tuple[int, int, int, int, int]:
+    """(heads, head size, state, groups, taps) of the fields `mamba_…`. inner: numbers of all heads."""
+    heads, groups = c.size("mamba_n_heads", default=128), c.size("mamba_n_groups", default=1)
+    dim = c.divided("channels of Mamba", inner, "heads", heads)
+    if c.raw.get("mamba_d_head") not in (None, "auto", dim):
+        raise ConfigError(f"{c.file} has mamba_d_head = {c.raw['mamba_d_head']!r}, but {inner} / {heads} is {dim}.")
+    c.divided("heads of Mamba", heads, "groups", groups)
+    return heads, dim, c.size("mamba_d_state", default=256), groups, c.size("mamba_d_conv", default=4)
+
+
+def limits(c: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+    """Of Mamba 2's time steps: two numbers, of which the second may be infinite."""
+    value = c.raw.get(name)
+    if value is None:
+        return 0.0, math.inf
+    found = [_float(each) for each in value] if isinstance(value, list) else []
+    if len(found) != 2 or any(math.isnan(each) for each in found):
+        raise ConfigError(f"{c.file} has {name} = {value!r}, which should be two numbers.")
+    return found[0], found[1]
+
+
+def _float(value: object) -> float:
+    """transformers 5 writes infinity as an object."""
+    if isinstance(value, dict):
+        value = value.get("__float__")
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    return math.nan
+
+
+def either(first: Mlp, second: Mlp) -> Mlp:
+    """The same part with two layouts in files: the second is taken where the tensors of the first are absent."""
+    gate = None if first.gate is None else replace(first.gate, other=second.gate)
+    return replace(first, gate=gate, up=replace(first.up, other=second.up), down=replace(first.down, other=second.down))
 
 
 def prenorm(*pairs: tuple[Norm, Body]) -> Block:

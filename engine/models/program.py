@@ -38,7 +38,8 @@ class Matrix(Data):
 
 
 class Vector(Data):
-    """Numbers of the activations' type, or float32: the elements of `weights`, one weight after the other."""
+    """Numbers of the activations' type, or float32: the elements of `weights`, one weight after the other; of weights
+    with columns their rows."""
 
     key: str
     weights: tuple[Weight, ...]
@@ -197,13 +198,89 @@ class Mixture(Data):
     expert_scale: Vector | None = None
 
 
+class States(Data):
+    """The states of one operation: `Program.states` [first, first + count). A unit is a head, 16 channels, or all
+    of a convolution; `per_tile` units follow each other in a tile, and the last tile may have fewer."""
+
+    first: int
+    count: int
+    per_tile: int
+
+
+class Convolve(Data):
+    """outs[0] = act(causal, depthwise convolution of ins[0] + bias), in a register of its own."""
+
+    states: States
+    taps: int
+    weight: Vector  # [channels, taps]
+    bias: Vector | None
+    act: Literal["none", "silu"]
+
+
+class ScanDelta(Data):
+    """The gated delta rule. ins: queries, keys, values, beta, decay; outs[0]: the heads' results."""
+
+    states: States
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    a: Vector  # [value heads], -exp(A_log)
+    dt_bias: Vector  # of the decay's width
+    decay_per: Literal["head", "channel"] = "head"
+
+
+class ScanMamba1(Data):
+    """The selective scan of Mamba. ins: x, dt, B, C; outs[0]: as x."""
+
+    states: States
+    channels: int
+    state_dim: int
+    a: Vector  # [channels, state_dim], -exp(A_log)
+    dt_bias: Vector | None
+    d: Vector
+
+
+class ScanMamba2(Data):
+    """The scan of Mamba 2. ins: x, B, C, dt; outs[0]: as x."""
+
+    states: States
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    a: Vector  # [heads], -exp(A_log)
+    dt_bias: Vector
+    d: Vector
+    dt_limits: tuple[float, float]
+
+
+class ScanLightning(Data):
+    """Linear attention with constant decays. ins: queries, keys, values; outs[0]: the heads' results."""
+
+    states: States
+    heads: int
+    head_dim: int
+    decay: tuple[float, ...]  # of each head
+
+
+class GatedNormalize(Data):
+    """outs[0] = norm(ins[0]) · act(ins[1]), or with gate_first norm(ins[0] · act(ins[1])); may be ins[0]."""
+
+    norm: Norm | None  # None: the product alone
+    weight: Vector | None
+    act: Literal["silu", "sigmoid"]
+    gate_first: bool = False
+
+
 class AllReduce(Data):
     """outs[0] = the sum of ins[0], the same view, over the ranks."""
 
 
 Args = (
     Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
-    | Heat | Attend | AttendLatent | Mixture | AllReduce
+    | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
+    | ScanLightning | GatedNormalize
 )  # fmt: skip
 
 
@@ -223,6 +300,12 @@ class Tile(Data):
     reach: Reach
 
 
+class State(Data):
+    """A part of a row's recurrent state: numbers of float32."""
+
+    shape: tuple[int, ...]
+
+
 class Program(Data):
     """The pass over a step's tokens, from ids to the states that the head takes."""
 
@@ -237,6 +320,7 @@ class Program(Data):
     tiles: tuple[Tile, ...]
     hidden: int
     vocab: int
+    states: tuple[State, ...] = ()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -30,6 +30,7 @@ from .loading import (
     keeps_quantized,
     kv_shape_of,
     no_kv,
+    offered_pages,
     pages_needed,
     program_of,
 )
@@ -55,9 +56,11 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     if not plan.page_bytes:
         return plan, pages_needed(config, shape)
     if config.kv_cache_memory is not None:
-        return plan, plan.num_pages(config.kv_cache_memory)
-    num_pages = plan.num_pages(device.cache_memory(taken=plan.weights + plan.workspace))
-    return plan, min(num_pages, pages_needed(config, shape))
+        num_pages = plan.num_pages(config.kv_cache_memory)
+    else:
+        num_pages = plan.num_pages(device.cache_memory(taken=plan.weights + plan.workspace))
+        num_pages = min(num_pages, pages_needed(config, shape))
+    return plan, offered_pages(config, plan.groups, num_pages)
 
 
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:

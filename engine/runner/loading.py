@@ -12,8 +12,8 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
-from ..attention.cache_groups import Lifetime
-from ..attention.kv_cache import KvShape, Tile
+from ..attention.cache_groups import CacheGroups, Lifetime
+from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
@@ -43,6 +43,9 @@ DTYPES = {
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
+_LEFT_STATES = 7  # of a request: one at its end, and those that its prompt keeps
+_SPARE_STATES = 4  # of a row: the default number of draft tokens
+_SPARE_SHARE = 8  # spare states take at most 1/8 as much memory as the pages that the core assigns
 _GRAPH_BYTES = 4 << 20  # per recorded step; an assumption, not measured
 _MAX_ROWS = 2048  # that `plan_decode` handles in one program; more would overflow 32-bit offsets of partial sums
 
@@ -189,9 +192,23 @@ def _top_k(spec: ModelSpec) -> int:
 
 
 def pages_needed(config: EngineConfig, kv_shape: KvShape) -> int:
-    """Pages for `max_num_seqs` requests of the greatest length."""
+    """Pages for `max_num_seqs` requests of the greatest length, and the recurrent states that they leave behind."""
     groups = kv_shape.groups(config.block_size)
-    return config.max_num_seqs * groups.pages(config.max_model_len, block_size=config.block_size)
+    of_request = groups.pages(config.max_model_len, block_size=config.block_size) + _LEFT_STATES * groups.state_pages
+    return config.max_num_seqs * of_request
+
+
+def num_spare_states(config: EngineConfig, groups: CacheGroups, num_pages: int) -> int:
+    """How many states the worker has for draft tokens beside `num_pages` pages. More would take memory from requests;
+    with fewer than a row's draft tokens there is no speculation."""
+    if config.speculative is None or not groups.state_pages:
+        return 0
+    return min(_SPARE_STATES * config.max_num_seqs, num_pages // (_SPARE_SHARE * groups.state_pages))
+
+
+def offered_pages(config: EngineConfig, groups: CacheGroups, num_pages: int) -> int:
+    """How many of `num_pages` pages the core may assign."""
+    return num_pages - num_spare_states(config, groups, num_pages) * groups.state_pages
 
 
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -316,6 +333,7 @@ def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
     return KvShape(
         layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
         dtype=dtype,
+        states=tuple(StateTile(state.shape) for state in program.states),
     )
 
 

@@ -27,7 +27,8 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
         """Pages that fit into `budget` bytes, at least one. Only for a model with KV."""
         return max(1, budget // self.page_bytes)
 
-    def lines(self, num_pages: int) -> tuple[str, ...]:
+    def lines(self, num_pages: int, num_spares: int = 0) -> tuple[str, ...]:
+        """num_spares: recurrent states for draft tokens, beside the pages."""
         shared = f" (one copy for {self.num_sharers} engines)" if self.num_sharers > 1 else ""
         if not self.page_bytes:
             return (f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)} | no KV cache",)
@@ -38,9 +39,11 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
             else f"less than one request of {self.max_model_len:,} tokens"
         )
         graphs = f" | graphs {size(self.graphs)}" if self.graphs else ""
+        spares = num_spares * self.groups.state_pages * self.page_bytes
+        drafts = f" | {num_spares:,} states for draft tokens {size(spares)}" if num_spares else ""
         return (
             f"weights {size(self.weights)}{shared} | workspace {size(self.workspace)}{graphs} | KV cache "
-            f"{size(num_pages * self.page_bytes)} = {num_pages:,} {self._unit()}, {requests}",
+            f"{size(num_pages * self.page_bytes)} = {num_pages:,} {self._unit()}, {requests}{drafts}",
         )
 
     def _unit(self) -> str:

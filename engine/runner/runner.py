@@ -30,7 +30,7 @@ from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
-from .loading import HostModel, load_model, pages_needed
+from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .shared_weights import SharedWeights
 
@@ -115,7 +115,9 @@ class Runner:
         """Lines for the operator, with the KV cache as it was opened, or as it would be offered."""
         size = self._group.size
         ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
-        return (*ranks, self._model.note, *self._memory.lines(self._num_pages or self.offer()))
+        num_pages = self._num_pages or self.offer()
+        num_spares = num_spare_states(self._config, self._memory.groups, num_pages)
+        return (*ranks, self._model.note, *self._memory.lines(num_pages, num_spares))
 
     @property
     def memory(self) -> MemoryPlan:
@@ -152,11 +154,13 @@ class Runner:
             return self._num_pages
         if not self._memory.page_bytes:
             return pages_needed(self._config, self._model.kv_shape)
-        if self._config.kv_cache_memory is not None:
-            return self._memory.num_pages(self._config.kv_cache_memory)
         memory = self._memory
-        budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
-        return min(self._memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
+        if self._config.kv_cache_memory is not None:
+            num_pages = memory.num_pages(self._config.kv_cache_memory)
+        else:
+            budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
+            num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
+        return offered_pages(self._config, memory.groups, num_pages)
 
     def open_cache(self, num_pages: int) -> None:
         """Allocates the KV cache and starts the KV connector and the extension, before the first `launch`. Does nothing
@@ -171,6 +175,7 @@ class Runner:
             block_size=config.block_size,
             device=self._device.torch_device,
             head_major=model.head_major,
+            num_spares=num_spare_states(config, self._memory.groups, num_pages),
         )
         self._num_pages = num_pages
         self._cache = cache

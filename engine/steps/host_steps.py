@@ -17,6 +17,7 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
 from ..executors.base import Model
 from .base import ImmediateSteps, copy_blocks
+from .draft_states import DraftStates, within
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
 from .ngram import draft
 from .pooling import RowPooler
@@ -82,7 +83,11 @@ class HostSteps(ImmediateSteps):
         device, rows = self._device, self._rows
         speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
         draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
-        step = step_inputs(plan, rows, draft_tokens, block_size=self._config.block_size, device=device)
+        draft_states = None
+        if rows.has_states and draft_tokens.any():
+            draft_tokens = within(draft_tokens, len(self._cache.spare_states))
+            draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
+        step = step_inputs(plan, rows, draft_tokens, cache=self._cache, draft_states=draft_states)
         if step.fresh_pages is not None:
             self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
@@ -98,7 +103,7 @@ class HostSteps(ImmediateSteps):
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
         )
         rows.num_computed[step.rows] += step.counts
-        rows.keep_states(step.rows)
+        rows.advance_states(step.rows)
         samples = step.sampled
         if not len(samples.rows):
             return Sampled(prompt, vectors=vectors)
@@ -116,9 +121,10 @@ class HostSteps(ImmediateSteps):
             logits = self._model.logits(hidden[part])
             parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
-        return replace(
-            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, prompt, logprobs), vectors=vectors
-        )
+        sampled = take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, prompt, logprobs)
+        if draft_states is not None and (copies := draft_states.copies(rows)) is not None:
+            self._cache.copy(*copies)
+        return replace(sampled, vectors=vectors)
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]

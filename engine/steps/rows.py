@@ -3,12 +3,12 @@
 A row is the slot of one running request. The core decides which request has which row; this file keeps what the core
 sent and what was sampled since. All columns are NumPy arrays, so that a step over many rows runs no Python per row.
 
-A row has a block table for each shelf of each group of the cache (`attention/cache_groups.py`). The table of a state is
-not used; `states` has its pages.
+A row has a block table for each shelf of each group of the cache (`attention/cache_groups.py`), except for that of
+states, which comes last. A state has pages that the next pass reads, and pages that all passes write.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +27,18 @@ class Rows:
     ) -> None:
         self._vocab_size = vocab_size
         self._block_size = block_size
-        is_state = [group.lifetime.kind == "state" for group in groups.groups]
-        self._group_tables = [groups.tables(number) for number in range(len(groups.groups))]
-        self._position_groups = [number for number, state in enumerate(is_state) if not state]
-        self.position_tables = [table for number in self._position_groups for table in self._group_tables[number]]
-        self.has_states = any(is_state)
+        state_pages = [group.pages for group in groups.groups if group.lifetime.kind == "state"]
+        self.has_states = bool(state_pages)
+        num_groups = len(groups.groups) - len(state_pages)
+        self._group_tables = [groups.tables(number) for number in range(num_groups)]
         # The system zeroes the two large columns lazily: they take memory only where rows write.
         self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
-        num_tables, max_blocks = groups.num_tables, -(-(max_len + 1) // block_size)
+        num_tables, max_blocks = groups.num_tables - sum(state_pages), -(-(max_len + 1) // block_size)
         self.tables: NDArray[np.int32] = np.zeros((num_tables, num_rows, max_blocks), np.int32)  # pages
-        self.num_blocks: NDArray[np.int64] = np.zeros((len(is_state), num_rows), np.int64)  # released ones included
-        self.states: NDArray[np.int32] = np.zeros((num_tables, num_rows, 2), np.int32)  # page read (-1: zeros), written
+        self.num_blocks: NDArray[np.int64] = np.zeros((num_groups, num_rows), np.int64)  # released ones included
+        # Pages of the recurrent state, [rows, k]: those that the next pass reads (-1: zeros), and those that it writes.
+        self.state_read: NDArray[np.int32] = np.full((num_rows, sum(state_pages)), -1, np.int32)
+        self.state_written: NDArray[np.int32] = np.full((num_rows, sum(state_pages)), -1, np.int32)
         self.num_ids: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # ids known; those beyond are stale
         self.num_prompt: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # positions whose KV is in the cache
@@ -74,9 +75,12 @@ class Rows:
         self.num_ids[i] = len(ids)
         self.num_prompt[i] = row.num_prompt
         self.num_computed[i] = row.num_computed
-        tables = row.tables or (GroupTable(0, row.block_ids),)
-        for group, table in zip(self._position_groups, tables, strict=bool(row.tables)):
+        tables = row.tables or (GroupTable(0, row.block_ids),)[: len(self._group_tables)]
+        for group, table in zip(range(len(self._group_tables)), tables, strict=True):
             self.set_table(i, group, np.frombuffer(table.pages, "<i4"), first=table.first)
+        if self.has_states:
+            self.state_read[i] = np.frombuffer(row.state_from, "<i4") if row.state_from else -1
+            self.state_written[i] = np.frombuffer(row.state, "<i4")
         self.temperature[i] = sampling.temperature
         self.top_k[i] = sampling.top_k
         self.top_p[i] = sampling.top_p
@@ -103,16 +107,9 @@ class Rows:
         self.num_blocks[group, row] = first + len(blocks)
         self.tables[tables.start : tables.stop, row, first : first + len(blocks)] = blocks.T
 
-    def set_state(self, row: int, group: int, pages: Sequence[int], source: Sequence[int]) -> None:
-        """The pages that hold the row's state from the next pass on, and those that this pass reads; none: zeros."""
-        tables = self._group_tables[group]
-        self.states[tables.start : tables.stop, row, 0] = source if len(source) else -1
-        self.states[tables.start : tables.stop, row, 1] = pages
-
-    def keep_states(self, rows: NDArray[np.int64]) -> None:
+    def advance_states(self, rows: NDArray[np.int64]) -> None:
         """After a pass: the next one reads the states that it wrote."""
-        if self.has_states:
-            self.states[:, rows, 0] = self.states[:, rows, 1]
+        self.state_read[rows] = self.state_written[rows]
 
     def grow(self, plan: StepPlan) -> None:
         """Appends the plan's blocks to the rows' tables."""
@@ -130,15 +127,14 @@ class Rows:
 
     def num_positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The positions for which each row has blocks."""
-        if not self._position_groups:
+        if not self._group_tables:
             return np.full(len(rows), self.ids.shape[1], np.int64)
-        least: NDArray[np.int64] = self.num_blocks[self._position_groups][:, rows].min(axis=0)
+        least: NDArray[np.int64] = self.num_blocks[:, rows].min(axis=0)
         return least * self._block_size
 
     def pages_of_block(self, row: int, block: int) -> Iterator[tuple[int, int]]:
         """(table, page) of one of the row's blocks, for all groups of positions."""
-        for table in self.position_tables:
-            yield table, int(self.tables[table, row, block])
+        yield from enumerate(self.tables[:, row, block].tolist())
 
     def mask(self, plan: StepPlan) -> None:
         """Sets the masks of this step."""

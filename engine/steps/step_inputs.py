@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ipc.messages import StepPlan
+from ...kernels.states import StateRows
 from ..attention.base import AttentionStep
+from ..attention.kv_cache import KvCache
+from .draft_states import DraftStates
 from .rows import Rows
 
 
@@ -42,9 +45,16 @@ class StepInputs:
 
 
 def step_inputs(
-    plan: StepPlan, rows: Rows, draft_tokens: NDArray[np.int64], *, block_size: int, device: torch.device
+    plan: StepPlan,
+    rows: Rows,
+    draft_tokens: NDArray[np.int64],
+    *,
+    cache: KvCache,
+    draft_states: DraftStates | None = None,
 ) -> StepInputs:
-    """Changes no row. draft_tokens: [speculative rows] number of draft tokens that stand after each one's ids."""
+    """Changes no row. draft_tokens: [speculative rows] number of draft tokens that stand after each one's ids.
+    draft_states: of models with states, if there are draft tokens."""
+    block_size, device = cache.block_size, cache.device
     planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
     counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
     samples = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
@@ -67,7 +77,7 @@ def step_inputs(
 
     # A page that this step begins and does not fill still holds the values of its previous owner.
     partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
-    begun = rows.tables[rows.position_tables][:, planned[partly], ends[partly] // block_size]
+    begun = rows.tables[:, planned[partly], ends[partly] // block_size]
     fresh = begun.astype(np.int64).flatten()
     return StepInputs(
         order=order,
@@ -85,9 +95,43 @@ def step_inputs(
             tables=rows.tables[:, planned, : -(-int(ends.max()) // block_size)],
             slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             order=order,
-            states=rows.states[:, planned] if rows.has_states else None,
+            states=_states(plan, rows, planned, starts, counts, cache.storage, draft_states)
+            if rows.has_states
+            else None,
             extension=plan.extension,
         ),
+    )
+
+
+def _states(
+    plan: StepPlan,
+    rows: Rows,
+    planned: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    memory: Tensor,
+    drafts: DraftStates | None,
+) -> StateRows:
+    """The pages of the states of `planned` rows, which begin at `starts`."""
+    num_pages = rows.state_written.shape[1]
+    keep_pages = np.frombuffer(plan.keep_pages, "<i4").reshape(-1, num_pages)
+    kept, positions = (np.frombuffer(column, "<i4") for column in (plan.keep_rows, plan.keep_positions))
+    if drafts is not None:
+        kept, positions = np.append(kept, drafts.keep_rows), np.append(positions, drafts.keep_positions)
+        keep_pages = np.concatenate((keep_pages, drafts.pages))
+    place = {row: i for i, row in enumerate(planned.tolist())} if len(kept) else {}
+    keep_rows = np.array([place[row] for row in kept.tolist()], np.int64)
+    keep_counts = positions.astype(np.int64) - starts[keep_rows]
+    assert ((keep_counts > 0) & (keep_counts <= counts[keep_rows])).all(), f"step {plan.step} keeps states of no pass"
+    by_row = np.lexsort((keep_counts, keep_rows))
+    return StateRows(
+        memory=memory,
+        counts=torch.from_numpy(counts),
+        read=torch.from_numpy(rows.state_read[planned]),
+        written=torch.from_numpy(rows.state_written[planned]),
+        keep_rows=torch.from_numpy(keep_rows[by_row]),
+        keep_counts=torch.from_numpy(keep_counts[by_row]),
+        keep_pages=torch.from_numpy(keep_pages[by_row]),
     )
 
 

@@ -1,17 +1,14 @@
 """The tensors of a GGUF file under the names that safetensors have, and how their quantized types are decoded.
 
-A type's values lie in blocks of 32 or 256 adjacent columns (ggml's ggml-common.h and ggml-quants.c). Each becomes a
-number without sign, and each group of 16 or 32 columns has a scale and an offset, weight = scale · number - offset:
+A type's values lie in blocks of 32 or 256 adjacent columns (ggml's ggml-common.h and ggml-quants.c). Those of 256, Q2_K
+to Q6_K, become a `SuperblockWeight` as they are. The others become a `GroupedWeight`: numbers without sign, and a scale
+and an offset for each group of 32 columns, weight = scale · number - offset:
 
     Q8_0        d, 32 signed bytes                    scale d, offset 128·d (the number is the byte + 128)
     Q4_0, Q5_0  d, numbers of 4 or 5 bits             scale d, offset 8·d or 16·d
     Q4_1, Q5_1  d, m, numbers                         scale d, offset -m
-    Q2_K        d, dmin, a scale and a minimum (4 bits) for 16 columns: scale d·sc, offset dmin·m
-    Q4_K, Q5_K  d, dmin, a scale and a minimum (6 bits) for 32 columns: scale d·sc, offset dmin·m
-    Q3_K, Q6_K  d, a signed scale for 16 columns: scale d·sc, offset 4 or 32 times that
 
-Scales and offsets are products of a float16 and an integer of at most 9 bits, which float32 holds exactly. So nothing
-is rounded before the weight itself is.
+A part of the columns that splits a superblock becomes a `GroupedWeight` in any case, with groups of 16 or 32 columns.
 
 The rows of q and k are in another order in files of Llama's architecture, because llama.cpp's rotary embedding turns
 adjacent pairs there: row 2·j + half of a head is row half · dim / 2 + j of the original, which is restored here.
@@ -31,7 +28,9 @@ from torch import Tensor
 
 from ...config.model_files import open_file
 from ...errors import CheckpointError, ConfigError
+from ...kernels import superblock_weight
 from ...kernels.grouped_weight import GroupedWeight
+from ...kernels.superblock_weight import COLUMNS, FORMS, SuperblockWeight
 from ..checkpoint.gguf import PLAIN, TYPES, GgufTensor, read_gguf
 
 _Bytes = NDArray[np.integer[Any]]
@@ -153,7 +152,7 @@ class GgufReader:
         tensor = data.view(last - first, *source.shape[1:])
         return tensor if columns == slice(None) else tensor[:, columns]
 
-    def grouped(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> GroupedWeight:
+    def stored(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> GroupedWeight | SuperblockWeight:
         """These rows and columns of a quantized matrix. Raises CheckpointError, and ConfigError if the columns would
         split a group."""
         weight = self._whole_rows(name, slice(*rows))
@@ -165,6 +164,11 @@ class GgufReader:
                 f"{name} is quantized {size} columns at a time, which a rank's part, columns {columns[0]} to "
                 f"{columns[1]}, would split; choose another --tensor-parallel-size."
             )
+        if isinstance(weight, SuperblockWeight):
+            if not columns[0] % COLUMNS and not columns[1] % COLUMNS:
+                first, last = (column // COLUMNS * weight.form.num_bytes for column in columns)
+                return SuperblockWeight(weight.kind, weight.blocks[:, first:last].contiguous())
+            weight = weight.grouped()
         groups = slice(columns[0] // size, columns[1] // size)
         return GroupedWeight(
             weight.numbers[:, slice(*columns)].contiguous(),
@@ -173,12 +177,16 @@ class GgufReader:
             weight.bits,
         )
 
-    def _whole_rows(self, name: str, rows: slice) -> GroupedWeight:
+    def _whole_rows(self, name: str, rows: slice) -> GroupedWeight | SuperblockWeight:
         source = self._sources[name]
         n = source.shape[0] if len(source.shape) > 1 else 1
         first, last, _ = rows.indices(n)
         weight = decode(source.tensor.type, self._rows(name, first, last), last - first)
-        if not (weight.scales.isfinite().all() and weight.offsets.isfinite().all()):
+        if isinstance(weight, SuperblockWeight):
+            is_finite = weight.is_finite()
+        else:
+            is_finite = bool(weight.scales.isfinite().all() and weight.offsets.isfinite().all())
+        if not is_finite:
             raise CheckpointError(f"{source.tensor.file} is damaged: {name} has scales that are not finite.")
         return weight
 
@@ -263,8 +271,10 @@ def _cut(shape: tuple[int, ...], rows: slice, columns: slice) -> tuple[int, ...]
 # ── types ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode(kind: str, rows: Tensor, num_rows: int) -> GroupedWeight:
+def decode(kind: str, rows: Tensor, num_rows: int) -> GroupedWeight | SuperblockWeight:
     """A quantized matrix of the type `kind`. rows: uint8 [num_rows, bytes], whole blocks."""
+    if kind in FORMS:
+        return SuperblockWeight(kind, rows.view(num_rows, -1))
     _, num_bytes = _BLOCK[kind]
     with np.errstate(invalid="ignore"):  # scales that are not finite
         numbers, scales, offsets = _DECODERS[kind](rows.numpy().reshape(-1, num_bytes))
@@ -273,8 +283,16 @@ def decode(kind: str, rows: Tensor, num_rows: int) -> GroupedWeight:
     return GroupedWeight(values, scale, offset, 4 if kind in _FOUR_BITS else 8)
 
 
+def packed_bytes(kind: str, n: int, k: int) -> int:
+    """The bytes of a matrix [n, k] of the type `kind` as the C kernels keep it."""
+    if kind in FORMS:
+        return superblock_weight.packed_bytes(kind, n, k)
+    per_group = 2 if kind.endswith("_0") else 4  # a float16 scale, and an offset where it is no multiple of the scale
+    return n * (k * (4 if kind in _FOUR_BITS else 8) // 8 + per_group * (k // 32))
+
+
 _Decoded = tuple[_Bytes, _Floats, _Floats]
-"""Of b blocks of 32·m columns: numbers [b, columns], scales [b, groups] and offsets [b, groups]."""
+"""Of b blocks: numbers [b, 32], scales [b, 1] and offsets [b, 1]."""
 
 
 def _halves(data: _Bytes) -> _Bytes:
@@ -314,65 +332,11 @@ def _fifth_bits(data: _Bytes) -> _Bytes:
     return np.unpackbits(data.astype(np.uint8), axis=1, bitorder="little") << 4
 
 
-def _q2_k(blocks: _Bytes) -> _Decoded:
-    d, least = _float16(blocks[:, 80:82]), _float16(blocks[:, 82:84])
-    numbers = _spread(blocks[:, 16:80], 32, 2)
-    return numbers, d * (blocks[:, :16] & 15), least * (blocks[:, :16] >> 4)
-
-
-def _q3_k(blocks: _Bytes) -> _Decoded:
-    low, high = blocks[:, 96:104], blocks[:, 104:108]
-    six = _halves(low) | (_spread(high, 4, 2) << 4)
-    scales = _float16(blocks[:, 108:]) * (six.astype(np.float32) - 32)
-    numbers = _spread(blocks[:, 32:96], 32, 2) | (_spread(blocks[:, :32], 32, 1) << 2)
-    return numbers, scales, 4 * scales
-
-
-def _q4_k(blocks: _Bytes) -> _Decoded:
-    numbers = _spread(blocks[:, 16:], 32, 4)
-    return numbers, *_scales_and_minima(blocks)
-
-
-def _q5_k(blocks: _Bytes) -> _Decoded:
-    numbers = _spread(blocks[:, 48:], 32, 4) | (_spread(blocks[:, 16:48], 32, 1) << 4)
-    return numbers, *_scales_and_minima(blocks)
-
-
-def _scales_and_minima(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Of Q4_K and Q5_K: eight of each, of 6 bits. The first four of each have a byte of their own; the others have
-    their low bits in the last four bytes and their high bits at the top of those bytes."""
-    packed = blocks[:, 4:16]
-    scales, minima, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    d, least = _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
-    return (
-        d * np.concatenate((scales & 63, (rest & 15) | (scales >> 2 & 48)), axis=1),
-        least * np.concatenate((minima & 63, (rest >> 4) | (minima >> 2 & 48)), axis=1),
-    )
-
-
-def _q6_k(blocks: _Bytes) -> _Decoded:
-    numbers = _spread(blocks[:, :128], 64, 4) | (_spread(blocks[:, 128:192], 32, 2) << 4)
-    scales = _float16(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return numbers, scales, 32 * scales
-
-
-def _spread(data: _Bytes, run: int, bits: int) -> _Bytes:
-    """Numbers of `bits` bits from [b, bytes]: of each run of bytes all lowest bits first, then all next ones."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    runs = data.reshape(len(data), -1, 1, run) >> shifts & np.uint8(2**bits - 1)
-    return runs.reshape(len(data), -1)
-
-
 _DECODERS: dict[str, Callable[[_Bytes], _Decoded]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
 }
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K")
+_FOUR_BITS = ("Q4_0", "Q4_1")

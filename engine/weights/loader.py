@@ -220,7 +220,7 @@ class _Loading:
         step = max(1, _NUM_WIDENED // self._reader.shape(source.tensor)[1])
         for first in range(0, view.shape[0], step):
             part = view[first : first + step]
-            weight = self._reader.grouped(source.tensor, (begin + first, begin + first + part.shape[0]), source.columns)
+            weight = self._reader.stored(source.tensor, (begin + first, begin + first + part.shape[0]), source.columns)
             worker.fill(part, weight.dequantize(view.dtype))
 
     def _read(self, source: Source, worker: CopyWorker) -> StoredWeight:

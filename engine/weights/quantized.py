@@ -134,7 +134,7 @@ def read_weight(
     they would split weights that share a scale."""
     if isinstance(scheme, GgufScheme):
         assert isinstance(reader, GgufReader), "the scheme of a GGUF file"
-        return reader.grouped(f"{module}.weight", rows, columns)
+        return reader.stored(f"{module}.weight", rows, columns)
     read = _Part(reader, module, rows, columns)
     if isinstance(scheme, Fp8Scheme):
         return _fp8(scheme, read, n, k)

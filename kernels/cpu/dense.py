@@ -47,6 +47,11 @@ class PackedMatrix:
         return matrix
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)"""
+        return self._n, self._k
+
+    @property
     def nbytes(self) -> int:
         tensors: list[Tensor | None] = [getattr(self, name) for name in self.lasting]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -22,15 +22,11 @@
 #endif
 #include <math.h>
 
+#include "integers.h"
 #include "product.h"
 
 #if defined(PAGEWIRE_AMX)
 #include "tiles.h"
-#endif
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #endif
 
 /* Prefetch distance in vectors, across the end into the next lane groups as in dense.c. */
@@ -54,78 +50,6 @@ static inline long lane_group_bytes(const Matrix *w)
 {
     return packed_k(w) * LANES * w->bits / 8;
 }
-
-/* Dot products of four columns.
- *
- * A word of 32 bits has four columns of a row of the weight. WORDS: the steps in which they are multiplied, each with
- * one word of a row of activations; `part`: the weights of a step, as `dot` takes them. BIAS: what `part` subtracts
- * from the weights, so that BIAS · Σ q is to be added to the sums. */
-#if defined(__AVX512VNNI__)
-enum { WORDS = 1, BIAS = 0 };
-static inline nu part(nu word, int step)
-{
-    (void)step;
-    return word;
-}
-static inline ni dot(ni sum, nu w, uint32_t x)
-{
-    return (ni)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
-}
-#elif defined(__AVX512BW__) || defined(__AVX2__) || defined(__SSE2__) && !defined(__AVX__)
-/* Without saturation: columns 0 and 2, then 1 and 3, as numbers of 16 bits. */
-enum { WORDS = 2, BIAS = 0 };
-static inline nu part(nu word, int step)
-{
-    return (step ? word >> 8 : word) & 0x00ff00ff;
-}
-static inline ni dot(ni sum, nu w, uint32_t x)
-{
-#if defined(__AVX512BW__)
-    return sum + (ni)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-    return sum + (ni)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
-#else
-    return sum + (ni)_mm_madd_epi16((__m128i)w, _mm_set1_epi32(x));
-#endif
-}
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-enum { WORDS = 1, BIAS = 0 };
-static inline nu part(nu word, int step)
-{
-    (void)step;
-    return word;
-}
-static inline ni dot(ni sum, nu w, uint32_t x)
-{
-    return (ni)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, vreinterpretq_s8_u32(vdupq_n_u32(x)));
-}
-#elif defined(__ARM_FEATURE_DOTPROD)
-enum { WORDS = 1, BIAS = 128 }; /* the instruction multiplies signed numbers only */
-static inline nu part(nu word, int step)
-{
-    (void)step;
-    return word ^ 0x80808080u;
-}
-static inline ni dot(ni sum, nu w, uint32_t x)
-{
-    return (ni)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_u32(vdupq_n_u32(x)));
-}
-#else
-enum { WORDS = 1, BIAS = 0 };
-static inline nu part(nu word, int step)
-{
-    (void)step;
-    return word;
-}
-static inline ni dot(ni sum, nu w, uint32_t x)
-{
-    ni v = (ni)w;
-    sum += (v & 255) * ((int32_t)(x << 24) >> 24);
-    sum += (v >> 8 & 255) * ((int32_t)(x << 16) >> 24);
-    sum += (v >> 16 & 255) * ((int32_t)(x << 8) >> 24);
-    return sum + (ni)(w >> 24) * ((int32_t)x >> 24);
-}
-#endif
 
 enum { USE_8, USE_4, USE_TABLE }; /* weights of 8 bits, of 4 bits, and of 4 bits with a table */
 
@@ -166,27 +90,13 @@ static inline nu half(int use, nu table, nu both, int is_high)
     return use == USE_TABLE ? looked_up(table, numbers) : numbers;
 }
 
-/* Numbers of 16 bits, widened. */
-static inline nu widened(const void *from)
-{
-    typedef uint16_t nh __attribute__((vector_size(NATIVE / 2), aligned(2), may_alias));
-#if defined(__AVX512BW__)
-    return (nu)_mm512_cvtepu16_epi32((__m256i) * (const nh *)from); /* GCC 12 makes two halves of a conversion */
-#else
-    return __builtin_convertvector(*(const nh *)from, nu);
-#endif
-}
-
 /* A register of scales or offsets, from the i-th on. */
 static inline nf stored(const void *from, long type, long i)
 {
     if (type == STORED_F32)
         return *(const nf_any *)((const char *)from + 4 * i);
-    nu half = widened((const char *)from + 2 * i);
-    if (type == STORED_BF16)
-        return (nf)(half << 16);
-    nf size = (nf)((half & 0x7fff) << 13) * 0x1p112f; /* exact, also for subnormal numbers */
-    return (nf)((nu)size | (half & 0x8000) << 16);
+    from = (const char *)from + 2 * i;
+    return type == STORED_BF16 ? (nf)(widened(from) << 16) : halves(from);
 }
 
 static inline ni stored_zeros(const uint8_t *zeros, long i)
@@ -410,44 +320,6 @@ static inline Panel open_panel(const Matrix *w, const char *panel, long rows, lo
                    (const int32_t *)(about + count * groups * 4), (const int32_t *)(about + count * groups * 8)};
 }
 
-/* Rounds 16 numbers to integers, ties to even. */
-static inline vi rounded16(vf x)
-{
-    return (vi)(x + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³ */
-}
-
-/* The greatest and the sum of 16 numbers. */
-static inline int32_t most_of(vi x)
-{
-    UNROLL for (int half = 8; half; half /= 2) {
-        vi other = __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
-        x = ((x > other) & x) | ((x <= other) & other);
-    }
-    return x[0];
-}
-
-static inline int32_t total_of(vi x)
-{
-    UNROLL for (int half = 8; half; half /= 2)
-        x += __builtin_shuffle(x, (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
-    return x[0];
-}
-
-/* The bits of the greatest magnitude of a group; those of infinities and NaN are above all others. */
-static inline int32_t magnitude(const float *x, long count)
-{
-    vi most = {0}, rest = {0};
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        vi bits = *(const vi_any *)(x + i) & 0x7fffffff, is_more = bits > most;
-        most = (is_more & bits) | (~is_more & most);
-    }
-    memcpy(&rest, x + i, (count - i) * 4);
-    rest &= 0x7fffffff;
-    vi is_more = rest > most;
-    return most_of((is_more & rest) | (~is_more & most));
-}
-
 /* Rounds a row to [k] of 8 bits, its groups padded with zeros: x · (127 / most) in each group. Groups whose numbers are
  * all smaller than 1e-30 count as zero. A row with a number that is not finite has scales of NaN. `stride`: of the
  * scales and sums. line: 16 bytes longer than the row. */
@@ -537,17 +409,10 @@ static void pack(const Matrix *w, const Activations *a, long first, long rows, v
                       (int32_t *)p.sums + i, (int32_t *)p.starts + i, count);
             int8_t *words = (int8_t *)lines + i * kp * WORDS;
             pointers[i] = (const float *)words;
-            if (WORDS == 1) {
+            if (WORDS == 1)
                 memcpy(words, line, kp);
-            } else {
-                int16_t *halves = (int16_t *)words;
-                for (long k = 0; k < kp; k += 4) {
-                    halves[k] = line[k];
-                    halves[k + 1] = line[k + 2];
-                    halves[k + 2] = line[k + 1];
-                    halves[k + 3] = line[k + 3];
-                }
-            }
+            else
+                to_halves(line, kp, (int16_t *)words);
         }
         pagewire_interleave(pointers, count, kp / 4 * WORDS, kp / 4 * WORDS, (float *)p.x);
     }

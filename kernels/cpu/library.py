@@ -23,6 +23,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "grouped_pack": (_P, _P, _L, _L, _L, _L, _L),
     "grouped_quantize": (_P, _I, _L, _L, _L, _L, _P, _P, _P),
     "fp8_pack": (_P, _P, _L, _L, _L),
+    "superblocks_pack": (_P, _P, _L, _L, _L, _L),
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
     "route": (_P, _P, _P, _L, _L, _L, _L),
@@ -64,6 +65,7 @@ class Kernels:
         self.grouped_pack = function("grouped_pack")
         self.grouped_quantize = function("grouped_quantize")
         self.fp8_pack = function("fp8_pack")
+        self.superblocks_pack = function("superblocks_pack")
         self.attend = function("attend")
         self.rotary = function("rotary")
         self.route = function("route")

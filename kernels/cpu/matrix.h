@@ -9,6 +9,8 @@ enum Kind {
     KIND_GROUPED, /* weights of 8 or 4 bits with scales in groups; activations are rounded to 8 bits */
     KIND_FP8, /* float8 weights, unpacked to bfloat16; activations are rounded to bfloat16 */
     KIND_FP8_F32, /* float8 weights, unpacked to float32; float32 activations */
+    KIND_SUPERBLOCKS, /* weights of 2 to 6 bits in superblocks; activations are rounded to 8 bits */
+    KIND_STACK, /* `parts`, of any other kinds: the rows of the first, then those of the second, and so on */
 };
 
 /* How the scales and offsets of a group are stored. */
@@ -21,13 +23,14 @@ enum Stored {
 };
 
 /* A weight [n][k] in its kernel's layout. */
-typedef struct {
+typedef struct Matrix {
     const char *w;
     const void *scales, *offsets;  /* of KIND_GROUPED, see grouped.c; scales of KIND_FP8, see fp8.c */
     const uint8_t *table;          /* [16], or 0 */
     const int32_t *order;          /* [k]: the activation for each column; or 0 */
     const float *bias;             /* [n], or 0 */
-    long n, k, kind, bits, group;
+    const struct Matrix *parts;    /* of KIND_STACK, without biases, and not gated */
+    long n, k, kind, bits, group, num_parts;
     long is_gated; /* rows are gates and ups, which alternate in groups of 16 in the packed weight */
     long scale_type, offset_type, zero; /* of KIND_GROUPED */
 } Matrix;

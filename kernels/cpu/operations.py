@@ -1,5 +1,6 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -7,11 +8,12 @@ from torch import Tensor
 
 from ..grouped_weight import GroupedWeight, form
 from ..ops import Matrix, Ops, Storage
-from ..quantized_weight import StoredWeight
+from ..quantized_weight import StoredWeight, concatenate
 from ..stored import Stored
-from .dense import NativeMatrix
+from ..superblock_weight import SuperblockWeight
+from .dense import NativeMatrix, PackedMatrix
 from .library import Kernels
-from .quantized import NativeFp8Matrix, NativeGroupedMatrix, quantize
+from .quantized import MatrixStack, NativeFp8Matrix, NativeGroupedMatrix, NativeSuperblockMatrix, quantize
 
 
 def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: bool = False) -> Ops:
@@ -24,10 +26,17 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         grouped = quantize(kernels, weight, *form(quantization, weight.shape[1]))
         return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated)
 
-    def quantized(weight: StoredWeight, is_gated: bool) -> Matrix:
+    def kept(weight: StoredWeight, is_gated: bool) -> PackedMatrix:
         if isinstance(weight, GroupedWeight):
             return NativeGroupedMatrix(kernels, weight, is_gated=is_gated)
+        if isinstance(weight, SuperblockWeight):
+            return NativeSuperblockMatrix(kernels, weight, is_gated=is_gated)
         return NativeFp8Matrix(kernels, weight, rounds=rounds, is_gated=is_gated)
+
+    def quantized(parts: Sequence[StoredWeight], is_gated: bool) -> Matrix:
+        if len(parts) == 1:
+            return kept(parts[0], is_gated)
+        return MatrixStack(kernels, [kept(part, False) for part in _runs(parts)], is_gated=is_gated)
 
     def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         assert value is not None and key.shape == value.shape, "the kernel writes keys and values of one size"
@@ -45,7 +54,10 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         kernels.greedy(logits.data_ptr(), ids.data_ptr(), most.data_ptr(), m, n)
         return most, ids
 
-    classes = {kind.__name__: kind for kind in (NativeMatrix, NativeGroupedMatrix, NativeFp8Matrix)}
+    classes: dict[str, type[PackedMatrix]] = {
+        kind.__name__: kind
+        for kind in (NativeMatrix, NativeGroupedMatrix, NativeSuperblockMatrix, NativeFp8Matrix, MatrixStack)
+    }
 
     def restored(parts: Stored) -> Matrix:
         return classes[parts.kind].restored(kernels, parts)
@@ -60,6 +72,17 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         greedy=greedy,
         storage=Storage(layout=kernels.name, restored=restored),
     )
+
+
+def _runs(parts: Sequence[StoredWeight]) -> list[StoredWeight]:
+    """Neighbours that are quantized in the same way, as one."""
+    runs = [parts[0]]
+    for part in parts[1:]:
+        try:
+            runs[-1] = concatenate([runs[-1], part])
+        except ValueError:
+            runs.append(part)
+    return runs
 
 
 def page_stride(pages: Tensor) -> int:

@@ -10,6 +10,7 @@
 
 enum { X_BYTES = 384 << 10 };     /* of activations that stay in the L2 cache while the weights stream through */
 enum { BLOCK = 12 };              /* panels at least that use weights before other weights take their place */
+enum { MAX_PARTS = 8 };            /* of a stack */
 enum { TASK_BYTES = 64 << 10 };   /* of weights that a task reads at least */
 enum { PACK_NUMBERS = 32 << 10 }; /* with fewer activations, the caller packs them alone */
 
@@ -28,6 +29,8 @@ static const KindOps *ops_of(const Matrix *w)
         return &pagewire_fp8;
     case KIND_FP8_F32:
         return &pagewire_fp8_f32;
+    case KIND_SUPERBLOCKS:
+        return &pagewire_superblocks;
     default:
         abort();
     }
@@ -218,8 +221,52 @@ void pagewire_products(const Product *products, long count)
         run(products, count, 0);
 }
 
+typedef struct {
+    const float *gate_up;
+    float *y;
+    long n, y_stride;
+} Gate;
+
+static void gate_row(const void *about, long i)
+{
+    const Gate *a = about;
+    const float *gate = a->gate_up + i * 2 * a->n, *up = gate + a->n;
+    for (long column = 0; column < a->n; column += LANES) {
+        vf value = silu16(some(gate + column, a->n - column)) * some(up + column, a->n - column);
+        put(a->y + i * a->y_stride + column, value, a->n - column);
+    }
+}
+
+/* The products of the parts are one list of tasks, too. */
+static void stack_product(const Matrix *w, const float *x, long x_stride, float *y, long y_stride, long m, long epilogue)
+{
+    Matrix parts[MAX_PARTS];
+    Product products[MAX_PARTS];
+    float *out = y;
+    long stride = y_stride, row = 0;
+    if (epilogue == SILU_MUL) {
+        out = pagewire_scratch(SLOT_STACK, m * w->n * 4);
+        stride = w->n;
+    }
+    if (w->num_parts > MAX_PARTS)
+        abort();
+    for (long i = 0; i < w->num_parts; row += parts[i++].n) {
+        parts[i] = w->parts[i];
+        parts[i].bias = w->bias ? w->bias + row : 0;
+        products[i] = (Product){parts + i, {x, 0, x_stride}, out + row, stride, m, epilogue == ADD ? ADD : STORE};
+    }
+    pagewire_products(products, w->num_parts);
+    if (epilogue == SILU_MUL)
+        pagewire_run(m, gate_row, &(Gate){out, y, w->n / 2, y_stride});
+}
+
 void pagewire_product(const Matrix *w, const float *x, long x_stride, float *y, long y_stride, long m, long epilogue)
 {
+    if (w->kind == KIND_STACK) {
+        if (m)
+            stack_product(w, x, x_stride, y, y_stride, m, epilogue);
+        return;
+    }
     Product p = {w, {x, 0, x_stride}, y, y_stride, m, epilogue};
     if (m)
         run(&p, 1, 0);
@@ -287,6 +334,10 @@ static void lookup_row(const void *about, long i)
     const Lookup *a = about;
     if (a->w->kind == KIND_GROUPED) {
         pagewire_grouped_lookup(a->w, a->ids[i], a->y + i * a->w->k);
+        return;
+    }
+    if (a->w->kind == KIND_SUPERBLOCKS) {
+        pagewire_superblocks_lookup(a->w, a->ids[i], a->y + i * a->w->k);
         return;
     }
     if (a->w->kind == KIND_FP8 || a->w->kind == KIND_FP8_F32) {

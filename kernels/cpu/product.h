@@ -16,7 +16,7 @@ enum { MR = 5 };
 #endif
 
 enum { PADDED = 32 }; /* bfloat16 weights and their activations are padded with zeros to multiples of it, an AMX tile */
-enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS, SLOT_ROUTES }; /* of `pagewire_scratch` */
+enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS, SLOT_ROUTES, SLOT_STACK }; /* of `pagewire_scratch` */
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
@@ -79,11 +79,13 @@ typedef struct {
                        vf *out, long index, long next);
 } KindOps;
 
-extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot, pagewire_grouped, pagewire_fp8, pagewire_fp8_f32;
+extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot, pagewire_grouped, pagewire_fp8, pagewire_fp8_f32,
+    pagewire_superblocks;
 
 /* One row of the weight as float32: y [k]. */
 void pagewire_grouped_lookup(const Matrix *w, long row, float *y);
 void pagewire_fp8_lookup(const Matrix *w, long row, float *y);
+void pagewire_superblocks_lookup(const Matrix *w, long row, float *y);
 
 enum { MAX_PANEL = 32, MAX_GROUPS = 8 };
 

@@ -1,17 +1,24 @@
-"""Matrices of 8 and 4 bits, packed for the C kernels."""
+"""Matrices of 2 to 8 bits, packed for the C kernels."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..grouped_weight import GroupedWeight, narrowed, zero_points
 from ..quantized_weight import Fp8Weight
+from ..stored import Stored
+from ..superblock_weight import SuperblockWeight, packed_bytes
 from .dense import PADDED, PackedMatrix
 from .library import LANES, Kernels
 from .structs import MatrixFields
 
-KIND_GROUPED, KIND_FP8, KIND_FP8_F32 = range(3, 6)  # of matrix.h
+KIND_GROUPED, KIND_FP8, KIND_FP8_F32, KIND_SUPERBLOCKS, KIND_STACK = range(3, 8)  # of matrix.h
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # of matrix.h
 _STORED_ONE = 4
+_MAX_PARTS = 8  # of product.c
 _MAX_GROUP = (2**31 - 1) // (255 * 127)  # columns whose products fit into 32 bits
 
 
@@ -58,6 +65,25 @@ class NativeGroupedMatrix(PackedMatrix):
         fields.bits, fields.group = self._bits, self._group
 
 
+class NativeSuperblockMatrix(PackedMatrix):
+    """A `SuperblockWeight` [n, k]. Activations are rounded to 8 bits with a scale for each superblock."""
+
+    about = (*PackedMatrix.about, "_bits")
+
+    def __init__(self, kernels: Kernels, weight: SuperblockWeight, *, is_gated: bool = False) -> None:
+        """is_gated: the first half of the rows are gates, the second ups."""
+        n, k = weight.shape
+        rows = 2 * (-(-n // 2 // LANES) * LANES) if is_gated else n
+        self._packed = torch.empty(packed_bytes(weight.kind, rows, k), dtype=torch.uint8)
+        self._bits = weight.form.bits
+        blocks = weight.blocks.contiguous()
+        kernels.superblocks_pack(blocks.data_ptr(), self._packed.data_ptr(), n, k, self._bits, int(is_gated))
+        super().__init__(kernels, n, k, KIND_SUPERBLOCKS, is_gated=is_gated)
+
+    def fill(self, fields: MatrixFields) -> None:
+        fields.w, fields.bits = self._packed.data_ptr(), self._bits
+
+
 class NativeFp8Matrix(PackedMatrix):
     """An `Fp8Weight` [n, k], which is unpacked a few rows at a time."""
 
@@ -83,6 +109,50 @@ class NativeFp8Matrix(PackedMatrix):
 
     def fill(self, fields: MatrixFields) -> None:
         fields.w, fields.scales, fields.group = self._packed.data_ptr(), self._scales.data_ptr(), self._group
+
+
+_KINDS: tuple[type[PackedMatrix], ...] = (NativeGroupedMatrix, NativeSuperblockMatrix, NativeFp8Matrix)
+
+
+class MatrixStack(PackedMatrix):
+    """Matrices of different kinds that together are one: the rows of the first, then those of the second, and so on.
+    Only for products."""
+
+    def __init__(self, kernels: Kernels, parts: Sequence[PackedMatrix], *, is_gated: bool) -> None:
+        """is_gated: the first half of the rows are gates, the second ups. The parts are not gated."""
+        assert len(parts) <= _MAX_PARTS
+        self._parts = tuple(parts)
+        self._part_fields = (MatrixFields * len(parts))(*(part.fields(None) for part in parts))
+        super().__init__(
+            kernels, sum(part.shape[0] for part in parts), parts[0].shape[1], KIND_STACK, is_gated=is_gated
+        )
+
+    def fill(self, fields: MatrixFields) -> None:
+        fields.parts, fields.num_parts = ctypes.addressof(self._part_fields), len(self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def stored(self) -> Stored:
+        """The parts' tensors and fields, one part after the other; before a part's fields the name of its class."""
+        parts = [part.stored() for part in self._parts]
+        tensors = tuple(tensor for part in parts for tensor in part.tensors)
+        fields = tuple(field for part in parts for field in (part.kind, *part.fields))
+        return Stored(type(self).__name__, tensors, (self._is_gated, *fields))
+
+    @classmethod
+    def restored(cls, kernels: Kernels, parts: Stored) -> Self:
+        is_gated, *fields = parts.fields
+        tensors = list(parts.tensors)
+        matrices: list[PackedMatrix] = []
+        while fields:
+            kind = next(kind for kind in _KINDS if kind.__name__ == fields[0])
+            num_tensors, num_fields = len(kind.lasting), len(kind.about)
+            part = Stored(kind.__name__, tuple(tensors[:num_tensors]), tuple(fields[1 : 1 + num_fields]))
+            matrices.append(kind.restored(kernels, part))
+            del tensors[:num_tensors], fields[: 1 + num_fields]
+        return cls(kernels, matrices, is_gated=bool(is_gated))
 
 
 def quantize(kernels: Kernels, weight: Tensor, bits: int, group_size: int) -> GroupedWeight:

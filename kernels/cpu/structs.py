@@ -22,8 +22,8 @@ class MatrixFields(ctypes.Structure):
     """`Matrix` of matrix.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("w", "scales", "offsets", "table", "order", "bias")),
-        *((name, _L) for name in ("n", "k", "kind", "bits", "group", "is_gated")),
+        *((name, _P) for name in ("w", "scales", "offsets", "table", "order", "bias", "parts")),
+        *((name, _L) for name in ("n", "k", "kind", "bits", "group", "num_parts", "is_gated")),
         *((name, _L) for name in ("scale_type", "offset_type", "zero")),
     )
 

@@ -1,23 +1,11 @@
 """Checkpoints for the tests that run models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
-from defaults import COMPILED, machine
-
-from pagewire.kernels.cpu.build import compiler
-
-
-@pytest.fixture
-def c_kernels() -> Iterator[None]:
-    """Use the C kernels, whatever PAGEWIRE_MACHINE says of the machine."""
-    if compiler() is None:
-        pytest.skip("no C compiler")
-    with machine(COMPILED):
-        yield
 
 
 @pytest.fixture(scope="session")

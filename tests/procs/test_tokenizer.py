@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from waiting import cpu_deadline
 
 from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.ipc import messages as m
@@ -25,9 +26,16 @@ def posts() -> Posts:
 
 @pytest.fixture
 def actor(tmp_path: Path, posts: Posts) -> TokenizerActor:
-    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
-                       eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
-    actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
+    return _started(tmp_path, posts)
+
+
+def _started(folder: Path, posts: Posts, *, has_states: bool = False, template: str | None = None) -> TokenizerActor:
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(folder)), name="m", max_position=64, vocab_size=320,
+                       eos_token_ids=(2,), checkpoint_dtype="float32", has_states=has_states)  # fmt: skip
+    if template is not None:
+        (folder / "chat.jinja").write_text(template)
+    flags = {} if template is None else {"chat_template": str(folder / "chat.jinja")}
+    actor = TokenizerActor(resolve(make_config(**flags), facts, MachineFacts(num_cores=1)))
     actor.start(lambda receiver, message: posts.append((receiver, message)))
     return actor
 
@@ -48,6 +56,41 @@ def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.ChatPrompt(b'[{"role": "user", "content": "hi"}]'))])
     (_, enqueue), *_ = posts
     assert isinstance(enqueue, m.Enqueue) and m.bytes_to_ids(enqueue.prompt_ids)[0] == 1  # <s>
+
+
+THINKS = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, THINKS])
+def test_a_state_is_worth_keeping_before_the_generation_prompt(
+    tmp_path: Path, posts: Posts, template: str | None
+) -> None:
+    chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]')
+    actor = _started(tmp_path, posts, has_states=True, template=template)
+    bare = replace(chat, add_generation_prompt=False)
+    actor.handle([submit(chat), submit(bare), submit(chat, truncate=20), submit(m.TextPrompt("hi"))])
+    enqueued = [message for _, message in posts if isinstance(message, m.Enqueue)]
+    whole, history, cut = (m.bytes_to_ids(message.prompt_ids) for message in enqueued[:3])
+    marks = [message.marks for message in enqueued]
+    assert whole[: len(history)] == history and marks[0] == (len(history),)
+    assert len(cut) == 20 and marks[2] == (20 - (len(whole) - len(history)),)
+    assert marks[1] == marks[3] == (), "no generation prompt"
+
+
+def test_models_without_states_have_no_marks(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([submit(m.ChatPrompt(b'[{"role": "user", "content": "hi"}]'))])
+    ((_, enqueue),) = posts
+    assert isinstance(enqueue, m.Enqueue) and enqueue.marks == ()
+
+
+def test_a_template_that_needs_a_generation_prompt_has_no_marks(tmp_path: Path, posts: Posts) -> None:
+    strict = "{% if not add_generation_prompt %}{{ raise_exception('none') }}{% endif %}hello"
+    _started(tmp_path, posts, has_states=True, template=strict).handle([submit(m.ChatPrompt(b"[]"))])
+    ((_, enqueue),) = posts
+    assert isinstance(enqueue, m.Enqueue) and enqueue.marks == ()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A real router in front of real api servers with fake engines, all in threads of the test."""
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -130,12 +131,19 @@ class Routed:
             lambda: f"{num} engines are ready: {[engine.state() for engine in self.server.fleet.engines]}",
         )
 
-    def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:
+    def begin(
+        self, path: str, body: Any = None, *, method: str | None = None, **headers: str
+    ) -> http.client.HTTPResponse:
+        """An answer that has begun, for the caller to read and close. Raises HTTPError for a status of an error."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
         request = urllib.request.Request(self.url + path, data, sent, method=method)
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=20)
+        return answer
+
+    def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with self.begin(path, body, method=method, **headers) as response:
                 return Answered(response.status, dict(response.headers), response.read())
         except urllib.error.HTTPError as error:
             with error:

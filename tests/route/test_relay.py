@@ -445,9 +445,6 @@ def test_a_router_that_stops_ends_streams_with_an_error_event(stack: ExitStack) 
     engine.hold = True
     engines = serve(stack, engine)
     with Routed(*engines) as router:
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(router.complete(**STREAM)))
-        thread.start()
-        until(lambda: engine.open, "the engine has the request")
-    thread.join(10)
-    assert answers[0].status == 200 and answers[0].events[-1]["error"]["code"] == "shutting_down"
+        stream = stack.enter_context(router.begin("/v1/completions", {"prompt": "abc", **STREAM}))
+    answer = Answered(stream.status, dict(stream.headers), stream.read())
+    assert answer.status == 200 and answer.events[-1]["error"]["code"] == "shutting_down"

@@ -1,8 +1,8 @@
 """The Llama network of the demo model, written for training on a CPU.
 
 Plain tensors in and out, so that it compiles to one graph; the names of the
-parameters are those of `LlamaForCausalLM` below `model.`. Owns the shape of the
-model and the writing and reading of its weights and configuration.
+parameters are those of `LlamaForCausalLM` below `model.`. Owns the writing and
+reading of weights and configuration, also for the hybrid network.
 """
 
 from __future__ import annotations
@@ -33,6 +33,26 @@ class Shape:
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
 
+    @property
+    def rotary(self) -> int:
+        """The features of a head that rotary positions turn."""
+        return self.head
+
+    def make_layer(self, index: int) -> nn.Module:
+        return Layer(self)
+
+    def make_norm(self) -> nn.Module:
+        return Norm(self)
+
+    def settings(self) -> dict[str, object]:
+        """What config.json says beside the sizes that all architectures name alike."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "rope_theta": self.rope_theta,
+            "mlp_bias": False,
+        }
+
 
 class Norm(nn.Module):
     def __init__(self, shape: Shape) -> None:
@@ -44,7 +64,7 @@ class Norm(nn.Module):
         return functional.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [rows, heads, tokens, head] by [rows, 1, tokens, head]."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
@@ -67,7 +87,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(rows, tokens, shape.query_heads, shape.head).transpose(1, 2)
         k = self.k_proj(x).view(rows, tokens, shape.key_heads, shape.head).transpose(1, 2)
         v = self.v_proj(x).view(rows, tokens, shape.key_heads, shape.head).transpose(1, 2)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1))
@@ -106,8 +126,8 @@ class Network(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape)
+        self.layers = nn.ModuleList(map(shape.make_layer, range(shape.layers)))
+        self.norm = shape.make_norm()
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 std = 0.02 if "embed" in name else 0.7 / math.sqrt(parameter.shape[1])
@@ -123,8 +143,8 @@ class Network(nn.Module):
 
 
 def rotary_table(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [context, head] float32."""
-    powers = torch.arange(0, shape.head, 2, dtype=torch.float32) / shape.head
+    """Cosines and sines, each [context, rotary] float32."""
+    powers = torch.arange(0, shape.rotary, 2, dtype=torch.float32) / shape.rotary
     angles = torch.arange(shape.context)[:, None] / shape.rope_theta**powers
     angles = torch.cat((angles, angles), -1)
     return angles.cos(), angles.sin()
@@ -138,9 +158,7 @@ def save_network(network: Network, shape: Shape, folder: Path, eos: int, pad: in
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
-    settings = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    settings = shape.settings() | {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -151,10 +169,8 @@ def save_network(network: Network, shape: Shape, folder: Path, eos: int, pad: in
         "hidden_act": "silu",
         "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.norm_epsilon,
-        "rope_theta": shape.rope_theta,
         "tie_word_embeddings": True,
         "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": eos,
         "pad_token_id": pad,

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from .batches import IGNORED, Batch, Packer
 from .conversations import Chat, long_chat, training_chat
+from .hybrid import HybridShape
 from .network import Network, Shape, load_weights, rotary_table, save_network
 from .optimizer import Muon
 from .template import END_OF_TEXT, TURN_END
@@ -37,6 +38,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where the model goes")
+    add("--hybrid", action="store_true", help="a model with recurrent layers (Qwen3.5) in place of Llama")
     add("--seed", type=int, default=1, help="source of the chats and of the first weights")
     add("--threads", type=int, default=1, help="CPU threads of the tensor work")
     add("--vocabulary", type=int, default=768, help="entries of the tokenizer")
@@ -121,7 +123,7 @@ def train(options: argparse.Namespace) -> None:
         tokenizer = Tokenizer.from_file(str(options.init / "tokenizer.json"))
     else:
         tokenizer = train_tokenizer(rng, options.vocabulary)
-    shape = replace(Shape(), vocabulary=tokenizer.get_vocab_size())
+    shape = replace(HybridShape() if options.hybrid else Shape(), vocabulary=tokenizer.get_vocab_size())
     network = Network(shape)
     if options.init:
         load_weights(network, options.init)

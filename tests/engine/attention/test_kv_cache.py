@@ -69,19 +69,31 @@ def test_all_copies_are_read_before_any_is_written():
             assert not page[cache.zero_page].any()
 
 
-def test_tiles_of_one_table_do_not_overlap_and_states_have_their_shape():
+def test_tiles_of_one_table_do_not_overlap():
     """Tiles of different tables may share bytes of a page: a page is in one table at a time."""
     layers = (Tile(2, 16, 16), Tile(1, 24, 8), Tile(2, 16, 16, Lifetime("window", 8)), Tile(1, 40, 0))
-    states = (StateTile((3, 5)), StateTile((7,), torch.bfloat16), StateTile((4, 4)))
+    states = (StateTile((1, 3, 5)), StateTile((2, 4, 4)), StateTile((2, 4, 4)))
     shape = KvShape(layers=layers, dtype=torch.bfloat16, states=states)
     cache = KvCache(shape=shape, num_pages=4, block_size=4, device=torch.device("cpu"))
-    assert [tuple(state.shape) for state in cache.states] == [(5, 3, 5), (5, 7), (5, 4, 4)]
-    assert [state.dtype for state in cache.states] == [torch.float32, torch.bfloat16, torch.float32]
     assert [tuple(part.shape) for part in cache.pages[3]] == [(5, 4, 1, 40), (5, 4, 1, 0)]
     views = [(table, part) for table, pair in zip(cache.tables, cache.pages, strict=True) for part in pair]
-    views += list(zip(cache.state_tables, cache.states, strict=True))
-    for table in range(cache.groups.num_tables):
+    for table in range(cache.groups.num_tables - cache.groups.groups[-1].pages):
         own = [part for of, part in views if of == table and part.numel()]
         for i, part in enumerate(own):
             part[:4] = i + 1
         assert own and all(bool((part[:4] == i + 1).all()) for i, part in enumerate(own))
+
+
+def test_states_lie_apart_in_the_pages_of_a_row():
+    states = (StateTile((1, 3, 5)), StateTile((2, 40, 4)), StateTile((2, 40, 4)))
+    shape = KvShape(layers=(Tile(1, 16, 16),), dtype=torch.bfloat16, states=states)
+    cache = KvCache(shape=shape, num_pages=4, block_size=4, device=torch.device("cpu"))
+    assert cache.groups.groups[-1].pages == 2
+    first, second = cache.state_tiles(0, 1, per_tile=1), cache.state_tiles(1, 2, per_tile=2)
+    assert cache.state_tiles(1, 2, per_tile=2) is second
+    values = torch.randn(1, 3, 5), torch.randn(4, 40, 4)
+    for tiles, value in zip((first, second), values, strict=True):
+        tiles.store(cache.storage, [3, 1], value)
+    for tiles, value in zip((first, second), values, strict=True):
+        assert torch.equal(tiles.load(cache.storage, [3, 1], tuple(value.shape)), value)
+    assert not second.load(cache.storage, [-1, -1], (4, 40, 4)).any(), "no page stands for zeros"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.engine.executors.mixers import MIXERS
 from pagewire.engine.executors.reference import Reference, Registers, Step
 from pagewire.engine.executors.rotary import inverse_frequencies
 from pagewire.engine.executors.weights import Weights
@@ -242,6 +243,7 @@ def test_an_operation_computes_its_formula(name: str, margin: int, fixed: bool) 
 
 def test_every_operation_has_a_case_or_a_test_of_its_own() -> None:
     covered = {type(case.args).__name__ for case in CASES.values()}
-    assert covered | {"Attend", "AttendLatent", "Mixture"} == {
+    mixers = {kind.__name__ for kind in MIXERS}  # test_mixers.py
+    assert covered | mixers | {"Attend", "AttendLatent", "Mixture"} == {
         kind.__name__ for kind in Args.__args__ if issubclass(kind, Data)
     }

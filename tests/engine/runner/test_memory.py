@@ -28,3 +28,11 @@ def test_lines_report_pages_of_several_groups():
         "tokens; chunks of 8,192: 1 page for 16 tokens; state: 1 page a request), 2 requests of 4,096 tokens"
     )
     assert plan.lines(2 * of_request - 1)[0].endswith("1 request of 4,096 tokens")
+
+
+def test_lines_report_the_states_of_draft_tokens():
+    tiles = [(FULL, 64 << 10), (Lifetime("state"), 48 << 10), (Lifetime("state"), 48 << 10)]
+    plan = MemoryPlan(
+        weights=1, workspace=1, groups=CacheGroups.of(tiles, block_size=16), block_size=16, max_model_len=4096
+    )
+    assert plan.lines(4000, 8)[0].endswith("15 requests of 4,096 tokens | 8 states for draft tokens 1.0 MB")

@@ -1,0 +1,140 @@
+"""The operations of recurrent mixers: brings the columns and weights of a program into the shapes that scans take."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels import reference_scans
+from ...kernels.reference_scans import Act
+from ...kernels.states import StateRows, Tiles, grouped
+from ..attention.base import AttentionBackend
+from ..models.program import (
+    Convolve,
+    GatedNormalize,
+    ScanDelta,
+    ScanLightning,
+    ScanMamba1,
+    ScanMamba2,
+    States,
+    Vector,
+)
+from .weights import Weights
+
+Mixer = Convolve | ScanDelta | ScanMamba1 | ScanMamba2 | ScanLightning | GatedNormalize
+MIXERS: tuple[type[Mixer], ...] = (Convolve, ScanDelta, ScanMamba1, ScanMamba2, ScanLightning, GatedNormalize)
+
+
+class Scans(Protocol):
+    """The functions of `kernels/reference_scans.py`, by one of its implementations."""
+
+    @property
+    def conv(self) -> Callable[[Tensor, Tensor, Tensor | None, Act, StateRows, Tiles], Tensor]: ...
+    @property
+    def scan_delta(
+        self,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows, Tiles], Tensor]: ...
+    @property
+    def scan_mamba1(
+        self,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, StateRows, Tiles], Tensor]: ...
+    @property
+    def scan_mamba2(
+        self,
+    ) -> Callable[
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor | None,
+            Tensor | None,
+            tuple[float, float],
+            StateRows,
+            Tiles,
+        ],
+        Tensor,
+    ]: ...
+    @property
+    def scan_lightning(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateRows, Tiles], Tensor]: ...
+    @property
+    def gated_norm(self) -> Callable[[Tensor, Tensor, Tensor | None, int, float, Act, bool], Tensor]: ...
+
+
+class Mixers:
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self.scans: Scans = reference_scans
+        self._weights, self._device = weights, device
+        self._arranged: dict[str, Tensor] = {}
+
+    def run(self, args: Mixer, ins: list[Tensor], attention: AttentionBackend) -> Tensor:
+        """ins, and the result: [tokens, width]. The states are those of the attention's step."""
+        if isinstance(args, GatedNormalize):
+            size, eps = (args.norm.size, args.norm.eps) if args.norm is not None else (ins[0].shape[1], 0.0)
+            weight = self._weights.vector(args.weight)
+            if args.norm is not None and weight is None:
+                weight = self._ones(size)
+            return self.scans.gated_norm(ins[0], ins[1], weight, size, eps, args.act, args.gate_first).to(ins[0].dtype)
+        rows, tiles = states_of(args.states, attention)
+        return self._scan(args, ins, rows, tiles).flatten(1).to(ins[0].dtype)
+
+    def _scan(self, args: Mixer, ins: list[Tensor], rows: StateRows, tiles: Tiles) -> Tensor:
+        vector, scans = self._weights.vector, self.scans
+        match args:
+            case Convolve():
+                return scans.conv(ins[0], self.taps(args.weight), vector(args.bias), args.act, rows, tiles)
+            case ScanDelta():
+                q, k = (_heads(part, args.key_heads) for part in ins[:2])
+                v, beta, decay, dt_bias = _heads(ins[2], args.value_heads), ins[3], ins[4], vector(args.dt_bias)
+                a = vector(args.a)
+                assert a is not None and dt_bias is not None
+                if args.decay_per == "channel":
+                    decay, dt_bias = _heads(decay, args.value_heads), dt_bias.view(args.value_heads, args.key_dim)
+                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
+            case ScanMamba1():
+                x, dt, b, c = ins
+                a = self.groups(args.a)
+                return scans.scan_mamba1(x, dt, b, c, a, vector(args.dt_bias), vector(args.d), rows, tiles)
+            case ScanMamba2():
+                x, b, c = (_heads(x, n) for x, n in zip(ins[:3], (args.heads, args.groups, args.groups), strict=True))
+                a = vector(args.a)
+                assert a is not None
+                limits = args.dt_limits
+                return scans.scan_mamba2(x, b, c, ins[3], a, vector(args.dt_bias), vector(args.d), limits, rows, tiles)
+            case ScanLightning():
+                q, k, v = (_heads(part, args.heads) for part in ins)
+                return scans.scan_lightning(q, k, v, self.decays(args), rows, tiles)
+        raise AssertionError(f"{type(args).__name__} has no state")
+
+    # Weights as the scans take them.
+
+    def taps(self, weight: Vector) -> Tensor:
+        """Of a convolution: [taps, channels]."""
+        return self._arrange(weight.key, lambda: self._weights.vectors[weight.key].t().contiguous())
+
+    def groups(self, a: Vector) -> Tensor:
+        """Of Mamba 1: [groups, state_dim, 16]."""
+        return self._arrange(a.key, lambda: grouped(self._weights.vectors[a.key]))
+
+    def decays(self, args: ScanLightning) -> Tensor:
+        key = f"decays {args.states.first}"
+        return self._arrange(key, lambda: torch.tensor(args.decay, device=self._device))
+
+    def _ones(self, size: int) -> Tensor:
+        return self._arrange(f"ones {size}", lambda: torch.ones(size, device=self._device))
+
+    def _arrange(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._arranged:
+            self._arranged[key] = make()
+        return self._arranged[key]
+
+
+def states_of(states: States, attention: AttentionBackend) -> tuple[StateRows, Tiles]:
+    assert attention.states is not None, "a step without states"
+    return attention.states, attention.state_tiles(states.first, states.count, states.per_tile)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.view(x.shape[0], heads, -1)
