@@ -20,6 +20,7 @@ from ...ipc.messages import (
     Enqueue,
     Failed,
     FinishReason,
+    GroupSnapshot,
     Masks,
     RowLogprobs,
     StepPlan,
@@ -287,6 +288,16 @@ class Scheduler:
             for event in self.connector.take_events():
                 events.append(event_of_tier(self.block_size, event, self.pool.groups.told(event.group)))
         return events
+
+    def groups(self) -> tuple[GroupSnapshot, ...]:
+        """For metrics."""
+        hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
+        pages = self.pool.pages_by_group()
+        each = [
+            GroupSnapshot(shape.kind, *pages[group], hits[group], lost[group])
+            for group, shape in enumerate(self.pool.groups.shapes)
+        ]
+        return (*each, GroupSnapshot("none", 0, 0, hits[-1], lost[-1]))
 
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are lost. Requests that ran wait again."""
