@@ -12,8 +12,8 @@ the events in order, and 0, because there is one core. An event is an array that
     ["AllBlocksCleared"]
 
 Events about another group of the cache than that of full attention, and about recurrent states, end in one more field:
-the group's number. A router that wants to know where a prefix is does not need them. Their hashes are others, so that it
-does not take them for blocks of full attention: the highest byte is changed by XOR with the number plus one.
+the group's number. A router that wants to know where a prefix is does not need them. Their hashes are others, so that
+it does not take them for blocks of full attention: the highest byte is changed by XOR with the number plus one.
 
 A hash is the last 8 bytes of the block's key as an unsigned number: enough for routing, not enough to read KV. Both
 LoRA fields are nil. `medium` is "GPU" for the device's own pool (also on a CPU), "CPU" for the host tier, and the
