@@ -6,7 +6,7 @@ that the defaults of one machine can be tested on another.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,10 +15,11 @@ import msgspec
 from ..errors import ConfigError
 from ..kernels.cpu.build import compiler, shipped_levels
 from ..kernels.cpu.levels import cpu_features, levels_here
-from .config import MachineFacts
+from .config import MachineFacts, NumaNode
 from .cpus import cpu_quota, num_sockets, numa_nodes, online_cpus
 
 OVERRIDES = "PAGEWIRE_MACHINE"
+_HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # Linux
 
 
 def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
@@ -37,15 +38,28 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
         raise ConfigError(f"{OVERRIDES} must be a JSON object of facts about the machine: {error}.") from None
 
 
-def _look(environment: Mapping[str, str]) -> MachineFacts:
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
-    cpus = tuple(sorted(os.sched_getaffinity(0))) if has_affinity else tuple(range(os.cpu_count() or 1))
-    nodes = numa_nodes(cpus) if has_affinity else ()
-    quota = cpu_quota(_own_groups())
+def usable_cores() -> int:
+    """The number of cores that this process may use, and whose time it is granted."""
+    cpus = _own_cpus()
+    return _granted(numa_nodes(cpus) if _HAS_AFFINITY else (), cpus, cpu_quota(_own_groups()))
+
+
+def _own_cpus() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0))) if _HAS_AFFINITY else tuple(range(os.cpu_count() or 1))
+
+
+def _granted(nodes: Sequence[NumaNode], cpus: Sequence[int], quota: int | None) -> int:
     num_cores = sum(len(node.cores) for node in nodes) or len(cpus)
+    return num_cores if quota is None else min(num_cores, quota)
+
+
+def _look(environment: Mapping[str, str]) -> MachineFacts:
+    cpus = _own_cpus()
+    nodes = numa_nodes(cpus) if _HAS_AFFINITY else ()
+    quota = cpu_quota(_own_groups())
     flags = cpu_features(Path("/proc/cpuinfo"))
     return MachineFacts(
-        num_cores=num_cores if quota is None else min(num_cores, quota),
+        num_cores=_granted(nodes, cpus, quota),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         # The version tells a torch that is for CPUs only; importing torch would take seconds.
         has_gpu=Path("/dev/nvidiactl").exists()

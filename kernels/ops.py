@@ -9,7 +9,7 @@ from torch import Tensor
 from . import reference
 from .grouped_weight import form, quantize
 from .quantized_weight import StoredWeight
-from .stored import Stored
+from .stored import Memory, Stored
 
 
 class Matrix(Protocol):
@@ -43,6 +43,7 @@ class Storage:
 
     layout: str  # differs if the parts of equal weights may differ
     restored: Callable[[Stored], Matrix]
+    ops_into: "Callable[[Memory], Ops]"  # the same table; its matrices are packed to that memory
 
 
 @dataclass(frozen=True, kw_only=True)

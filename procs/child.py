@@ -213,6 +213,8 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     """Runs one actor in this process. inherited: parts of the start that passed before this process was forked, with
     their seconds. The exit code is that of `main`."""
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
+    if kind(name) != "worker":
+        gc.disable()  # until it is ready: what it imports and makes until then stays
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on_quit()
@@ -233,6 +235,7 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
         rest = {"rest": max(0.0, process_age_s() - sum(own.values()))}
         timings = {**own, **inherited, **rest} if inherited else own | rest
         gc.freeze()  # what exists now stays: collections skip it
+        gc.enable()
         post("supervisor", Ready(name, SCHEMA_VERSION, structs.replace(facts, timings=timings), launch.epoch))
 
     python_s = process_age_s()

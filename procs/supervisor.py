@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 
 from ..config.config import EngineConfig, ServerConfig
+from ..config.machine import usable_cores
 from ..engine.parallel.shared_memory import make_memory
 from ..errors import StartError
 from ..ipc.epochs import Link
@@ -55,6 +56,7 @@ STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
 FAULT_WAIT_S = 1.0  # for the `Fault` of a child that has ended, which may still be on its way
 START_REPORT_S = 30.0  # between messages that say which actors are not ready
 _HANDOVER_S = 600.0  # for open requests, after another model has taken over; idle connections end at once
+_LATE = "not ready in time"
 STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
@@ -126,6 +128,7 @@ class Supervisor:
         self._looked_at = 0.0  # when `_hung` last ran
         self._weight_fds = list(weight_fds)
         self._template: Template | None = None
+        self._unstarted: list[str] = []  # actors that no process was started for yet
 
     def weights_for(self, config: EngineConfig) -> list[int]:
         """New descriptors of this engine's packed weights, if another engine's are the same; else none."""
@@ -155,7 +158,11 @@ class Supervisor:
             self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
             if "api" in self._actors and self._listening is None:
                 self._listening = Listening(self._http.listen)
-            await self._spawn(self._actors)
+            first = [name for name in self._actors if kind(name) == "worker"] or self._actors[:1]
+            self._waits_since = time.monotonic()
+            self._next_report = self._waits_since + START_REPORT_S
+            self._unstarted = [name for name in self._actors if name not in first]
+            await self._spawn(first)
             self._mark("start of processes")
             return await self._supervise()
         except StartError as error:
@@ -210,6 +217,23 @@ class Supervisor:
             if memory_fd >= 0:
                 os.close(memory_fd)
 
+    async def _start_others(self) -> None:
+        """Starts at any time as many as there are cores besides the one on which the worker starts, which takes
+        longest: others beside it would only delay it."""
+        num_cores = max(1, usable_cores() - 1)
+        while self._unstarted:
+            await self._until(lambda: self._num_starting < num_cores, _LATE)
+            if self._must_end:
+                return
+            num = num_cores - self._num_starting
+            starting, self._unstarted = self._unstarted[:num], self._unstarted[num:]
+            await self._spawn(starting)
+
+    @property
+    def _num_starting(self) -> int:
+        """Actors that are not ready, besides workers."""
+        return sum(child.facts is None and kind(child.name) != "worker" for child in self._children.values())
+
     async def _start(self, name: str, launch: Launch) -> None:
         is_worker = kind(name) == "worker"
         weights_fd = self._weight_fds[index(name)] if is_worker and self._weight_fds else -1
@@ -238,12 +262,10 @@ class Supervisor:
         child.exited.add_done_callback(partial(self._on_exit, child))
 
     async def _supervise(self) -> int:
-        """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""
-        await self._until(
-            lambda: all(child.facts is not None for child in self._children.values()),
-            "not ready in time",
-            name_the_late=True,
-        )
+        """Starts the other actors, waits until all are ready, has the api listen, and watches until the end. The exit
+        code."""
+        await self._start_others()
+        await self._until(lambda: all(child.facts is not None for child in self._children.values()), _LATE)
         if self._must_end:
             return await self._stop("stopped while starting")
         slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
@@ -253,6 +275,7 @@ class Supervisor:
         if self._listening is not None:
             for name in self._apis:
                 self._outboxes[name].send(Serve())
+            self._waits_since = time.monotonic()
             await self._until(lambda: self._url is not None, "the api did not open its port")
             self._mark("port open")
         self._announce(slowest)
@@ -277,10 +300,8 @@ class Supervisor:
         if not self._is_over:
             self._outboxes[name].send(answer)
 
-    async def _until(self, condition: Callable[[], bool], what: str, *, name_the_late: bool = False) -> None:
-        """Handles events until `condition()`. Raises StartError if a child dies or the deadline passes."""
-        started = time.monotonic()
-        next_report = started + START_REPORT_S
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Handles events until `condition()`. Raises StartError if a child dies or the start takes too long."""
         while not condition() and not self._must_end:
             if self._dead:
                 await self._last_words(self._dead[0])
@@ -289,12 +310,12 @@ class Supervisor:
             await self._look_elsewhere()
             now = time.monotonic()
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
-            if now > started + self._service.start_timeout_s:
-                names = f"{late}: " if name_the_late and late else ""
+            if now > self._waits_since + self._service.start_timeout_s:
+                names = f"{late}: " if what == _LATE and late else ""
                 raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).")
-            if now > next_report and late:
-                next_report = now + START_REPORT_S
-                print(f"pagewire: still waiting for {late} after {now - started:.0f} s", file=sys.stderr)
+            if now > self._next_report and late:
+                self._next_report = now + START_REPORT_S
+                print(f"pagewire: still waiting for {late} after {now - self._waits_since:.0f} s", file=sys.stderr)
 
     def _mark(self, phase: str) -> None:
         self._marks.append((phase, process_age_s()))
@@ -497,7 +518,7 @@ class Supervisor:
         first went to another launch, or with `hands_over`, the next one does. The exit code."""
         num_signals = len(self._signals) + (hands_over or not self._signals)
         self._elsewhere.leave()
-        api_children = [self._children[name] for name in self._apis]
+        api_children = [self._children[name] for name in self._apis if name in self._children]
         for child in api_children:
             child.may_end = True
             self._outboxes[child.name].send(Stop(grace_s, reason, hands_over))
@@ -511,7 +532,7 @@ class Supervisor:
             return is_hurried or (all(child.exited.done() for child in api_children) and not self._elsewhere.is_awaited)
 
         await self._watch(is_drained)
-        for name in reversed(self._actors):
+        for name in [name for name in reversed(self._actors) if name in self._children]:
             child = self._children[name]
             child.may_end = True
             if kind(name) != "api":

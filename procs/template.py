@@ -181,6 +181,7 @@ def main(fd: int) -> None:
     channel = socket.socket(fileno=fd)
     python_s = process_age_s()
     timings = {"python": python_s}
+    gc.disable()  # what is imported stays; looking for garbage would take a tenth of the time
     with contextlib.suppress(Exception):  # the worker will fail to import it, too, and report that
         started = time.perf_counter()
         import torch
@@ -190,6 +191,7 @@ def main(fd: int) -> None:
         from . import worker  # noqa: F401
     timings["imports"] = process_age_s() - sum(timings.values())
     gc.freeze()  # so that collections in the workers do not write to what they share
+    gc.enable()
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while True:

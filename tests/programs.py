@@ -20,14 +20,19 @@ class PlainSink:
 
     device = torch.device("cpu")
 
-    def __init__(self, dtype: torch.dtype = torch.float32, *, keeps: bool = False) -> None:
-        self._dtype, self._keeps = dtype, keeps
+    def __init__(self, dtype: torch.dtype = torch.float32, *, keeps: bool = False, takes: bool = False) -> None:
+        """takes: matrices that are one tensor are not copied to memory of `begin`."""
+        self._dtype, self._keeps, self._takes = dtype, keeps, takes
         self.tensors: dict[str, Tensor] = {}  # by key, of those that are filled
         self.kept: dict[str, dict[int, StoredWeight]] = {}  # quantized matrices by key and expert
+        self.taken: set[str] = set()
         self._begun: set[str] = set()
 
     def keeps(self, matrix: Matrix) -> bool:
         return self._keeps
+
+    def takes(self, matrix: Matrix) -> torch.dtype | None:
+        return self._dtype if self._takes else None
 
     def begin(self, target: Matrix | Vector) -> Tensor:
         assert target.key not in self._begun, f"{target.key} is filled twice"
@@ -36,7 +41,11 @@ class PlainSink:
         return torch.full(shape_of(target), torch.nan, dtype=torch.float32 if is_float32 else self._dtype)
 
     def end(self, target: Matrix | Vector, values: Tensor) -> None:
-        assert target.key in self._begun and target.key not in self.tensors
+        assert target.key not in self.tensors
+        if target.key not in self._begun:
+            assert isinstance(target, Matrix) and values.shape == shape_of(target) and self._takes
+            self.taken.add(target.key)
+            values = values.clone()
         self.tensors[target.key] = values
 
     def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
@@ -52,10 +61,11 @@ def load(
     rank: int = 0,
     size: int = 1,
     keeps: bool = False,
+    takes: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlainSink:
     """All that a rank's program needs of a folder or a GGUF file."""
-    spec, sink = read_spec(folder), PlainSink(dtype, keeps=keeps)
+    spec, sink = read_spec(folder), PlainSink(dtype, keeps=keeps, takes=takes)
     assert spec.decoder is not None
     program = program_of(spec, rank, size)
     with open_checkpoint(folder) as reader:

@@ -16,17 +16,20 @@ import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagewire import LLM, SamplingParams
 from pagewire.cli import main
 from pagewire.commands import doctor
 from pagewire.config.flags import make_config
 from pagewire.config.machine import machine_facts
-from pagewire.engine.checkpoint.purpose import is_generative
+from pagewire.engine.checkpoint import spec
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.transformers_fallback import load_fallback
+from pagewire.engine.models.families import pages
+from pagewire.engine.models.fields import Fields, NotDescribedError
 from pagewire.engine.runner.runner import Runner
-from pagewire.errors import PagewireError
+from pagewire.errors import PagewireError, UnsupportedModel
 from pagewire.procs.prepare import prepare
 
 _ROOT = Path(__file__).parents[1]
@@ -104,16 +107,42 @@ def test_serve_doctor_and_explain_agree(kind: str, tmp_path: Path, capsys: pytes
     assert explain(folder, capsys) == sentence
 
 
+def check_tokens(folder: Path) -> None:
+    """Raises PagewireError if the model is refused."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, checkpoints.VOCAB_SIZE, (num,), generator=generator).tolist() for num in (5, 37, 150)]
+    llm = LLM(str(folder), dtype="float32", max_model_len=256, threads=1, max_num_batched_tokens=64)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    expected = checkpoints.reference_greedy(folder, prompts, 16)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", with_marks([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
 def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    check_tokens(families.make_family(tmp_path, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    with_marks([kind for kind in families.FAMILIES if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) in pages()]),
+)
+def test_the_fallback_gives_the_same_tokens_or_says_why_not(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of families that have a page: transformers runs the variants that it does not cover."""
+
+    def hidden(architecture: str, fields: Fields) -> None:
+        raise NotDescribedError("a page that this test hides")
+
+    monkeypatch.setattr(spec, "describe", hidden)
     folder = families.make_family(tmp_path, kind)
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, checkpoints.VOCAB_SIZE, (num,), generator=generator).tolist() for num in (5, 37, 150)]
-    expected = checkpoints.reference_greedy(folder, prompts, 16)
-    llm = LLM(str(folder), dtype="float32", max_model_len=256, threads=1, max_num_batched_tokens=64)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    if kind not in families.ONLY_DESCRIBED:
+        check_tokens(folder)
+        return
+    with pytest.raises(UnsupportedModel, match=r"^\w+ cannot be served: it.*\.$"):
+        check_tokens(folder)
 
 
 @pytest.mark.slow
@@ -211,13 +240,3 @@ def test_a_real_server_ends_with_the_same_sentence(kind: str, tmp_path: Path) ->
     served = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
     sentence = diagnose(folder)
     assert served.returncode == 2 and sentence is not None and sentence in served.stderr
-
-
-def test_generative_classes_are_recognized_by_name() -> None:
-    """Compared with transformers' table, which the launcher does not import because it takes too long."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = {str(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} | {"GPT2DoubleHeadsModel"}
-    assert {name for name in names if not is_generative(name)} == set()
-    others = ("BertModel", "GPT2Model", "Qwen3Model", "BertForMaskedLM", "Qwen3ForSequenceClassification")
-    assert not any(map(is_generative, others))

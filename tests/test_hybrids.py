@@ -118,7 +118,9 @@ def test_with_so_little_memory_that_requests_are_preempted(case: Case, load: Loa
     expected = checkpoints.reference_greedy(case.folder, prompts, MAX_TOKENS)
     llm = load()
     num_pages = 9 * (state_pages(llm) + 2)  # nine requests can begin, and each will need three blocks
-    llm = load(kv_cache_memory=num_pages * llm._engine._worker._runner.block_bytes, pipeline_depth=2)
+    runner = llm._engine._worker._runner
+    assert runner is not None
+    llm = load(kv_cache_memory=num_pages * runner.block_bytes, pipeline_depth=2)
     for _ in range(2):  # the second time with what the first has left in the prefix cache
         assert tokens(llm, prompts) == expected
     assert llm._engine.scheduler.counters.num_preemptions > 0

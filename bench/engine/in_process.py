@@ -14,7 +14,19 @@ from pathlib import Path
 
 from ...config.flags import convert
 from ...engine.core.scheduler import Scheduler
-from ...ipc.messages import Cancel, Chunk, Failed, IdsPrompt, Limits, Sampling, Submit, TextSpec, Usage, ids_to_bytes
+from ...ipc.messages import (
+    Cancel,
+    ChatPrompt,
+    Chunk,
+    Failed,
+    IdsPrompt,
+    Limits,
+    Sampling,
+    Submit,
+    TextSpec,
+    Usage,
+    ids_to_bytes,
+)
 from ...procs.inline import Inline
 from ...procs.prepare import prepare
 
@@ -57,7 +69,9 @@ class Engine:
     def scheduler(self) -> Scheduler:
         return self._inline.scheduler
 
-    def send(self, prompt: Sequence[int], num_tokens: int, *, priority: int = 0, tenant: str = "") -> Timed:
+    def send(
+        self, prompt: Sequence[int] | ChatPrompt, num_tokens: int, *, priority: int = 0, tenant: str = ""
+    ) -> Timed:
         """Adds a greedy request for exactly `num_tokens` tokens; `run` computes it."""
         self._num_sent += 1
         request = Timed(self._num_sent, time.perf_counter())
@@ -65,7 +79,7 @@ class Engine:
         submit = Submit(
             request.rid,
             1,
-            IdsPrompt(ids_to_bytes(list(prompt))),
+            prompt if isinstance(prompt, ChatPrompt) else IdsPrompt(ids_to_bytes(list(prompt))),
             Sampling(temperature=0.0),
             Limits(num_tokens, (), True),
             TextSpec(detokenize=False),

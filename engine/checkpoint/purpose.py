@@ -17,7 +17,10 @@ from ..models.families import pages
 
 _CLASSIFIER = "ForSequenceClassification"
 _BARE = ("Model", "ForMaskedLM")  # endings of architectures without a head, or without one for generating
-_LM_HEADS = ("LMHead", "DoubleHeads")  # parts of names of architectures that generate although they end in "Model"
+# Parts of names of architectures that generate although they end in "Model".
+_LM_HEADS = ("LMHead", "DoubleHeads", "Causal", "EncoderDecoder", "MTModel", "SeamlessM4T", "Bark")
+_BODIES = ("TextModel", "Model")  # endings of the classes of bodies without a head,
+_WITH_HEADS = ("ForCausalLM", "LMHeadModel")  # and of the classes that have one
 _POOLINGS: dict[str, Literal["last", "mean", "cls"]] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _Fields = Mapping[str, object]
@@ -29,9 +32,12 @@ class _Module(msgspec.Struct):
 
 
 def causal_name(architecture: str) -> str:
-    """The native architecture whose body this one is, or the architecture itself."""
-    name = architecture.removesuffix("Model") + "ForCausalLM"
-    return name if architecture.endswith("Model") and name in pages() else architecture
+    """The described architecture whose body this one is, or the architecture itself."""
+    if architecture in pages() or is_generative(architecture):
+        return architecture
+    bodies = [architecture.removesuffix(end) for end in _BODIES if architecture.endswith(end)]
+    names = (body + head for body in bodies for head in _WITH_HEADS)
+    return next((name for name in names if name in pages()), architecture)
 
 
 def is_generative(architecture: str) -> bool:
@@ -45,8 +51,9 @@ def generates(folder: Path, architecture: str) -> bool:
     return is_generative(architecture) and not (folder / "modules.json").exists()
 
 
-def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
-    """config: config.json, whose first architecture decides. Raises ConfigError."""
+def read_purpose(folder: Path, config: _Fields, *, hidden_size: int, is_described: bool) -> Purpose:
+    """config: config.json, whose first architecture decides. is_described: pagewire's executors have the layers. Raises
+    ConfigError."""
     architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has checked it
     if architecture.endswith(_CLASSIFIER):
         return _cross_encoder(folder, config)
@@ -54,7 +61,7 @@ def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
     if parts is None and is_generative(architecture):
         return Purpose(size=hidden_size)
     tasks: tuple[Task, ...] = ("embed",)
-    is_encoder = causal_name(architecture) not in pages()
+    is_encoder = not is_described
     if parts is None:  # nothing is declared: mean as in sentence-transformers, or the last token, which sees all others
         how: Literal["last", "mean"] = "mean" if is_encoder else "last"
         return Purpose(tasks=tasks, is_encoder=is_encoder, pooling=how, size=hidden_size)

@@ -26,7 +26,7 @@ from ..models.description import (
     Mamba2,
     ShortConv,
 )
-from ..models.families import describe, pages, text_fields
+from ..models.families import describe, describe_body, pages, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
 from .gguf_config import config_of, generation_of, rope_divisors
@@ -125,8 +125,9 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
         raise ConfigError(f"{whole.file} names no architecture, so this is not a model that can be served.")
     quantization = whole.part("quantization_config")
-    architecture = causal_name(str(architectures[0]))
-    check_architecture(whole.raw, architecture, generates=folder is None or generates(folder, architecture))
+    architecture = causal_name(own := str(architectures[0]))
+    does_generate = folder is None or generates(folder, own)
+    check_architecture(whole.raw, architecture, generates=does_generate)
 
     config = text_fields(whole) if architecture in pages() else whole
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
@@ -146,25 +147,22 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
     max_position = config.size(*_POSITIONS, default=2048, most=MAX_POSITIONS)
     rope_kind, original = _rope(config, max_position)
+    decoder, why = None, ""
+    try:
+        decoder = describe(architecture, whole) if does_generate else describe_body(architecture, whole)
+    except NotDescribedError as error:
+        why = f"it has {error}"
     if folder is None:
         purpose = Purpose(size=hidden_size)
     else:
-        purpose = read_purpose(folder, whole.raw, hidden_size=hidden_size)
+        purpose = read_purpose(folder, whole.raw, hidden_size=hidden_size, is_described=decoder is not None)
         max_position = max_length(folder, max_position, config.raw)
-    decoder, why = None, ""
-    if not purpose.is_encoder:
-        try:
-            # A model that does not generate needs no head, and its checkpoint may have none.
-            tied = {} if "generate" in purpose.tasks else {"tie_word_embeddings": True}
-            decoder = describe(architecture, Fields(whole.raw | tied, whole.file))
-        except NotDescribedError as error:
-            why = f"it has {error}"
     if decoder is not None and decoder.is_recurrent and not any(name in config for name in _POSITIONS):
         max_position = _MOST_RECURRENT
     if decoder is not None and decoder.most_positions is not None:
         max_position = min(max_position, decoder.most_positions)
     return ModelSpec(
-        architecture=architecture,
+        architecture=own if decoder is None else architecture,
         model_type=config.text("model_type", ""),
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,

@@ -4,7 +4,8 @@ The worker has dropped the rows of such a plan, and those of every later plan th
 because these went on from where it would have ended. Nothing of these plans counts. Their requests keep row and blocks,
 and the worker is told of the rows again, as far as results say that they were computed. So every step that has memory
 makes progress, however many have none. Requests are preempted if they found blocks which these plans were to fill, and
-if they have a recurrent state: a pass moves it on in place, and nobody knows how far a dropped one came.
+if they have a recurrent state: a pass moves it on in place, and nobody knows how far a dropped one came. These continue
+from the last state that the prefix cache keeps, or from their beginning.
 """
 
 from collections import deque

@@ -72,10 +72,7 @@ class Mixers:
     def run(self, args: Mixer, ins: list[Tensor], attention: AttentionBackend) -> Tensor:
         """ins, and the result: [tokens, width]. The states are those of the attention's step."""
         if isinstance(args, GatedNormalize):
-            size, eps = (args.norm.size, args.norm.eps) if args.norm is not None else (ins[0].shape[1], 0.0)
-            weight = self._weights.vector(args.weight)
-            if args.norm is not None and weight is None:
-                weight = self._ones(size)
+            weight, size, eps = self.norm(args, ins[0].shape[1])
             return self.scans.gated_norm(ins[0], ins[1], weight, size, eps, args.act, args.gate_first).to(ins[0].dtype)
         rows, tiles = states_of(args.states, attention)
         return self._scan(args, ins, rows, tiles).flatten(1).to(ins[0].dtype)
@@ -110,6 +107,9 @@ class Mixers:
 
     # Weights as the scans take them.
 
+    def vector(self, vector: Vector) -> Tensor:
+        return self._weights.vectors[vector.key]
+
     def taps(self, weight: Vector) -> Tensor:
         """Of a convolution: [taps, channels]."""
         return self._arrange(weight.key, lambda: self._weights.vectors[weight.key].t().contiguous())
@@ -121,6 +121,13 @@ class Mixers:
     def decays(self, args: ScanLightning) -> Tensor:
         key = f"decays {args.states.first}"
         return self._arrange(key, lambda: torch.tensor(args.decay, device=self._device))
+
+    def norm(self, args: GatedNormalize, width: int) -> tuple[Tensor | None, int, float]:
+        """(weight, size, eps); without a weight nothing is normed."""
+        if args.norm is None:
+            return None, width, 0.0
+        weight, size = self._weights.vector(args.weight), args.norm.size
+        return self._ones(size) if weight is None else weight, size, args.norm.eps
 
     def _ones(self, size: int) -> Tensor:
         return self._arrange(f"ones {size}", lambda: torch.ones(size, device=self._device))

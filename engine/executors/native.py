@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.experts import NativeExperts
 from ...kernels.cpu.library import LANES, Kernels
-from ...kernels.cpu.scans import NativeScans
+from ...kernels.cpu.scans import NativeScans, rows_fields
 from ...kernels.cpu.structs import Columns, MatrixFields, Operation
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
@@ -40,11 +40,13 @@ from ..models.program import (
     View,
     layout,
 )  # fmt: skip
+from .mixers import MIXERS
+from .native_mixers import mixer_fields
 from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT = range(9)
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _MIX = range(10)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
 _COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_ONE, _CLIP = range(9)
@@ -93,6 +95,9 @@ class NativeModel:
             self._work = torch.empty(tokens * self._layout.size)
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        if attention.states is not None:
+            states = rows_fields(attention.states)
+            fields.states = ctypes.addressof(states)
         step, registers = Step(ids, positions, attention), None
         for part in parts:
             if isinstance(part, _InC):
@@ -174,6 +179,9 @@ class _Compiler:
 
     def _single(self, op: Op) -> list[Operation] | None:
         """The C operations that compute one operation."""
+        if isinstance(op.args, MIXERS):
+            fields = mixer_fields(op.args, op, self._reference.mixers, self._attention, self._columns)
+            return [self._operation(op, _MIX, mixer=self._address(fields))]
         match op.args:
             case Embed() as args:
                 return self._embed(op, args)

@@ -57,6 +57,9 @@ class Packing:
     def keeps(self, matrix: Matrix) -> bool:
         return self.options.keeps and self._ops.quantized is not None and matrix.use != "router" and not matrix.heads
 
+    def takes(self, matrix: Matrix) -> torch.dtype | None:
+        return None if self._ops.storage is None or matrix.heads else self.options.weight_dtype
+
     def begin(self, target: Matrix | Vector) -> Tensor:
         return torch.empty(*shape_of(target), dtype=self.dtype_of(target), device=self.device)
 

@@ -54,6 +54,8 @@ class UnknownLayerError(Exception):
 
 def layers_of(program: Program) -> list[Layer]:
     """Raises UnknownLayerError."""
+    if program.states:
+        raise UnknownLayerError("the kernels have no recurrent layers")
     count = len(program.tiles)
     by_layer: list[list[Op]] = [[] for _ in range(count + 2)]
     for op in program.ops:

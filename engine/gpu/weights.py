@@ -43,6 +43,9 @@ class Loaded:
     def keeps(self, matrix: Matrix) -> bool:
         return self._keeps and matrix.use in ("product", "gated", "router")
 
+    def takes(self, matrix: Matrix) -> torch.dtype | None:
+        return None
+
     def begin(self, target: Matrix | Vector) -> Tensor:
         is_float32 = isinstance(target, Vector) and target.is_float32
         return torch.empty(shape_of(target), dtype=torch.float32 if is_float32 else self._dtype, device=self.device)

@@ -8,7 +8,23 @@ and every rank has the whole router. The vocabulary's rows of embedding and head
 from dataclasses import replace
 
 from ...errors import ConfigError
-from .description import Attention, Block, Body, Branch, Decoder, LatentAttention, LowRank, Mlp, Moe, Norm, Sublayer
+from .cut_mixers import cut_delta_net, cut_mamba2, cut_short_conv
+from .description import (
+    Attention,
+    Block,
+    Body,
+    Branch,
+    Decoder,
+    DeltaNet,
+    LatentAttention,
+    LowRank,
+    Mamba2,
+    Mlp,
+    Moe,
+    Norm,
+    ShortConv,
+    Sublayer,
+)
 from .parts import columns, part_rows, rows
 
 
@@ -63,6 +79,12 @@ class _Ranks:
             case Moe():
                 shared = None if body.shared is None else self._mlp(body.shared)
                 return replace(body, experts=self._mlp(body.experts), shared=shared)
+            case DeltaNet():
+                return cut_delta_net(body, self._evenly, is_first=self._rank == 0)
+            case Mamba2():
+                return cut_mamba2(body, self._evenly, self._rank, self._size)
+            case ShortConv():
+                return cut_short_conv(body, self._evenly, is_first=self._rank == 0)
         raise ConfigError(f"{self.flag}: pagewire cannot divide layers of the kind {type(body).__name__} among ranks.")
 
     def _evenly(self, num: int, what: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ except those that only weights answer. What the start measures is calculated her
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,14 +14,15 @@ import torch
 from ...config.config import EngineConfig
 from ...kernels.grouped_weight import form
 from ..attention.kv_cache import KvShape
+from ..checkpoint.quantization import GgufScheme, Scheme
 from ..checkpoint.spec import ModelSpec, is_native, read_spec
 from ..device.base import choose_device
 from ..executors.weights import shape_of as shape_of_target
 from ..models.program import Matrix
 from ..parallel.rank import RankInfo
-from ..weights.loader import check_weights, kept_matrices
+from ..weights.loader import Found, check_weights, kept_matrices
 from ..weights.quantized import packed_bytes
-from ..weights.reader import CheckpointReader, open_checkpoint
+from ..weights.reader import CheckpointReader, Reader, open_checkpoint
 from .backend import Backend, choose_backend
 from .loading import (
     DTYPES,
@@ -79,27 +81,41 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
     program = program_of(spec, 0, config.tensor_parallel_size)
     shape = kv_shape_of(config, program)
-    kept: set[str] = set()
+    kept: dict[str, int] = {}
     if config.load_format != "dummy":
         assert spec.decoder is not None
         with open_checkpoint(Path(config.model.path)) as reader:
             found = check_weights(reader, spec.decoder, spec.scheme)
             if not is_gpu and keeps_quantized(config, spec, backend.ops, dtype):
-                kept = kept_matrices(program, found)
+                keys = kept_matrices(program, found)
+                matrices = [matrix for matrix in program.matrices if matrix.key in keys]
+                kept = {matrix.key: _kept_bytes(matrix, spec.scheme, reader, found, backend) for matrix in matrices}
     if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
         return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
-    return vectors + sum(_matrix_bytes(config, spec, backend, matrix, kept) for matrix in program.matrices), shape
+    return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices), shape
 
 
-def _matrix_bytes(config: EngineConfig, spec: ModelSpec, backend: Backend, matrix: Matrix, kept: set[str]) -> int:
-    """About the bytes of a matrix as it is packed."""
+def _kept_bytes(matrix: Matrix, scheme: Scheme | None, reader: Reader, found: Found, backend: Backend) -> int:
+    """About the bytes of a matrix that stays quantized."""
+    assert scheme is not None
+    is_gguf = isinstance(scheme, GgufScheme)
+    sources = [(source, reader.dtype(source.tensor) if is_gguf else "") for source in found.names.sources(matrix)]
+    if matrix.experts and len({kind for _, kind in sources}) > 1:
+        return matrix.experts * matrix.rows * matrix.columns * backend.weight_dtype.itemsize  # they are widened
+    return sum(
+        packed_bytes(scheme, kind, source.to[1] - source.to[0], source.columns[1] - source.columns[0])
+        for source, kind in sources
+    )
+
+
+def _matrix_bytes(config: EngineConfig, backend: Backend, matrix: Matrix, kept: Mapping[str, int]) -> int:
+    """About the bytes of a matrix as it is packed. kept: those of the matrices that stay quantized."""
     count, n, k = max(1, matrix.experts), matrix.rows, matrix.columns
-    if matrix.use == "router" or (matrix.key not in kept and config.quantization is None):
+    if matrix.use != "router" and matrix.key in kept:
+        return kept[matrix.key]
+    if matrix.use == "router" or config.quantization is None:
         return count * n * k * backend.weight_dtype.itemsize
-    if matrix.key in kept:
-        assert spec.scheme is not None
-        return count * packed_bytes(spec.scheme, n, k)
     assert config.quantization is not None
     bits, group = form("int8" if matrix.use == "table" else config.quantization, k)
     if config.kernels != "compiled":

@@ -7,6 +7,7 @@ that were given the same segment, map it and read no tensor of the checkpoint.
 import ctypes
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -79,7 +80,8 @@ class _IntoSegment(Packing):
     """Packs matrices into a segment, each as soon as it is filled, and keeps none."""
 
     def __init__(self, writer: SegmentWriter, like: Packing) -> None:
-        super().__init__(like.options)
+        assert like.options.ops.storage is not None
+        super().__init__(replace(like.options, ops=like.options.ops.storage.ops_into(writer)))
         self._writer = writer
         self._index = Index({}, {})
 

@@ -42,6 +42,10 @@ class Sink(Protocol):
     def keeps(self, matrix: Matrix) -> bool:
         """Whether it takes this matrix as stored, if all of it is quantized."""
 
+    def takes(self, matrix: Matrix) -> torch.dtype | None:
+        """The type in which `end` takes this matrix where the file is mapped, instead of memory of `begin`; None: it
+        does not. Such values may be read only until `end` returns."""
+
     def begin(self, target: Target) -> Tensor:
         """Memory for a matrix [rows, columns], a stack [experts, rows, columns], or a vector [rows] or [experts,
         rows]."""
@@ -157,6 +161,8 @@ class _Loading:
             for target, source in sorted(self._sources, key=lambda each: self._place(each[1])):
                 if target.key in self._kept:
                     jobs.put(partial(self._read, source), partial(self._keep, target, source))
+                elif (dtype := self._taken_as(target, source)) is not None:
+                    jobs.put(partial(self._as_stored, source, dtype), partial(self._take, target, source))
                 else:
                     jobs.put(
                         partial(self._fill, self._view(target, source), source), partial(self._filled, target, source)
@@ -165,6 +171,22 @@ class _Loading:
     def _place(self, source: Source) -> int:
         quantized = self._found.quantized.get(source.tensor)
         return self._found.order[source.tensor if quantized is None else next(iter(quantized.tensors))]
+
+    def _taken_as(self, target: Target, source: Source) -> torch.dtype | None:
+        """The type of a matrix that the sink takes from where the file is mapped: one that is a part of one tensor."""
+        is_part = source.expert is None and not source.num_experts and not source.map
+        if not isinstance(target, Matrix) or not is_part or self._num_parts[target.key, 0] != 1:
+            return None
+        return None if source.tensor in self._found.quantized else self._sink.takes(target)
+
+    def _as_stored(self, source: Source, dtype: torch.dtype, _: CopyWorker) -> Tensor:
+        """Runs in any thread."""
+        (first, last), (left, right) = source.to, source.columns
+        return self._tensor(source).reshape(last - first, right - left).to(dtype)
+
+    def _take(self, target: Target, source: Source, values: Tensor) -> None:
+        self._sink.end(target, values)
+        self._report(source)
 
     def _view(self, target: Target, source: Source) -> Tensor:
         if target.key not in self._memory:

@@ -37,6 +37,7 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.grouped_weight import GroupedWeight
 from ...kernels.quantized_weight import Fp8Weight, StoredWeight
 from ..checkpoint.quantization import CompressedScheme, Fp8Scheme, GgufScheme, Int4Scheme, Scheme
+from . import gguf
 from .gguf import GgufReader
 from .reader import Reader
 
@@ -107,12 +108,12 @@ def _compressed_tensors(
     return found
 
 
-def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
-    """About the bytes of a weight [n, k] that the C kernels keep as it is."""
+def packed_bytes(scheme: Scheme, kind: str, n: int, k: int) -> int:
+    """About the bytes of a weight [n, k] that the C kernels keep as it is. kind: its type, of a GGUF file."""
     if isinstance(scheme, Fp8Scheme):
         return n * (k + 4 * (1 if scheme.block is None else -(-k // scheme.block[1])))
-    if isinstance(scheme, GgufScheme):  # each weight has a type of its own; most are of the first
-        return n * (k // (2 if scheme.types[0].startswith("Q4") else 1) + 8 * (k // 32))
+    if isinstance(scheme, GgufScheme):
+        return gguf.packed_bytes(kind, n, k)
     groups = k // (scheme.group_size or k)
     if isinstance(scheme, Int4Scheme):
         return n * (k // 2 + 3 * groups)

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
@@ -29,6 +29,7 @@ _SEALED = 0x2 | 0x4 | 0x8  # shrink, grow, write
 _MAGIC = b"pagewire"
 _HEAD = struct.Struct("<8s32s32sQQ")  # magic, key, SHA-256 of the index, its offset and length
 _ALIGNMENT = 64
+_PIECE_BYTES = 1 << 20  # so that two stay in the cache; the caller packs such a piece alone, see product.c
 
 
 class Part(Struct, frozen=True, array_like=True):
@@ -94,24 +95,52 @@ def is_open(fd: int) -> bool:
 
 
 class SegmentWriter:
-    """Writes a segment, from its beginning: what a process that died has left there is dropped. It is not mapped
-    meanwhile: writing to a mapping would cost a fault for each page, and a mapped file cannot be sealed."""
+    """Writes a segment, from its beginning: what a process that died has left there is dropped; a `Memory`. It is not
+    mapped for writing: that would cost a fault for each page, and a file that is mapped so cannot be sealed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._used = mmap.PAGESIZE  # the head's page
         self._thread = ThreadPoolExecutor(1, "segment")
         self._writing: Future[None] | None = None
+        self._buffers = tuple(torch.empty(0, dtype=torch.uint8) for _ in range(2))  # one is filled, one is written
+        self._placed: dict[int, Part] = {}  # tensors that `filled` has made, by their addresses
         os.ftruncate(fd, 0)
 
+    def filled(self, numel: int, dtype: torch.dtype, unit: int, fill: Callable[[Tensor, int], None]) -> Tensor:
+        """A tensor in the segment, which cannot be written to. Pieces are filled in memory that stays in the cache, and
+        written by another thread. `put` says where it lies."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        size = dtype.itemsize
+        step = max(1, _PIECE_BYTES // (unit * size)) * unit
+        part = Part(-(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE, (numel,), str(dtype).removeprefix("torch."))
+        self._used = part.end
+        os.ftruncate(self._fd, self._used)  # what lies behind the end of a file cannot be mapped
+        for first in range(0, numel, step):
+            num_bytes = min(step, numel - first) * size
+            if len(self._buffers[0]) < num_bytes:
+                self._buffers = (torch.empty(num_bytes, dtype=torch.uint8), self._buffers[1])
+            piece = self._buffers[0][:num_bytes]
+            fill(piece.view(dtype), first)
+            self._wait()
+            self._writing = self._thread.submit(_write, self._fd, piece.numpy().data, part.offset + first * size)
+            self._buffers = self._buffers[::-1]
+        tensor = _mapped(self._fd, numel * size, part.offset).view(dtype)
+        self._placed[tensor.data_ptr()] = part
+        return tensor
+
     def put(self, tensor: Tensor) -> Part:
-        """Returns where the tensor will lie. It is copied by another thread, while the next one is packed, and must not
-        change."""
+        """Returns where the tensor lies, or will lie. It is copied by another thread, while the next one is packed, and
+        must not change."""
+        if (placed := self._placed.pop(tensor.data_ptr(), None)) is not None:
+            return placed
+        self._used = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         part = Part(self._used, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         self._wait()
         self._writing = self._thread.submit(_write, self._fd, data, self._used)
-        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used = part.end
         return part
 
     def finish(self, key: bytes, index: Index) -> None:
@@ -134,11 +163,7 @@ class Segment:
 
     def __init__(self, fd: int, index: Index, size: int) -> None:
         self.index = index
-        data = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        _advise(data)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # writing would end the process
-            self._bytes = torch.frombuffer(data, dtype=torch.uint8)
+        self._bytes = _mapped(fd, size)
 
     def tensor(self, part: Part) -> Tensor:
         """The tensor; must not be written to."""
@@ -176,10 +201,15 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _advise(memory: mmap.mmap) -> None:
-    """Asks for large pages, which the system gives only where its administrator allows them for shared memory."""
+def _mapped(fd: int, size: int, offset: int = 0) -> Tensor:
+    """Bytes of a file, for reading. Asks for large pages, which the system gives only where its administrator allows
+    them for shared memory."""
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=offset)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # writing would end the process
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _write(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -6,13 +6,18 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..stored import Stored
+from ..stored import OWN_MEMORY, Memory, Stored
 from .library import LANES, Kernels
 from .structs import MatrixFields
 
 PADDED = 32  # of product.h: bfloat16 columns are padded with zeros to a multiple of it
 KIND_F32, KIND_BF16, KIND_DOT = range(3)  # of matrix.h
 STORE, ADD, SILU_MUL = range(3)  # of matrix.h
+
+
+def num_groups(n: int, *, is_gated: bool) -> int:
+    """Groups of 16 rows of a packed weight, as in product.h."""
+    return 2 * -(-n // 2 // LANES) if is_gated else -(-n // LANES)
 
 
 class PackedMatrix:
@@ -100,16 +105,29 @@ class PackedMatrix:
 class NativeMatrix(PackedMatrix):
     """A packed weight [n, k], bfloat16 or float32."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Tensor,
+        *,
+        rounds: bool = False,
+        is_gated: bool = False,
+        memory: Memory = OWN_MEMORY,
+    ) -> None:
         """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
         are gates, the second ups."""
-        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
+        weight = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
         n, k = weight.shape
         is_bf16 = weight.dtype == torch.bfloat16
-        groups = 2 * -(-n // 2 // LANES) if is_gated else -(-n // LANES)
-        columns = -(-k // PADDED) * PADDED if is_bf16 else k
-        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
-        kernels.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k, is_gated, int(is_bf16))
+        unit = LANES * (-(-k // PADDED) * PADDED if is_bf16 else k)
+
+        def pack(piece: Tensor, first: int) -> None:
+            last = first + piece.numel()
+            kernels.pack(
+                weight.data_ptr(), piece.data_ptr(), n, k, is_gated, int(is_bf16), first // unit, last // unit
+            )  # fmt: skip
+
+        self._packed = memory.filled(num_groups(n, is_gated=is_gated) * unit, weight.dtype, unit, pack)
         super().__init__(
             kernels, n, k, KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16, is_gated=is_gated
         )

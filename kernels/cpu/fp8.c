@@ -135,17 +135,17 @@ void pagewire_fp8_lookup(const Matrix *w, long row, float *y)
 typedef struct {
     const uint8_t *values;
     char *packed;
-    long n, k, is_gated;
+    long n, k, is_gated, first;
 } Pack;
 
-static void pack_lane_group(const void *about, long lane_group)
+static void pack_lane_group(const void *about, long index)
 {
     const Pack *a = about;
     long pairs = padded(a->k, PADDED) / 2;
     for (long l = 0; l < LANES; l++) {
-        long row = row_in(a->n, a->is_gated, lane_group, l);
+        long row = row_in(a->n, a->is_gated, a->first + index, l);
         const uint8_t *in = a->values + row * a->k;
-        char *out = a->packed + lane_group * pairs * 32 + 2 * l;
+        char *out = a->packed + index * pairs * 32 + 2 * l;
         for (long i = 0; i < pairs; i++, out += 32) {
             uint8_t pair[2] = {0};
             if (row >= 0 && 2 * i < a->k)
@@ -155,8 +155,9 @@ static void pack_lane_group(const void *about, long lane_group)
     }
 }
 
-/* values: [n][k] of e4m3 → packed. */
-void pagewire_fp8_pack(const uint8_t *values, char *packed, long n, long k, long is_gated)
+/* values: [n][k] of e4m3 → lane groups [first, last) of the packed weight. */
+void pagewire_fp8_pack(const uint8_t *values, char *packed, long n, long k, long is_gated, long first, long last)
 {
-    pagewire_run(num_groups(n, is_gated), pack_lane_group, &(Pack){values, packed, n, k, is_gated});
+    pagewire_pack_groups(last - first, LANES * padded(k, PADDED), pack_lane_group,
+                         &(Pack){values, packed, n, k, is_gated, first});
 }

@@ -544,14 +544,15 @@ void pagewire_grouped_lookup(const Matrix *w, long row, float *y)
 typedef struct {
     const uint8_t *numbers;
     char *packed;
-    long n, k, group, bits, is_gated;
+    long n, k, group, bits, is_gated, first;
 } Pack;
 
-static void pack_lane_group(const void *about, long lane_group)
+static void pack_lane_group(const void *about, long index)
 {
     const Pack *a = about;
+    long lane_group = a->first + index;
     long groups = a->k / a->group, columns = padded_group(a->group), step = a->bits == 8 ? 4 : 8;
-    char *out = a->packed + lane_group * groups * columns * LANES * a->bits / 8;
+    char *out = a->packed + index * groups * columns * LANES * a->bits / 8;
     for (long l = 0; l < LANES; l++) {
         long row = row_in(a->n, a->is_gated, lane_group, l);
         const uint8_t *in = a->numbers + row * a->k;
@@ -568,10 +569,13 @@ static void pack_lane_group(const void *about, long lane_group)
     }
 }
 
-/* numbers: [n][k] uint8 → packed. */
-void pagewire_grouped_pack(const uint8_t *numbers, char *packed, long n, long k, long group, long bits, long is_gated)
+/* numbers: [n][k] uint8 → lane groups [first, last) of the packed weight. */
+void pagewire_grouped_pack(const uint8_t *numbers, char *packed, long n, long k, long group, long bits, long is_gated,
+                           long first, long last)
 {
-    pagewire_run(num_groups(n, is_gated), pack_lane_group, &(Pack){numbers, packed, n, k, group, bits, is_gated});
+    long bytes = k / group * padded_group(group) * LANES * bits / 8;
+    Pack about = {numbers, packed, n, k, group, bits, is_gated, first};
+    pagewire_pack_groups(last - first, bytes, pack_lane_group, &about);
 }
 
 typedef struct {

@@ -65,6 +65,7 @@ static inline ni dot(ni sum, nu w, uint32_t x)
     return (ni)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_u32(vdupq_n_u32(x)));
 }
 #else
+#define DOT_IS_LONG /* many instructions */
 enum { WORDS = 1, BIAS = 0 };
 static inline nu part(nu word, int step)
 {

@@ -9,29 +9,31 @@ from torch import Tensor
 from ..grouped_weight import GroupedWeight, form
 from ..ops import Matrix, Ops, Storage
 from ..quantized_weight import StoredWeight, concatenate
-from ..stored import Stored
+from ..stored import OWN_MEMORY, Memory, Stored
 from ..superblock_weight import SuperblockWeight
 from .dense import NativeMatrix, PackedMatrix
 from .library import Kernels
 from .quantized import MatrixStack, NativeFp8Matrix, NativeGroupedMatrix, NativeSuperblockMatrix, quantize
 
 
-def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: bool = False) -> Ops:
+def native_ops(
+    kernels: Kernels, *, quantization: str | None = None, rounds: bool = False, memory: Memory = OWN_MEMORY
+) -> Ops:
     """The table for float32 activations on a CPU. quantization: matrices of 8 or 4 bits. rounds: products with bfloat16
-    weights round their inputs."""
+    weights round their inputs. memory: where matrices are packed to."""
 
     def matrix(weight: Tensor, *, is_gated: bool = False, quantization: str | None = quantization) -> Matrix:
         if quantization is None:
-            return NativeMatrix(kernels, weight, rounds=rounds, is_gated=is_gated)
+            return NativeMatrix(kernels, weight, rounds=rounds, is_gated=is_gated, memory=memory)
         grouped = quantize(kernels, weight, *form(quantization, weight.shape[1]))
-        return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated)
+        return NativeGroupedMatrix(kernels, grouped, is_gated=is_gated, memory=memory)
 
     def kept(weight: StoredWeight, is_gated: bool) -> PackedMatrix:
         if isinstance(weight, GroupedWeight):
-            return NativeGroupedMatrix(kernels, weight, is_gated=is_gated)
+            return NativeGroupedMatrix(kernels, weight, is_gated=is_gated, memory=memory)
         if isinstance(weight, SuperblockWeight):
             return NativeSuperblockMatrix(kernels, weight, is_gated=is_gated)
-        return NativeFp8Matrix(kernels, weight, rounds=rounds, is_gated=is_gated)
+        return NativeFp8Matrix(kernels, weight, rounds=rounds, is_gated=is_gated, memory=memory)
 
     def quantized(parts: Sequence[StoredWeight], is_gated: bool) -> Matrix:
         if len(parts) == 1:
@@ -66,11 +68,15 @@ def native_ops(kernels: Kernels, *, quantization: str | None = None, rounds: boo
         matrix=matrix,
         gated=partial(matrix, is_gated=True),
         table=partial(matrix, quantization=None if quantization is None else "int8"),
-        router=partial(NativeMatrix, kernels),
+        router=partial(NativeMatrix, kernels, memory=memory),
         quantized=quantized,
         write_kv=write_kv,
         greedy=greedy,
-        storage=Storage(layout=kernels.name, restored=restored),
+        storage=Storage(
+            layout=kernels.name,
+            restored=restored,
+            ops_into=lambda memory: native_ops(kernels, quantization=quantization, rounds=rounds, memory=memory),
+        ),
     )
 
 

@@ -12,6 +12,7 @@ enum { X_BYTES = 384 << 10 };     /* of activations that stay in the L2 cache wh
 enum { BLOCK = 12 };              /* panels at least that use weights before other weights take their place */
 enum { MAX_PARTS = 8 };            /* of a stack */
 enum { TASK_BYTES = 64 << 10 };   /* of weights that a task reads at least */
+enum { PIECE_BYTES = 1 << 20 };   /* of a weight that a task packs; see segment.py */
 enum { PACK_NUMBERS = 32 << 10 }; /* with fewer activations, the caller packs them alone */
 
 static const KindOps *ops_of(const Matrix *w)
@@ -287,17 +288,39 @@ void pagewire_product_greedy(const Matrix *w, const float *x, long x_stride, int
 }
 
 typedef struct {
+    Task pack;
+    const void *about;
+    long count, size;
+} Groups;
+
+static void pack_groups(const void *about, long task)
+{
+    const Groups *a = about;
+    long first = task * a->size, last = first + a->size < a->count ? first + a->size : a->count;
+    for (long i = first; i < last; i++)
+        a->pack(a->about, i);
+}
+
+void pagewire_pack_groups(long count, long bytes, Task pack, const void *about)
+{
+    long size = bytes < PIECE_BYTES ? PIECE_BYTES / bytes : 1;
+    pagewire_run((count + size - 1) / size, pack_groups, &(Groups){pack, about, count, size});
+}
+
+typedef struct {
     const char *w;
     char *packed;
     long n, k, is_gated;
     int bf16;
+    long first;
 } Pack;
 
-static void pack_group(const void *about, long group)
+static void pack_group(const void *about, long i)
 {
     const Pack *a = about;
+    long group = a->first + i;
     long k = a->k, words = a->bf16 ? padded(k, PADDED) / 2 : k, whole = a->bf16 ? k / 2 : k;
-    uint32_t *out = (uint32_t *)a->packed + group * words * LANES;
+    uint32_t *out = (uint32_t *)a->packed + i * words * LANES;
     const char *in[LANES];
     int is_full = 1;
     for (long l = 0; l < LANES; l++) {
@@ -317,10 +340,11 @@ static void pack_group(const void *about, long group)
         }
 }
 
-/* w: [n][k] of float32 or bfloat16 → packed: [groups][words][16], see dense.c. */
-void pagewire_pack(const char *w, char *packed, long n, long k, long is_gated, int bf16)
+/* w: [n][k] of float32 or bfloat16 → groups [first, last) of the packed weight: [groups][words][16], see dense.c. */
+void pagewire_pack(const char *w, char *packed, long n, long k, long is_gated, int bf16, long first, long last)
 {
-    pagewire_run(num_groups(n, is_gated), pack_group, &(Pack){w, packed, n, k, is_gated, bf16});
+    long bytes = LANES * (bf16 ? 2 * padded(k, PADDED) : 4 * k);
+    pagewire_pack_groups(last - first, bytes, pack_group, &(Pack){w, packed, n, k, is_gated, bf16, first});
 }
 
 typedef struct {

@@ -49,6 +49,10 @@ static inline long row_in(long n, long is_gated, long group, long lane)
     return row >= end ? -1 : is_gated && group % 2 ? end + row : row;
 }
 
+/* Calls pack(about, i) for each of `count` groups of a weight, which take `bytes` bytes packed. Tasks are large: waking a
+ * thread for less costs more than it saves, beside a thread that writes what is packed. */
+void pagewire_pack_groups(long count, long bytes, Task pack, const void *about);
+
 /* Rows of float32 activations: row i is row index[i] of x, or i without an index. */
 typedef struct {
     const float *x;

@@ -2,6 +2,7 @@
  * writes registers, which are columns of one array for all tokens. */
 #include "elements.h"
 #include "experts.h"
+#include "scans.h"
 
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
@@ -23,7 +24,25 @@ enum OpKind {
     OP_NORM,    /* out = norm of groups of in */
     OP_TURN,    /* rotates heads of in, in place */
     OP_HEAT,    /* multiplies in by a factor of its position, in place */
+    OP_MIX,     /* an operation of recurrent mixers, with columns of its own */
 };
+
+enum MixerKind { MIX_CONV, MIX_DELTA, MIX_MAMBA1, MIX_MAMBA2, MIX_LIGHTNING, MIX_NORM };
+
+/* The arguments of one of the functions of scans.h. All begin with views, which become those of the step. */
+typedef struct {
+    long kind, num_views;
+    Columns columns[6];
+    union {
+        View views[6];
+        Conv conv;
+        ScanDelta delta;
+        ScanMamba1 mamba1;
+        ScanMamba2 mamba2;
+        ScanLightning lightning;
+        GatedNorm norm;
+    } about;
+} Mixer;
 
 typedef struct {
     long kind, epilogue;
@@ -36,6 +55,7 @@ typedef struct {
     const Experts *experts;
     const float *weight, *weight2, *cos, *sin; /* weight2: the keys' norm of OP_ROTATE, the biases of OP_NORM */
     const Pages *pages;
+    const Mixer *mixer;
     float eps, alpha, beta, limit;
 } Operation;
 
@@ -46,6 +66,7 @@ typedef struct {
     const int64_t *contexts, *counts; /* [rows] */
     long tokens, rows, table_stride;
     float *work; /* the registers */
+    const StateRows *states;
 } Step;
 
 static float *at(const Step *s, Columns c)
@@ -67,6 +88,33 @@ static void attend(const Operation *o, const Step *s)
                       slots, s->tokens, p->kv_heads * p->dim, p->block_size, p->page_stride, p->bf16);
     pagewire_attend(p, at(s, o->in), o->in.stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out),
                     s->rows);
+}
+
+static void recur(const Operation *o, const Step *s)
+{
+    Mixer m = *o->mixer;
+    for (long i = 0; i < m.num_views; i++)
+        m.about.views[i] = (View){at(s, m.columns[i]), m.columns[i].stride};
+    switch (m.kind) {
+    case MIX_CONV:
+        pagewire_conv(&m.about.conv, s->states);
+        break;
+    case MIX_DELTA:
+        pagewire_scan_delta(&m.about.delta, s->states);
+        break;
+    case MIX_MAMBA1:
+        pagewire_scan_mamba1(&m.about.mamba1, s->states);
+        break;
+    case MIX_MAMBA2:
+        pagewire_scan_mamba2(&m.about.mamba2, s->states);
+        break;
+    case MIX_LIGHTNING:
+        pagewire_scan_lightning(&m.about.lightning, s->states);
+        break;
+    case MIX_NORM:
+        pagewire_gated_norm(&m.about.norm, s->tokens);
+        break;
+    }
 }
 
 static void mix(const Operation *o, const Step *s)
@@ -115,6 +163,9 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_HEAT:
             pagewire_heat(numbers(s, o->in), o->width, o->alpha, o->every, o->shift, s->positions, m);
+            break;
+        case OP_MIX:
+            recur(o, s);
             break;
         }
 }

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..grouped_weight import GroupedWeight, narrowed, zero_points
 from ..quantized_weight import Fp8Weight
-from ..stored import Stored
+from ..stored import OWN_MEMORY, Memory, Stored
 from ..superblock_weight import SuperblockWeight, packed_bytes
-from .dense import PADDED, PackedMatrix
+from .dense import PADDED, PackedMatrix, num_groups
 from .library import LANES, Kernels
 from .structs import MatrixFields
 
@@ -28,7 +28,9 @@ class NativeGroupedMatrix(PackedMatrix):
     lasting = ("_packed", "_scales", "_offsets", "_table", "_order")
     about = (*PackedMatrix.about, "_zero", "_bits", "_group")
 
-    def __init__(self, kernels: Kernels, weight: GroupedWeight, *, is_gated: bool = False) -> None:
+    def __init__(
+        self, kernels: Kernels, weight: GroupedWeight, *, is_gated: bool = False, memory: Memory = OWN_MEMORY
+    ) -> None:
         """is_gated: the first half of the rows are gates, the second ups. Raises ValueError for groups that are too
         large."""
         n, k = weight.shape
@@ -36,9 +38,17 @@ class NativeGroupedMatrix(PackedMatrix):
         if group > _MAX_GROUP:
             raise ValueError(f"a group of {group} columns is larger than the {_MAX_GROUP} that 32-bit sums allow")
         rows = _rows(n, is_gated=is_gated)
-        self._packed = torch.empty(len(rows) * packed_columns(k, group) * weight.bits // 8, dtype=torch.uint8)
+        unit = LANES * packed_columns(k, group) * weight.bits // 8
         numbers = weight.numbers.contiguous()
-        kernels.grouped_pack(numbers.data_ptr(), self._packed.data_ptr(), n, k, group, weight.bits, int(is_gated))
+
+        def pack(piece: Tensor, first: int) -> None:
+            last = first + piece.numel()
+            kernels.grouped_pack(
+                numbers.data_ptr(), piece.data_ptr(), n, k, group, weight.bits, int(is_gated),
+                first // unit, last // unit,
+            )  # fmt: skip
+
+        self._packed = memory.filled(num_groups(n, is_gated=is_gated) * unit, torch.uint8, unit, pack)
         self._scales = _by_lane(narrowed(weight.scales), rows, groups)
         zeros = zero_points(weight)
         self._zero = 0 if zeros is None else int(zeros.flatten()[0])
@@ -90,15 +100,30 @@ class NativeFp8Matrix(PackedMatrix):
     lasting = ("_packed", "_scales")
     about = (*PackedMatrix.about, "_group")
 
-    def __init__(self, kernels: Kernels, weight: Fp8Weight, *, rounds: bool = False, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Fp8Weight,
+        *,
+        rounds: bool = False,
+        is_gated: bool = False,
+        memory: Memory = OWN_MEMORY,
+    ) -> None:
         """rounds: weights are unpacked to bfloat16 and activations rounded to it; both are float32 otherwise.
         is_gated: the first half of the rows are gates, the second ups."""
         assert not weight.is_interleaved
         n, k = weight.shape
         rows = _rows(n, is_gated=is_gated)
-        self._packed = torch.empty(len(rows) * (-(-k // PADDED) * PADDED), dtype=torch.uint8)
+        unit = LANES * (-(-k // PADDED) * PADDED)
         values = weight.values.contiguous()
-        kernels.fp8_pack(values.data_ptr(), self._packed.data_ptr(), n, k, int(is_gated))
+
+        def pack(piece: Tensor, first: int) -> None:
+            last = first + piece.numel()
+            kernels.fp8_pack(
+                values.data_ptr(), piece.data_ptr(), n, k, int(is_gated), first // unit, last // unit
+            )  # fmt: skip
+
+        self._packed = memory.filled(num_groups(n, is_gated=is_gated) * unit, torch.uint8, unit, pack)
         scales = weight.scale[None, :]
         self._group = k
         if weight.block is not None:

@@ -32,11 +32,7 @@ class NativeScans:
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Act, rows: StateRows, tiles: Tiles) -> Tensor:
         x, out = packed(x), torch.empty(x.shape)
-        taps, channels = weight.shape
-        fields = ConvFields(
-            x=view(x), out=view(out), weight=weight.data_ptr(), bias=_address(bias),
-            channels=channels, taps=taps, act=ACTS[act], tiles=tiles_fields(tiles),
-        )  # fmt: skip
+        fields = conv_fields(weight, bias, act, tiles, x=view(x), out=view(out))
         _call(self._kernels.conv, fields, rows)
         return out
 
@@ -54,12 +50,9 @@ class NativeScans:
     ) -> Tensor:
         q, k, v, beta, decay = (packed(part) for part in (q, k, v, beta, decay))
         out = torch.empty(v.shape)
-        fields = ScanDeltaFields(
-            q=view(q), k=view(k), v=view(v), out=view(out), beta=view(beta), decay=view(decay),
-            a=a.data_ptr(), dt_bias=dt_bias.data_ptr(), key_heads=q.shape[1], value_heads=v.shape[1],
-            key_dim=q.shape[2], value_dim=v.shape[2], per_channel=decay.dim() == 3, tiles=tiles_fields(tiles),
-        )  # fmt: skip
-        _call(self._kernels.scan_delta, fields, rows)
+        sizes = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
+        views = {"q": view(q), "k": view(k), "v": view(v), "out": view(out), "beta": view(beta), "decay": view(decay)}
+        _call(self._kernels.scan_delta, delta_fields(a, dt_bias, sizes, decay.dim() == 3, tiles, **views), rows)
         return out
 
     def scan_mamba1(
@@ -77,11 +70,9 @@ class NativeScans:
         assert a.shape == (-(-x.shape[1] // LANES), b.shape[1], LANES), f"a of {tuple(a.shape)} is not `grouped`"
         x, dt, b, c = (packed(part) for part in (x, dt, b, c))
         out = torch.empty(x.shape)
-        fields = ScanMamba1Fields(
-            x=view(x), dt=view(dt), out=view(out), b=view(b), c=view(c), a=a.data_ptr(), dt_bias=_address(dt_bias),
-            d=_address(d), channels=x.shape[1], state_dim=b.shape[1], tiles=tiles_fields(tiles),
-        )  # fmt: skip
-        _call(self._kernels.scan_mamba1, fields, rows)
+        views = {"x": view(x), "dt": view(dt), "out": view(out), "b": view(b), "c": view(c)}
+        sizes = x.shape[1], b.shape[1]
+        _call(self._kernels.scan_mamba1, mamba1_fields(a, dt_bias, d, sizes, tiles, **views), rows)
         return out
 
     def scan_mamba2(
@@ -99,22 +90,16 @@ class NativeScans:
     ) -> Tensor:
         x, b, c, dt = (packed(part) for part in (x, b, c, dt))
         out = torch.empty(x.shape)
-        fields = ScanMamba2Fields(
-            x=view(x), out=view(out), b=view(b), c=view(c), dt=view(dt), a=a.data_ptr(), dt_bias=_address(dt_bias),
-            d=_address(d), heads=x.shape[1], head_dim=x.shape[2], state_dim=b.shape[2], groups=b.shape[1],
-            dt_min=dt_limits[0], dt_max=dt_limits[1], tiles=tiles_fields(tiles),
-        )  # fmt: skip
-        _call(self._kernels.scan_mamba2, fields, rows)
+        views = {"x": view(x), "out": view(out), "b": view(b), "c": view(c), "dt": view(dt)}
+        sizes = x.shape[1], x.shape[2], b.shape[2], b.shape[1]
+        _call(self._kernels.scan_mamba2, mamba2_fields(a, dt_bias, d, dt_limits, sizes, tiles, **views), rows)
         return out
 
     def scan_lightning(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rows: StateRows, tiles: Tiles) -> Tensor:
         q, k, v = (packed(part) for part in (q, k, v))
         out = torch.empty(v.shape)
-        fields = ScanLightningFields(
-            q=view(q), k=view(k), v=view(v), out=view(out), decay=decay.data_ptr(), heads=v.shape[1],
-            head_dim=v.shape[2], tiles=tiles_fields(tiles),
-        )  # fmt: skip
-        _call(self._kernels.scan_lightning, fields, rows)
+        views = {"q": view(q), "k": view(k), "v": view(v), "out": view(out)}
+        _call(self._kernels.scan_lightning, lightning_fields(decay, v.shape[2], tiles, **views), rows)
         return out
 
     def gated_norm(
@@ -122,13 +107,75 @@ class NativeScans:
     ) -> Tensor:
         x, z = packed(x), packed(z)
         out = torch.empty(x.shape)
-        fields = GatedNormFields(
-            x=view(x), z=view(z), out=view(out), weight=_address(weight),
-            num_weights=0 if weight is None else weight.numel(), width=x.shape[1], size=size, act=ACTS[act],
-            gate_first=gate_first, eps=eps,
-        )  # fmt: skip
+        views = {"x": view(x), "z": view(z), "out": view(out)}
+        fields = norm_fields(weight, x.shape[1], size, eps, act, gate_first, **views)
         self._kernels.gated_norm(ctypes.addressof(fields), x.shape[0])
         return out
+
+
+# The arguments of the kernels. views: those of activations, which a program fills in for each step. The structures are
+# valid as long as the tensors.
+
+
+def conv_fields(weight: Tensor, bias: Tensor | None, act: Act, tiles: Tiles, **views: ViewFields) -> ConvFields:
+    taps, channels = weight.shape
+    return ConvFields(
+        **views, weight=weight.data_ptr(), bias=_address(bias), channels=channels, taps=taps, act=ACTS[act],
+        tiles=tiles_fields(tiles),
+    )  # fmt: skip
+
+
+def delta_fields(
+    a: Tensor, dt_bias: Tensor, sizes: tuple[int, int, int, int], per_channel: bool, tiles: Tiles, **views: ViewFields
+) -> ScanDeltaFields:
+    """sizes: key heads, value heads, key dim, value dim."""
+    key_heads, value_heads, key_dim, value_dim = sizes
+    return ScanDeltaFields(
+        **views, a=a.data_ptr(), dt_bias=dt_bias.data_ptr(), key_heads=key_heads, value_heads=value_heads,
+        key_dim=key_dim, value_dim=value_dim, per_channel=per_channel, tiles=tiles_fields(tiles),
+    )  # fmt: skip
+
+
+def mamba1_fields(
+    a: Tensor, dt_bias: Tensor | None, d: Tensor | None, sizes: tuple[int, int], tiles: Tiles, **views: ViewFields
+) -> ScanMamba1Fields:
+    """sizes: channels, state dim."""
+    return ScanMamba1Fields(
+        **views, a=a.data_ptr(), dt_bias=_address(dt_bias), d=_address(d), channels=sizes[0], state_dim=sizes[1],
+        tiles=tiles_fields(tiles),
+    )  # fmt: skip
+
+
+def mamba2_fields(
+    a: Tensor,
+    dt_bias: Tensor | None,
+    d: Tensor | None,
+    dt_limits: tuple[float, float],
+    sizes: tuple[int, int, int, int],
+    tiles: Tiles,
+    **views: ViewFields,
+) -> ScanMamba2Fields:
+    """sizes: heads, head dim, state dim, groups."""
+    heads, head_dim, state_dim, groups = sizes
+    return ScanMamba2Fields(
+        **views, a=a.data_ptr(), dt_bias=_address(dt_bias), d=_address(d), heads=heads, head_dim=head_dim,
+        state_dim=state_dim, groups=groups, dt_min=dt_limits[0], dt_max=dt_limits[1], tiles=tiles_fields(tiles),
+    )  # fmt: skip
+
+
+def lightning_fields(decay: Tensor, head_dim: int, tiles: Tiles, **views: ViewFields) -> ScanLightningFields:
+    return ScanLightningFields(
+        **views, decay=decay.data_ptr(), heads=decay.numel(), head_dim=head_dim, tiles=tiles_fields(tiles)
+    )
+
+
+def norm_fields(
+    weight: Tensor | None, width: int, size: int, eps: float, act: Act, gate_first: bool, **views: ViewFields
+) -> GatedNormFields:
+    return GatedNormFields(
+        **views, weight=_address(weight), num_weights=0 if weight is None else weight.numel(), width=width, size=size,
+        act=ACTS[act], gate_first=gate_first, eps=eps,
+    )  # fmt: skip
 
 
 def _call(function: Call, fields: ctypes.Structure, rows: StateRows) -> None:

@@ -51,7 +51,7 @@ class Operation(ctypes.Structure):
         *((name, Columns) for name in ("x", "x2", "x3", "out")),
         *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
         *((name, _L) for name in ("every", "shift")),
-        *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages")),
+        *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages", "mixer")),
         *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
     )
 
@@ -62,7 +62,7 @@ class StepFields(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("ids", "positions", "slots", "tables", "contexts", "counts")),
         *((name, _L) for name in ("tokens", "rows", "table_stride")),
-        ("work", _P),
+        *((name, _P) for name in ("work", "states")),
     )
 
 
@@ -151,6 +151,26 @@ class GatedNormFields(ctypes.Structure):
         ("weight", _P),
         *((name, _L) for name in ("num_weights", "width", "size", "act", "gate_first")),
         ("eps", _F),
+    )
+
+
+class MixerFields(ctypes.Structure):
+    """`Mixer` of program.c."""
+
+    class About(ctypes.Union):
+        _fields_ = (
+            ("conv", ConvFields),
+            ("delta", ScanDeltaFields),
+            ("mamba1", ScanMamba1Fields),
+            ("mamba2", ScanMamba2Fields),
+            ("lightning", ScanLightningFields),
+            ("norm", GatedNormFields),
+        )
+
+    _fields_ = (
+        *((name, _L) for name in ("kind", "num_views")),
+        ("columns", Columns * 6),
+        ("about", About),
     )
 
 

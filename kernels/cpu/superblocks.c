@@ -92,6 +92,13 @@ typedef struct {
     long pace;
 } Panel;
 
+/* Unrolled, a word's shifts are constants; not where that would take the compiler a minute. */
+#if defined(DOT_IS_LONG)
+#define EACH_WORD _Pragma("GCC unroll 1")
+#else
+#define EACH_WORD UNROLL
+#endif
+
 /* R rows of a panel and G lane groups, whose records begin at `packed`. Of FROM bits: BITS, or 8 if the weights are
  * unpacked at `wide`. */
 #define TILE(NAME, R, G, BITS, FROM)                                                                                   \
@@ -125,7 +132,7 @@ typedef struct {
                         __builtin_prefetch(next + at, 0, 2);                                                           \
                     next += p->pace;                                                                                   \
                 }                                                                                                      \
-                UNROLL for (int word = 0; word < 8; word++) {                                                          \
+                EACH_WORD for (int word = 0; word < 8; word++) {                                                       \
                     if (word % PER == 0)                                                                               \
                         UNROLL for (int i = 0; i < R; i++)                                                             \
                             UNROLL for (int j = 0; j < N; j++)                                                         \

@@ -22,7 +22,7 @@
 
 #include "threads.h"
 
-enum { SPIN_NS = 20000, MAX_THREADS = 1024 }; /* docs/performance.md: longer starves other programs */
+enum { SPIN_NS = 20000, SLICE_NS = 8000000, MAX_THREADS = 1024 }; /* docs/performance.md: longer starves other programs */
 #define CLOSED 0xffffffffu
 
 static struct {
@@ -131,8 +131,30 @@ static void *serve(void *index)
     return 0;
 }
 
+/* As in sched_setattr(2), which older versions of glibc do not declare. */
+typedef struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t slice, deadline, period; /* nanoseconds; `slice` is sched_runtime */
+} Scheduling;
+
+/* Asks Linux 6.12 and later for long slices, for this thread and those that it starts: when one of them is descheduled
+ * in a task, the others wait for it. Programs that ask for none keep their short slices and may interrupt these. */
+static void ask_for_long_slices(void)
+{
+    Scheduling own = {.size = sizeof own};
+    if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0) || own.policy != 0) /* another policy than SCHED_OTHER */
+        return;
+    own.slice = SLICE_NS;
+    syscall(SYS_sched_setattr, 0, &own, 0); /* where it is not allowed, slices stay as they are */
+}
+
 static void start_threads(long count)
 {
+    if (pool.started == 1)
+        ask_for_long_slices();
     count = count < pool.most ? count : pool.most;
     for (; pool.started < count; pool.started++) {
         pthread_t started;

@@ -54,6 +54,7 @@ MODULES = (
     "sampling",
     "logprobs",
     "moe",
+    "scans",
 )
 ARCHITECTURES = (80, 90)  # checked by default; --arch takes others
 _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has no kernel, but its table changes them

@@ -142,6 +142,14 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all processes have ended", 2.0)
 
 
+def test_a_signal_ends_a_start_of_which_some_processes_do_not_run_yet(start: Start) -> None:
+    server = start()
+    until(lambda: psutil.Process(server.process.pid).children(), "a process runs", 30.0)
+    server.process.terminate()
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_the_death_of_a_process_ends_the_start_with_a_message(start: Start) -> None:
     server = start()
     until(lambda: "tokenizer" in " ".join(server.children()), "the processes run", 30.0)

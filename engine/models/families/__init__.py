@@ -3,10 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
-from ..description import Decoder
-from ..fields import Fields
+from ..description import Decoder, Head
+from ..fields import Fields, NotDescribedError
 from ..registry import PAGES, Page
 
 
@@ -33,3 +34,17 @@ def describe(architecture: str, c: Fields) -> Decoder | None:
     ConfigError for fields that make no sense."""
     page = pages().get(architecture)
     return None if page is None else page(text_fields(c))
+
+
+def describe_body(architecture: str, c: Fields) -> Decoder | None:
+    """The same for a model of which only the last hidden states are wanted: the file may have a head or not, and its
+    names may be those of the class without a head. Raises NotDescribedError, ConfigError."""
+    found = describe(architecture, c)
+    if found is None:
+        return None
+    if found.head.project is not None:
+        raise NotDescribedError("a projection of its last hidden states")
+    heads = [] if found.head.weight is None else [*found.head.weight.parts, *found.head.weight.bias]
+    names = tuple(r"(.*\.)?" + part.name.removeprefix("/").replace(".", r"\.") for part in heads)
+    prefixes = dict.fromkeys((*found.prefixes, *(prefix.removeprefix("model.") for prefix in found.prefixes)))
+    return replace(found, head=Head(), prefixes=tuple(prefixes), ignored=(*found.ignored, *names))

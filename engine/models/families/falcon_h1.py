@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from ....errors import ConfigError
 from ..description import Block, Branch, Decoder, Sublayer
-from ..fields import Fields
+from ..fields import Fields, NotDescribedError
 from ..pieces import (
     activation,
     attention,
@@ -66,5 +65,5 @@ def falcon_h1(c: Fields) -> Decoder:
 def _factors(c: Fields, name: str, count: int) -> tuple[float, ...]:
     found = c.numbers(name) or (1.0,) * count
     if len(found) != count:
-        raise ConfigError(f"{c.file} has {len(found)} {name}, which should be {count} numbers.")
+        raise NotDescribedError(f"{len(found)} {name} in place of {count}")
     return found

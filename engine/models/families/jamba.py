@@ -24,7 +24,9 @@ def jamba(c: Fields) -> Decoder:
     h, eps, width = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6), c.size("intermediate_size", default=14336)
     sizes, act = heads_of(c), activation(c, "silu")
     mixer_activation(c)
-    num_experts, top_k = experts_of(c, "num_experts", default=16, top_k=2)
+    names = "num_experts", "num_local_experts"
+    has_experts = c.size(*names, default=16) > 1
+    num_experts, top_k = experts_of(c, *names, default=16, top_k=2) if has_experts else (1, 1)
     attends = c.size("attn_layer_period", default=8), c.count("attn_layer_offset", 4)
     chooses = c.size("expert_layer_period", default=2), c.count("expert_layer_offset", 1)
     n = c.size("mamba_d_state", default=16)
@@ -33,7 +35,7 @@ def jamba(c: Fields) -> Decoder:
     bias, conv_bias = c.flag("mamba_proj_bias", False), c.flag("mamba_conv_bias", True)
 
     def feed_forward(at: str, layer: int) -> Mlp | Moe:
-        if layer % chooses[0] != chooses[1] or num_experts == 1:
+        if layer % chooses[0] != chooses[1] or not has_experts:
             return mlp(at, h, width, act)
         router = Router(matrix(at + "router", num_experts, h), top_k)
         return Moe(num_experts, router, mlp(at + "experts.{e}.", h, width, act, experts=num_experts))

@@ -1,6 +1,5 @@
 """Nemotron-H (arXiv 2504.03624): a layer is Mamba 2, attention without positions, a feed-forward part, or experts."""
 
-from ....errors import ConfigError
 from ..description import Block, Body, Branch, Decoder, LowRank, Mlp, Moe, Sublayer
 from ..fields import Fields, NotDescribedError
 from ..pieces import (
@@ -89,7 +88,7 @@ def _kinds(c: Fields) -> tuple[str, ...]:
     """Of the layers; older files have a text with one letter for each."""
     found = c.texts("layers_block_type") or c.texts("layer_types") or tuple(c.text("hybrid_override_pattern", ""))
     if not found:
-        raise ConfigError(f"{c.file} has no layers_block_type.")
+        raise NotDescribedError("no layers_block_type")
     kinds = tuple(_KINDS.get(kind, kind) for kind in found)
     for kind in kinds:
         if kind not in _KINDS.values():

@@ -135,8 +135,9 @@ def test_sampling_defaults_come_from_the_generation_config(generation, expected,
 
 @pytest.mark.parametrize("kind", list(checkpoints.KINDS))
 def test_configs_that_transformers_writes_are_read(kind, tmp_path):
-    spec = read_spec(checkpoints.make_checkpoint(tmp_path, kind))
-    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, 3)
+    spec = read_spec(folder := checkpoints.make_checkpoint(tmp_path, kind))
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, num_layers)
     assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
     if spec.decoder is None:
         assert kind == "persimmon", "the only kind without a page"
@@ -148,7 +149,8 @@ def test_configs_that_transformers_writes_are_read(kind, tmp_path):
         "mixtral": (40,) * 3,
     }
     if kind != "gemma2":
-        assert tuple(a.reach.positions for a in _bodies(spec, Attention)) == windows.get(kind, (0,) * 3)
+        reaches = tuple(attention.reach.positions for attention in _bodies(spec, Attention))
+        assert reaches == windows.get(kind, (0,) * len(reaches)) and (reaches or spec.decoder.is_recurrent)
 
 
 def test_expert_fields_are_read_in_both_spellings(tmp_path):
@@ -259,3 +261,18 @@ def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, expected,
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [names]}))
     spec = read_spec(tmp_path)
     assert spec.decoder is not None and model_facts(spec, tmp_path, "tiny").attends_in_c is expected
+
+
+def test_a_recurrent_model_has_neither_heads_nor_a_limit_of_positions(tmp_path):
+    fields = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "torch_dtype": "absent"}
+    absent = dict.fromkeys(("num_attention_heads", "max_position_embeddings", "intermediate_size"), "absent")
+    spec = read_spec(_folder(tmp_path, **fields, **absent))
+    assert spec.decoder.is_recurrent and spec.max_position == 131_072
+    limited = read_spec(_folder(tmp_path, **fields, **absent | {"max_position_embeddings": 512}))
+    assert limited.max_position == 512
+
+
+def test_the_number_of_layers_is_that_of_the_description(tmp_path):
+    fields = {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": "absent"}
+    spec = read_spec(_folder(tmp_path, **fields, hybrid_override_pattern="M-*M"))
+    assert spec.num_layers == 4 and not spec.decoder.is_recurrent

@@ -218,6 +218,17 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**_VISION, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 14},
         {"audio_config": None},
     ),
+    "Qwen3_5": (
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "out_hidden_size": 64},
+        {},
+    ),
     "Mistral3": ({}, {**_VISION, "image_size": 28, "patch_size": 14, "head_dim": 8}, {}),
 }
 

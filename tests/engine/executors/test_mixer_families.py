@@ -40,7 +40,17 @@ _KIMI = {
 # (config class, changes of COMMON), sorted by name.
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
-    ("BambaConfig", {**_MAMBA, **_BIASED, "mamba_n_groups": 1, "mlp_bias": True, "tie_word_embeddings": True}),
+    (
+        "BambaConfig",
+        {
+            **_MAMBA,
+            **_BIASED,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_groups": 1,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128}),
     (
         "FalconH1Config",
@@ -104,7 +114,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         "NemotronHConfig",
         {
             **_HYBRID,
-            "layers_block_type": ["linear_attention", "linear_attention", "moe"],
+            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "moe"],
             "time_step_min": 0.4,
             "use_bias": True,
             "use_conv_bias": False,

@@ -8,20 +8,21 @@ import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.persimmon.modeling_persimmon import PersimmonMLP
 
 from pagewire.engine.attention.kv_cache import Tile
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.transformers_fallback import load_fallback
-from pagewire.errors import CheckpointError, ConfigError, PagewireError
+from pagewire.errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 
 
-def _load(folder, max_len=64):
+def _load(folder, max_len=64, dtype=torch.float32):
     return load_fallback(
         read_spec(folder),
         folder,
         num_numbers=1_000_000,
         max_len=max_len,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
 
@@ -89,6 +90,27 @@ def test_a_mask_window_that_attention_calls_lack_is_refused(kind, tmp_path, monk
     folder = families.make_family(tmp_path, kind)
     _refused(folder, ConfigError, "the mask of its layer 0 has a window of 24 tokens, but attention gets none")
     _load(folder, max_len=24)
+
+
+def _mixes_tokens(distance):
+    """A layer whose tokens add those `distance` positions before them, beside attention."""
+    plain = PersimmonMLP.forward
+
+    def forward(self, x):
+        before = torch.zeros_like(x)
+        before[:, distance:] = x[:, :-distance] if x.shape[1] > distance else 0
+        return plain(self, x + before)
+
+    return forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distance", [1, 20])
+def test_tokens_that_meet_outside_of_attention_are_refused(distance, dtype, tmp_path, monkeypatch):
+    folder = checkpoints.make_checkpoint(tmp_path, "persimmon")
+    _load(folder, dtype=dtype)
+    monkeypatch.setattr(PersimmonMLP, "forward", _mixes_tokens(distance))
+    _refused(folder, UnsupportedModel, r"trial of 64 random positions \d+ tokens differ", dtype=dtype)
 
 
 def test_missing_extra_and_misshapen_tensors_are_reported(folder):

@@ -9,9 +9,9 @@ from decoders import bodies, decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Block, Branch, Conv, Decoder, Mlp, Moe, ShortConv, Sublayer
+from pagewire.engine.models.description import Attention, Block, Branch, Decoder, Mlp, Moe, Sublayer
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import matrix, rms
+from pagewire.engine.models.pieces import mamba1, rms
 from pagewire.errors import ConfigError
 
 
@@ -86,10 +86,10 @@ def test_models_that_cannot_be_divided_are_refused(size: int, fields: dict[str, 
 
 
 def test_bodies_that_cannot_be_divided_are_refused() -> None:
-    (first, *_), conv = llama().blocks, Conv(matrix("c", 48, 3), 48, 3)
-    short = ShortConv(matrix("in", 144, 48), conv, matrix("out", 48, 48))
-    with pytest.raises(ConfigError, match="cannot divide layers of the kind ShortConv among ranks"):
-        cut(replace(llama(), blocks=(Block((Sublayer((Branch(short),)),)),)), 0, 2)
+    (first, *_) = llama().blocks
+    mamba = mamba1("", 48, 96, 16, 3, 4, norms=(None, None, None))
+    with pytest.raises(ConfigError, match="cannot divide layers of the kind Mamba1 among ranks"):
+        cut(replace(llama(), blocks=(Block((Sublayer((Branch(mamba),)),)),)), 0, 2)
     attention = next(body for body in bodies(llama()) if isinstance(body, Attention))
     wide = replace(attention, q_norm=rms("q_norm", 64, 1e-6))
     blocks = (replace(first, sublayers=(Sublayer((Branch(wide),)),)),)

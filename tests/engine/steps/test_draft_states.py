@@ -93,3 +93,15 @@ def test_the_state_is_that_of_the_accepted_tokens(accepted: tuple[int, int]) -> 
 def test_the_first_rows_have_draft_tokens_while_there_are_spare_states() -> None:
     assert within(np.array([0, 4, 0, 4, 4]), 8).tolist() == [0, 4, 0, 4, 0]
     assert within(np.array([4, 4]), 3).tolist() == [0, 0]
+
+
+def test_without_spare_states_no_row_has_draft_tokens() -> None:
+    cache = KvCache(shape=SHAPE, num_pages=16, block_size=SIZE, device=torch.device("cpu"))
+    rows = Rows(num_rows=4, max_len=15, block_size=SIZE, vocab_size=64, groups=cache.groups)
+    _open(rows, cache, 0, [1, 2, 3, 4])
+    _pass(cache, rows, _plan([0], [3]))
+    plan, draft_tokens = _plan([0], [1], 1), within(np.array([NUM_DRAFTS]), len(cache.spare_states))
+    drafts = DraftStates.of(plan, rows, draft_tokens, cache.spare_states)
+    step = step_inputs(plan, rows, draft_tokens, cache=cache, draft_states=drafts)
+    assert step.attention.states is not None and not len(step.attention.states.keep_rows)
+    assert step.counts.tolist() == [1] and drafts.copies(rows) is None

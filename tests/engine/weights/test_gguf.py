@@ -18,7 +18,8 @@ from pagewire.engine.weights.gguf import GgufReader, decode
 from pagewire.engine.weights.quantized import read_weight
 from pagewire.engine.weights.reader import CheckpointReader, open_checkpoint
 from pagewire.errors import CheckpointError, ConfigError
-from pagewire.kernels.grouped_weight import concatenate
+from pagewire.kernels.quantized_weight import concatenate
+from pagewire.kernels.superblock_weight import SuperblockWeight
 
 QUANTIZED = [name for name, _, _ in TYPES.values() if name not in PLAIN]
 
@@ -32,7 +33,10 @@ def test_every_byte_is_decoded_as_the_package_does(kind):
         expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
     weight = decode(kind, torch.from_numpy(rows), 24)
     assert weight.shape == (24, 5 * values) and weight.group_size in (16, 32)
-    assert weight.numbers.dtype == torch.uint8 and int(weight.numbers.max()) < 2**weight.bits
+    if isinstance(weight, SuperblockWeight):
+        assert int(weight.values().numbers.max()) == 2**weight.form.bits - 1
+    else:
+        assert weight.numbers.dtype == torch.uint8 and int(weight.numbers.max()) < 2**weight.bits
     ours = weight.dequantize(torch.float32).numpy()
     is_finite = np.isfinite(expected) & np.isfinite(ours)
     assert is_finite.mean() > 0.8 and (ours[is_finite] == expected[is_finite]).all()
@@ -84,7 +88,7 @@ def test_names_and_tensors_are_those_of_the_folder(kind, dtype, tmp_path):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
 def test_rows_and_columns_of_quantized_weights(kind, tmp_path):
     """Rows of Llama's q lie in another order in the file, and ranks take rows of some heads."""
-    folder = make(tmp_path, **gguf_files.QUANTIZED_SIZES)
+    folder = make(tmp_path, **{**gguf_files.QUANTIZED_SIZES, "intermediate_size": 512})
     path = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind, widened=tmp_path / "widened")
     tensors = load_file(tmp_path / "widened" / "model.safetensors")
     size = 32 if kind == "Q8_0" else 16
@@ -93,7 +97,8 @@ def test_rows_and_columns_of_quantized_weights(kind, tmp_path):
             whole = tensors[f"{module}.weight"]
             n, k = whole.shape
             assert torch.equal(reader.tensor(f"{module}.weight"), whole)
-            for rows, columns in (((0, n), (0, k)), ((n // 2, n), (0, k)), ((0, n), (size, 3 * size))):
+            parts = [((0, n), (0, k)), ((n // 2, n), (0, k)), ((0, n), (size, 3 * size))]
+            for rows, columns in (*parts, ((0, n), (k // 2, k))):  # k / 2: a whole superblock of down_proj
                 weight = read_weight(GgufScheme((kind,)), reader, module, n, k, rows, columns)
                 part = whole[slice(*rows), slice(*columns)]
                 assert torch.equal(weight.dequantize(torch.float32), part), (module, rows, columns)

@@ -34,6 +34,19 @@ def test_every_matrix_and_vector_is_filled(folder):
     assert sum(tensor.numel() for tensor in loaded.values()) == sum(tensor.numel() for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_matrices_of_one_tensor_are_taken_where_the_file_is_mapped(folder, size, dtype):
+    """The same values as those that are copied; matrices of several tensors are copied."""
+    copied = programs.load(folder, dtype, rank=size - 1, size=size)
+    taken = programs.load(folder, dtype, rank=size - 1, size=size, takes=True)
+    assert not copied.taken and {"embedding", "1.0.o", "1.1.down"} <= taken.taken
+    assert not {"1.0.qkv", "1.1.gate_up"} & taken.taken
+    assert copied.tensors.keys() == taken.tensors.keys()
+    for key, values in copied.tensors.items():
+        assert values.dtype == taken.tensors[key].dtype and torch.equal(values, taken.tensors[key]), key
+
+
 def test_progress_counts_every_number(folder):
     reports = []
     loaded = programs.load(folder, progress=lambda *report: reports.append(report)).tensors

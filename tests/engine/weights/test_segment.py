@@ -1,6 +1,7 @@
 """Segments of shared memory: what is written is found again, and nothing else is ever used."""
 
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -62,6 +63,32 @@ def test_what_was_written_is_found_again(make: Callable[[], int]) -> None:
     assert packed.dtype == torch.bfloat16 and torch.equal(packed, torch.arange(300).bfloat16())
     assert packed.data_ptr() % 64 == 0
     assert torch.equal(segment.tensor(segment.index.parameters["norm"]), norm)
+
+
+def test_tensors_are_filled_in_pieces(make: Callable[[], int]) -> None:
+    """Among others, of which one is written while pieces are filled."""
+    fd, unit, num_units = make(), 1000, 2500  # more than one piece, and the last one is short
+    writer = SegmentWriter(fd)
+    pieces: list[tuple[int, int]] = []
+
+    def fill(piece: torch.Tensor, first: int) -> None:
+        pieces.append((first, piece.numel()))
+        piece.copy_(torch.arange(first, first + piece.numel()))
+
+    index = Index({}, {"before": writer.put(torch.full((4 << 20,), 1, dtype=torch.uint8))})
+    filled = writer.filled(unit * num_units, torch.int32, unit, fill)
+    index.parameters["filled"] = writer.put(filled)
+    index.parameters["empty"] = writer.put(writer.filled(0, torch.int32, unit, fill))
+    index.parameters["after"] = writer.put(torch.full((100,), 2, dtype=torch.uint8))
+    assert len(pieces) > 2 and all(num % unit == 0 for _, num in pieces)
+    assert pieces[0][0] == 0 and all(a + num == b for (a, num), (b, _) in itertools.pairwise(pieces))
+    del filled
+    writer.finish(KEY, index)
+    segment = open_segment(fd, KEY)
+    assert segment is not None
+    before, found, empty, after = (segment.tensor(part) for part in segment.index.parameters.values())
+    assert torch.equal(found, torch.arange(unit * num_units, dtype=torch.int32)) and found.data_ptr() % 64 == 0
+    assert (before == 1).all() and (after == 2).all() and len(after) == 100 and not len(empty)
 
 
 def test_tensors_of_all_sizes(make: Callable[[], int]) -> None:

@@ -48,6 +48,17 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return loaded
 
 
+class Pieces:
+    """A `Memory` that has pieces of three units filled."""
+
+    def filled(self, numel: int, dtype: torch.dtype, unit: int, fill: Callable[[Tensor, int], None]) -> Tensor:
+        assert numel % unit == 0
+        pieces = list(torch.empty(numel, dtype=dtype).split(3 * unit))
+        for i, piece in enumerate(pieces):
+            fill(piece, 3 * unit * i)
+        return torch.cat(pieces)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
@@ -231,3 +242,29 @@ def test_every_code_of_fp8(kernels: Kernels) -> None:
     values = codes.view(torch.float8_e4m3fn)
     found = NativeFp8Matrix(kernels, Fp8Weight(values, torch.ones(1))).lookup(torch.zeros(1, dtype=torch.int64))
     assert torch.equal(found.nan_to_num(7), values.float().nan_to_num(7)) and found.isnan().sum() == 2
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_pieces_of_a_packed_weight_are_its_parts(kernels: Kernels, is_gated: bool) -> None:
+    """Of all kinds: what is packed in pieces is what is packed whole."""
+    n, k = 298, 80
+    float32 = torch.randn(n, k)
+    grouped = make(n, k, 16, 4, "symmetric")
+    values = torch.randint(0, 120, (n, k), dtype=torch.uint8)
+    fp8 = Fp8Weight(values, torch.rand(n), None)
+    whole = [
+        NativeMatrix(kernels, float32, is_gated=is_gated),
+        NativeMatrix(kernels, float32.bfloat16(), is_gated=is_gated),
+        NativeGroupedMatrix(kernels, grouped, is_gated=is_gated),
+        NativeFp8Matrix(kernels, fp8, is_gated=is_gated),
+    ]
+    pieces = [
+        NativeMatrix(kernels, float32, is_gated=is_gated, memory=Pieces()),
+        NativeMatrix(kernels, float32.bfloat16(), is_gated=is_gated, memory=Pieces()),
+        NativeGroupedMatrix(kernels, grouped, is_gated=is_gated, memory=Pieces()),
+        NativeFp8Matrix(kernels, fp8, is_gated=is_gated, memory=Pieces()),
+    ]
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.nbytes == other.nbytes
+        for a, b in zip(one.stored().tensors, other.stored().tensors, strict=True):
+            assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))

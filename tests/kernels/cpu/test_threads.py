@@ -1,7 +1,9 @@
 """The pool of threads. `threads_driver.c` runs loops on it; here stand the cases, and what can be seen from outside."""
 
+import platform
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,3 +206,38 @@ def test_weights_are_packed_by_all_threads():
         library = build.find().load()
         Kernels(library)
         assert library.pagewire_num_threads() == 3
+
+
+def test_threads_ask_for_long_slices():
+    """All threads of a process whose loops have three, and none of one whose loops have one."""
+    call = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
+    if call is None or not sys.platform.startswith("linux"):
+        pytest.skip("the number of sched_getattr is not known here")
+    code = f"""
+import ctypes, os, struct, sys
+import torch
+from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu.dense import NativeMatrix
+from pagewire.kernels.cpu.library import Kernels
+
+def slices():
+    found = set()
+    for thread in map(int, os.listdir("/proc/self/task")):
+        own = ctypes.create_string_buffer(48)
+        assert not ctypes.CDLL(None).syscall({call}, thread, own, 48, 0)
+        found.add(struct.unpack_from("<IIQiIQ", own)[-1])
+    return found
+
+torch.set_num_threads(int(sys.argv[1]))
+kernels = Kernels(build.find().load())
+before = slices()
+NativeMatrix(kernels, torch.randn(512, 512)).product(torch.randn(4, 512), None)
+print(*before, *slices())
+"""
+    for threads, expected in ((1, None), (3, 8_000_000)):
+        command = [sys.executable, "-c", code, str(threads)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        before, *after = map(int, done.stdout.split())
+        if not before:
+            pytest.skip("this kernel has no slices of a thread's own")
+        assert after == [expected or before]
