@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -636,6 +636,16 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_failed: int  # blocks that could not be loaded
 
 
+class GroupSnapshot(Struct, frozen=True, array_like=True):
+    """One cache group: gauges and running totals."""
+
+    kind: str  # as in `GroupShape`; "none": of prefixes after which nothing more was lacking
+    num_held: int  # pages in block tables
+    num_idle: int  # pages that are only kept for others to find
+    num_hit_tokens: int  # found at admissions, where this group lacked what more would have needed
+    num_lost_tokens: int  # behind these, found in the group of full attention
+
+
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
 
@@ -657,6 +667,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_out_of_memory: int = 0  # steps that were repeated because the device had no memory for them
     num_mended: int = 0  # repairs of rows and blocks that did not add up while the engine was idle
     is_asleep: bool = False  # after `Sleep`
+    groups: tuple[GroupSnapshot, ...] = ()  # in the order of the cache's groups, and then "none"
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -258,14 +258,7 @@ class CoreActor:
         self._tell_workers(OpenCache(num_pages))
         if self._scheduler is not None:
             return
-        if groups and config.kv_connector:
-            raise StartError(
-                f"--kv-connector stores the blocks of one group of full attention, and this model's cache has "
-                f"{len(groups)}: {', '.join(group.kind for group in groups)}. Start without --kv-connector."
-            )
-        facts = ConnectorFacts(
-            block_size=config.block_size, block_bytes=offer.block_bytes, model_key=config.kv_model_key
-        )
+        facts = ConnectorFacts.of(config, offer.block_bytes, groups)
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
@@ -395,6 +388,7 @@ class CoreActor:
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
             is_asleep=scheduler.is_paused,
+            groups=scheduler.groups(),
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

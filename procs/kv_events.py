@@ -11,6 +11,10 @@ the events in order, and 0, because there is one core. An event is an array that
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
+Events about another group of the cache than that of full attention, and about recurrent states, end in one more field:
+the group's number. A router that wants to know where a prefix is does not need them. Their hashes are others, so that
+it does not take them for blocks of full attention: the highest byte is changed by XOR with the number plus one.
+
 A hash is the last 8 bytes of the block's key as an unsigned number: enough for routing, not enough to read KV. Both
 LoRA fields are nil. `medium` is "GPU" for the device's own pool (also on a CPU), "CPU" for the host tier, and the
 tier's name in capitals for others. Events of tiers have no token_ids (empty) and no parent (nil).
@@ -59,9 +63,17 @@ class _BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStore
     lora_name: None
 
 
+class _GroupBlockStored(_BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    group: int
+
+
 class _BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str
+
+
+class _GroupBlockRemoved(_BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+    group: int
 
 
 class _AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
@@ -161,19 +173,23 @@ def _as_sent(event: KvCacheEvent) -> _BlockStored | _BlockRemoved | _AllBlocksCl
         case Stored():
             ids = array("i")
             ids.frombytes(event.ids)
-            parent = None if event.parent is None else _hash(event.parent)
-            medium = _medium(event.tier)
-            return _BlockStored(
-                list(map(_hash, event.keys)), parent, ids.tolist(), event.block_size, None, medium, None
-            )
+            group, medium = event.group, _medium(event.tier)
+            hashes = [_hash(key, group) for key in event.keys]
+            parent = None if event.parent is None else _hash(event.parent, group)
+            if group is None:
+                return _BlockStored(hashes, parent, ids.tolist(), event.block_size, None, medium, None)
+            return _GroupBlockStored(hashes, parent, ids.tolist(), event.block_size, None, medium, None, group)
         case Removed():
-            return _BlockRemoved(list(map(_hash, event.keys)), _medium(event.tier))
+            group, medium = event.group, _medium(event.tier)
+            hashes = [_hash(key, group) for key in event.keys]
+            return _BlockRemoved(hashes, medium) if group is None else _GroupBlockRemoved(hashes, medium, group)
         case Cleared():
             return _AllBlocksCleared()
 
 
-def _hash(key: bytes) -> int:
-    return int.from_bytes(key[-8:], "big")
+def _hash(key: bytes, group: int | None) -> int:
+    number = int.from_bytes(key[-8:], "big")
+    return number if group is None else number ^ (group + 1) << 56
 
 
 def _medium(tier: str) -> str:

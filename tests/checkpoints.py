@@ -66,6 +66,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}),
     "gemma2": ("Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),

@@ -118,7 +118,9 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert r.num_planned - r.num_computed == touched.num_positions.get(id(r), 0), "a position is in no plan"
         assert all(t.first + len(t.blocks) == r.num_blocks for t in r.tables), "block tables end at different positions"
         assert r.num_blocks * scheduler.block_size >= r.num_planned, "positions without blocks"
-        assert r.state is State.LEAVING or not r.has_dropped(scheduler.pool.groups), "a block is missing that is read"
+        assert r.state in (State.LEAVING, State.LOADING) or not r.has_dropped(scheduler.pool.groups), (
+            "a block is missing that is read"
+        )
         assert r.num_planned <= r.num_needed, "a position is planned that is never needed"
         assert r.num_total <= r.max_len, "too many tokens sampled"
         assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import shake_128
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from waiting import until
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
-from pagewire.engine.core.kv_connector import CoreConnector
+from pagewire.engine.core.kv_connector import Held, Item, KvRequest, TierConnector
 from pagewire.engine.kv_connector.base import ConnectorFacts, WorkerConnector
 from pagewire.engine.kv_connector.block_copy import BlockCopier
 from pagewire.engine.kv_connector.registry import core_connector, worker_connector
@@ -32,6 +33,42 @@ def content(key: bytes) -> Tensor:
     return torch.frombuffer(bytearray(shake_128(key).digest(BLOCK_BYTES)), dtype=torch.uint8)
 
 
+class Asked:
+    """A core half of a one-group model, called with the names and meanings of `CoreConnector`."""
+
+    def __init__(self, core: TierConnector) -> None:
+        self.core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        first = num_computed_tokens // SIZE
+        keys = request.block_keys((len(request.ids) - 1) // SIZE, SIZE)
+        items = [Item(key, i, keys[i - 1] if i else None) for i, key in enumerate(keys)][first:]
+        answer = self.core.available(request, items)
+        if answer is None:
+            return None, True
+        num = next((i for i, has in enumerate(answer) if not has), len(answer)) * SIZE
+        return num, num > 0
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        first = len(block_ids) - num_external_tokens // SIZE
+        self.core.load(request, held(request, block_ids)[first:])
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        return self.core.ended(request, held(request, block_ids[: min(request.num_computed, len(request.ids)) // SIZE]))
+
+
+def held(request: KvRequest, block_ids: Sequence[int]) -> list[Held]:
+    """A request's first blocks, all of them full."""
+    keys = request.block_keys(len(block_ids), SIZE)
+    return [
+        Held(Item(key, i, keys[i - 1] if i else None), (block,))
+        for i, (key, block) in enumerate(zip(keys, block_ids, strict=True))
+    ]
+
+
 @dataclass(eq=False)
 class Running:
     rid: int
@@ -39,6 +76,7 @@ class Running:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    root: bytes = root_key(b"model", b"")
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         assert num * block_size <= len(self.ids), "keys of full blocks only"
@@ -64,7 +102,7 @@ class Instance:
     def __init__(self, *specs: str, num_blocks: int = 24, facts: ConnectorFacts = FACTS) -> None:
         core, worker = core_connector(specs, facts), worker_connector(specs, facts)
         assert core is not None and worker is not None
-        self.core: CoreConnector = core
+        self.core = Asked(core)
         self.worker: WorkerConnector = worker
         self.cache = KvCache(shape=SHAPE, num_pages=num_blocks, block_size=SIZE, device=torch.device("cpu"))
         for keys, values in self.cache.pages:

@@ -49,6 +49,7 @@ class Metrics:
         page = _Page(self._prefix, self._config.served_model_names[0])
         self._state(page, core)
         self._totals(page, core)
+        self._groups(page, core)
         self._tiers(page, core)
         self._ends(page)
         self._steps(page, core)
@@ -94,6 +95,25 @@ class Metrics:
             {"device": core.num_cached_tokens} | {tier.name: tier.num_hit_tokens for tier in core.tiers},
         )
 
+    def _groups(self, page: "_Page", core: Snapshot) -> None:
+        """By group of the cache, numbered from 0."""
+        named = [({"group": str(i), "kind": group.kind}, group) for i, group in enumerate(core.groups)]
+        own = [(labels, group) for labels, group in named if group.kind != "none"]
+        pages = [({**labels, "state": "held"}, group.num_held) for labels, group in own]
+        pages += [({**labels, "state": "idle"}, group.num_idle) for labels, group in own]
+        text = "Memory pages of the KV cache: held by sequences, or idle and kept for others to find."
+        page.family("gauge", "kv_group_pages", text, pages)
+        limits = [({**labels, "group": "none"} if group.kind == "none" else labels, group) for labels, group in named]
+        text = (
+            "Tokens whose KV was found when a sequence was started or resumed, by the group of the cache that lacked "
+            "what more would have needed; none: nothing more was looked for."
+        )
+        page.family(
+            "counter", "prefix_cache_hits_by_limit_total", text, [(x, group.num_hit_tokens) for x, group in limits]
+        )
+        text = "Tokens behind these whose KV for full attention was found, but not what that group needs."
+        page.family("counter", "prefix_cache_lost_total", text, [(x, group.num_lost_tokens) for x, group in limits])
+
     def _tiers(self, page: "_Page", core: Snapshot) -> None:
         """Nothing without a KV connector. Hits after a preemption count as well."""
         tiers = core.tiers
@@ -109,8 +129,13 @@ class Metrics:
             samples = [({"tier": tier.name}, value) for tier, value in zip(tiers, values, strict=True)]
             page.family(kind, name, text, samples)
 
-        each("gauge", "kv_tier_blocks", "KV blocks that the tier holds.", (t.num_blocks for t in tiers))
-        text = "KV blocks that the tier can hold; 0: no bound of its own."
+        each(
+            "gauge",
+            "kv_tier_blocks",
+            "KV blocks that the tier holds; pages, if the cache has several groups.",
+            (t.num_blocks for t in tiers),
+        )
+        text = "KV blocks or pages that the tier can hold; 0: no bound of its own."
         each("gauge", "kv_tier_capacity_blocks", text, (t.capacity for t in tiers))
         text = "Tokens whose KV was loaded from the tier, also after preemptions."
         each("counter", "external_prefix_cache_hits_total", text, (t.num_hit_tokens for t in tiers))

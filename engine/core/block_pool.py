@@ -20,7 +20,7 @@ from itertools import chain
 from ...ipc.messages import ids_to_bytes
 from .eviction import RANKINGS, EvictionName, EvictionQueue
 from .groups import PLAIN, Groups
-from .kv_connector import Evicted
+from .kv_connector import Evicted, Item
 
 _PARTIAL = -1  # place of a block whose key names only its beginning
 
@@ -40,6 +40,7 @@ class BlockPool:
         self._key: list[bytes | None] = [None] * num_pages  # block → its key in its group's index, if it has one
         self._place = [0] * num_pages  # which block of its sequence a keyed block is, from 0, or _PARTIAL
         self._parent: list[bytes | None] = [None] * num_pages  # key of the block before a keyed full one
+        self._beginning: dict[int, Item] = {}  # block whose key names only its beginning → what it is for a tier
         self._by_name: dict[bytes, int] = {}  # `_name` of a group's key → the block registered for it
         # A recurrent state stands behind the last full block before its position, and is found by the key of that, or
         # by the root: key → {the state's own key: how many positions after the block}. A state is of no use without
@@ -48,10 +49,14 @@ class BlockPool:
         self._empty = list(range(num_pages - 1, -1, -1))  # pages; a stack, so that low ones go first
         self._idle: OrderedDict[int, None] = OrderedDict()  # the block that was released longest ago comes first
         self._num_idle_pages = 0
+        self._num_blocks = [0] * len(groups.shapes)  # of each group, held or idle
+        self._num_idle = [0] * len(groups.shapes)
         self._eviction: EvictionName = eviction
         self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' names
         self._uses = [0] * num_pages  # how often a keyed block was found; only counted for the queue
-        self.evicted: list[Evicted] = []  # full blocks that `allocate` has evicted; the scheduler takes them
+        # What `allocate` has evicted: full blocks, and if there are recurrent states also these and the beginnings of
+        # blocks before them; the scheduler takes them.
+        self.evicted: list[Evicted] = []
         # (group, key) of full blocks that can no longer be found; None: not recorded
         self.removed: list[tuple[int, bytes]] | None = None
 
@@ -59,6 +64,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Pages that `allocate` could hand out: empty ones and those of idle blocks."""
         return len(self._empty) + self._num_idle_pages
+
+    def pages_by_group(self) -> list[tuple[int, int]]:
+        """(held, idle) pages of each group."""
+        numbers = zip(self._num_blocks, self._num_idle, self.groups.sizes, strict=True)
+        return [((num - idle) * size, idle * size) for num, idle, size in numbers]
 
     @property
     def num_held(self) -> int:
@@ -79,6 +89,7 @@ class BlockPool:
                 self._rest[block] = [empty.pop() for _ in range(size - 1)]
             holders[block], uses[block], groups[block] = 1, 0, group
             blocks.append(block)
+        self._num_blocks[group] += num
         return blocks
 
     def pages(self, blocks: Sequence[int]) -> Sequence[int]:
@@ -101,21 +112,39 @@ class BlockPool:
             assert victim is not None, "there are idle blocks, and none is pinned"
             block = self._by_name[victim.key]
         self._remove_idle(block)
-        if self._place[block] != _PARTIAL:
-            key = self._key[block]
-            assert key is not None, block
-            self.evicted.append(Evicted(block, key, self._place[block], self._parent[block], self._group[block]))
+        self._note_evicted(block)
+        if self._group[block] == self.groups.full and self._place[block] != _PARTIAL and self.standing:
+            for state in self.standing.get(self._key[block] or b"", ()):  # they go with it
+                self._note_evicted(self._by_name[_name(self.groups.state or 0, state)])
         self._drop_key(block)
         self._empty_out(block)
 
+    def _note_evicted(self, block: int) -> None:
+        item = self.item(block)
+        if item is not None:
+            key, place, parent, group, num = item
+            self.evicted.append(Evicted(block, key, place, parent, group, num, tuple(self._rest.get(block, ()))))
+
+    def item(self, block: int) -> Item | None:
+        """What a tier can keep of a block with a key; None: nothing, because only states make beginnings useful."""
+        key, parent = self._key[block], self._parent[block]
+        assert key is not None, block
+        if self._place[block] == _PARTIAL:
+            return self._beginning.get(block)
+        group = self._group[block]
+        num = self.standing[parent or b""][key] if group == self.groups.state else 0
+        return Item(key, self._place[block], parent, group, num)
+
     def _empty_out(self, block: int) -> None:
         """A block without holders and key gives its pages back."""
+        self._num_blocks[self._group[block]] -= 1
         self._empty.append(block)
         if self._rest:
             self._empty += self._rest.pop(block, ())
 
     def _remove_idle(self, block: int) -> None:
         del self._idle[block]
+        self._num_idle[self._group[block]] -= 1
         self._num_idle_pages -= self._size(block)
 
     def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
@@ -167,6 +196,7 @@ class BlockPool:
                 self._idle[block] = None
                 if is_cold:
                     self._idle.move_to_end(block, last=False)
+                self._num_idle[self._group[block]] += 1
                 self._num_idle_pages += self._size(block)
                 if self._queue is not None:
                     parent, group = self._parent[block], self._group[block]
@@ -203,6 +233,7 @@ class BlockPool:
             self._queue.removed(self._name_of(block))
         self._remove_idle(block)
         self._key[block] = None
+        self._beginning.pop(block, None)
         self._empty_out(block)
 
     def register_state(self, block: int, key: bytes, place: int, behind: bytes, rest: int) -> None:
@@ -217,10 +248,15 @@ class BlockPool:
             self.register(block, key, place, behind)
             self.standing.setdefault(behind, {})[key] = rest
 
-    def register_partial(self, block: int, key: bytes) -> None:
-        """`key` names the beginning of `block`, which is held. It replaces the key of another beginning of it."""
+    def register_partial(
+        self, block: int, key: bytes, place: int = 0, parent: bytes | None = None, num: int = 0
+    ) -> None:
+        """`key` names the beginning of `block`, which is held: `num` positions of block `place` of a sequence, behind
+        the block with the key `parent`. It replaces the key of another beginning of it."""
         if self._key[block] is None or self._place[block] == _PARTIAL:
             self.register(block, key, _PARTIAL)
+            if self.groups.state is not None and self._key[block] == key:
+                self._beginning[block] = Item(key, place, parent, self._group[block], num)
 
     def drop(self, key: bytes, group: int) -> None:
         """Takes the block of this key, if there is one, out of the prefix index."""
@@ -255,6 +291,7 @@ class BlockPool:
         for block in self._idle:
             self._empty_out(block)
         self._idle.clear()
+        self._num_idle = [0] * len(self.groups.shapes)
         self._num_idle_pages = 0
 
     def _drop_key(self, block: int, *, with_states: bool = True) -> None:
@@ -262,6 +299,7 @@ class BlockPool:
         assert key is not None, block
         del self._by_name[_name(group, key)]
         self._key[block] = None
+        self._beginning.pop(block, None)
         if group == self.groups.state:
             behind = self._parent[block]
             assert behind is not None, block
@@ -302,6 +340,16 @@ class BlockPool:
             return "a page is lost or in two places"
         if self._num_idle_pages != self.num_in(self._idle) or any(holders[block] for block in self._idle):
             return "idle blocks are miscounted"
+        return self._flaw_of_counts(used) or self._flaw_of_keys()
+
+    def _flaw_of_counts(self, used: Sequence[int]) -> str | None:
+        for g in range(len(self.groups.shapes)):
+            nums = [sum(self._group[block] == g for block in blocks) for blocks in (used, self._idle)]
+            if nums != [self._num_blocks[g], self._num_idle[g]]:
+                return f"the blocks of group {g} are miscounted"
+        return None
+
+    def _flaw_of_keys(self) -> str | None:
         states = sorted(key for keys in self.standing.values() for key in keys)
         group, full = self.groups.state, self.groups.full
         known = [block for block in self._by_name.values() if self._group[block] == group]
@@ -326,9 +374,11 @@ class BlockPool:
             full = (block for block in self._by_name.values() if self._place[block] != _PARTIAL)
             self.removed += [(self._group[block], key) for block in full if (key := self._key[block]) is not None]
         self._by_name.clear()
+        self._beginning.clear()
         self.standing.clear()
         self._key = [None] * self.num_pages
         self._idle.clear()
+        self._num_idle = [0] * len(self.groups.shapes)
         self._num_idle_pages = 0
         if self._queue is not None:
             self._queue = EvictionQueue(RANKINGS[self._eviction]())
@@ -337,6 +387,7 @@ class BlockPool:
             self._holders[block] += 1
         held = {block for block in range(self.num_pages) if self._holders[block]}
         self._rest = {block: rest for block, rest in self._rest.items() if block in held}
+        self._num_blocks = [sum(self._group[block] == group for block in held) for group in range(len(self._num_idle))]
         held.update(chain.from_iterable(self._rest.values()))
         self._empty = [page for page in range(self.num_pages - 1, -1, -1) if page not in held]
 

@@ -41,6 +41,10 @@ class Groups:
         """One full group with one page a block: blocks are pages."""
         return self.sizes == (1,) and self.full == 0
 
+    def told(self, group: int) -> int | None:
+        """The number of a group in KV events; None: the full group."""
+        return None if group == self.full else group
+
     def need_from(self, group: int, position: int) -> int:
         """The first position that is read to compute `position` and all later ones."""
         shape = self.shapes[group]

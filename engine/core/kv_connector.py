@@ -1,7 +1,9 @@
 """What the scheduler asks of a KV connector: the core half, without torch.
 
-A connector keeps KV of full blocks somewhere behind the device, names it by the same keys as the prefix cache, and
-loads it again. Names and meanings follow vLLM's V1 connector where it has them, with these differences:
+A connector keeps KV of blocks, and recurrent states, somewhere behind the device, names them by the same keys as the
+prefix cache, and loads them again. The scheduler calls a `TierConnector`, whose units are items of any cache group.
+A `CoreConnector` stores blocks of a model with one group; its names and meanings follow vLLM's V1 connector, with these
+differences, and `engine/kv_connector/one_group.py` makes a `TierConnector` of it:
 
 - A request is computed only once its load is known to be over, so blocks that failed to load are computed and never
   read. Nothing depends on the second value of `get_num_new_matched_tokens`; see the worker half.
@@ -12,8 +14,8 @@ Every method is called by the scheduler's thread, between steps, and must not bl
 """
 
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...ipc.messages import TierSnapshot, Transferred
 
@@ -24,19 +26,59 @@ class KvRequest(Protocol):
     rid: int
     ids: "array[int]"  # prompt, and output that was applied
     num_computed: int  # leading positions whose KV is in its blocks
+    root: bytes  # what its first block has instead of the key of the block before it
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of them full. Each is 32 bytes and names its whole prefix."""
 
 
-class Evicted(NamedTuple):
-    """A block that leaves the device's prefix cache. Its content is there until the next plan runs."""
+class Item(NamedTuple):
+    """What a tier keeps as one: a block of one group, the beginning of a block, or a recurrent state.
 
-    block: int
+    Groups have equal keys for equal beginnings; the pages of an item differ from group to group."""
+
+    key: bytes  # 32 bytes, which name all positions up to the item's end
+    place: int  # which block of its sequence it is, from 0; of a state: how many full blocks are before it
+    parent: bytes | None = None  # key of the block before it, if there is one; of a state without one: the root
+    group: int = 0
+    num: int = 0  # of the beginning of a block, and of a state: its positions after `place` full blocks
+
+    @property
+    def name(self) -> bytes:
+        """32 bytes. Different items have different names, as far as SHA-256 has no collisions."""
+        return item_name(self.key, self.group)
+
+
+def item_name(key: bytes, group: int) -> bytes:
+    """The name of an item. Applied to the name, it gives the key."""
+    return bytes((key[0] ^ group,)) + key[1:] if group else key
+
+
+class Held(NamedTuple):
+    """An item and the pages that hold it, or are to hold it."""
+
+    item: Item
+    pages: tuple[int, ...]
+
+
+class Evicted(NamedTuple):
+    """A block or state that leaves the device's prefix cache. Its content is there until the next plan runs."""
+
+    block: int  # its first page
     key: bytes
     place: int  # which block of its sequence it is, from 0: what it costs to compute again grows with it
     parent: bytes | None = None  # key of the block before it, if there is one
     group: int = 0  # of the cache; its keys are its own
+    num: int = 0  # as in `Item`
+    rest: tuple[int, ...] = ()  # its other pages
+
+    @property
+    def item(self) -> Item:
+        return Item(self.key, self.place, self.parent, self.group, self.num)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return (self.block, *self.rest)
 
 
 class KvEvent(NamedTuple):
@@ -45,30 +87,14 @@ class KvEvent(NamedTuple):
     stored: bool  # else removed
     keys: tuple[bytes, ...]
     tier: str
+    group: int = 0
 
 
-class CoreConnector(Protocol):
-    """The core half."""
-
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(how many tokens beyond the device's `num_computed_tokens` it could load, whether the load spans steps).
-
-        Both counts are whole blocks, and at least one position of the request stays to be computed. None: not known
-        yet, ask again soon. Has no side effects on what is held.
-        """
-
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """The request is admitted with this block table, and `num_external_tokens` of the matched ones are to be
-        loaded into the blocks after its device hits: those from `len(block_ids) - num_external_tokens / block_size`
-        on. Not called when nothing is to be loaded."""
+class AnyConnector(Protocol):
+    """What both kinds of core halves have."""
 
     def build_connector_meta(self) -> bytes:
         """What the worker half must do with the next plan; handed over once. Empty: nothing."""
-
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """A request has ended and no plan in flight touches it; its KV is whole as far as `num_computed`. True: its
-        blocks stay until `Transferred.sent` names it. False: the next plan may give them to other requests, and its
-        metadata can still have them read first."""
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
         """The plan under construction gives these blocks to other requests. A tier that wants their content reads it
@@ -88,3 +114,49 @@ class CoreConnector(Protocol):
 
     def close(self) -> None:
         """Closes files and sockets."""
+
+
+class CoreConnector(AnyConnector, Protocol):
+    """The core half of a connector for models with one group of full attention, whose blocks are pages."""
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(how many tokens beyond the device's `num_computed_tokens` it could load, whether the load spans steps).
+
+        Both counts are whole blocks, and at least one position of the request stays to be computed. None: not known
+        yet, ask again soon. Has no side effects on what is held.
+        """
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The request is admitted with this block table, and `num_external_tokens` of the matched ones are to be
+        loaded into the blocks after its device hits: those from `len(block_ids) - num_external_tokens / block_size`
+        on. Not called when nothing is to be loaded."""
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """A request has ended and no plan in flight touches it; its KV is whole as far as `num_computed`. True: its
+        blocks stay until `Transferred.sent` names it. False: the next plan may give them to other requests, and its
+        metadata can still have them read first."""
+
+
+@runtime_checkable
+class TierConnector(AnyConnector, Protocol):
+    """The core half of a connector for all groups: what the scheduler calls. A load fails or succeeds by item;
+    `Transferred.failed_blocks` names at least one page of an item that failed."""
+
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        """Which of these items, which the device lacks, it could load; those after the end of the answer it could not.
+        None: not known yet, ask again soon. Has no side effects on what is held.
+
+        It is called once for each attempt to admit a request with items of the full group in their order, perhaps
+        none, and as of the first missing one they are of no use; then for the others that are needed with these."""
+
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        """The recurrent states that it has behind the block with the key `behind`, the last of `place` full ones, or
+        behind the root: key → positions between. Called after `available`."""
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """The request is admitted, and these items, at least one, are to be loaded into these pages."""
+
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        """A request has ended, no plan in flight touches it, and its pages hold these items, in the order of their
+        positions. True: they stay until `Transferred.sent` names it. False: the next plan may give them to other
+        requests, and its metadata can still have them read first."""

@@ -21,6 +21,7 @@ class Stored(Struct, frozen=True):
     ids: bytes  # int32 of all their tokens, `len(keys) * block_size` of them; b"" where the tier knows keys only
     block_size: int  # tokens of one block
     tier: str = DEVICE
+    group: int | None = None  # of the cache; None: the full group, which says enough for a router
 
 
 class Removed(Struct, frozen=True):
@@ -28,6 +29,7 @@ class Removed(Struct, frozen=True):
 
     keys: tuple[bytes, ...]
     tier: str = DEVICE
+    group: int | None = None
 
 
 class Cleared(Struct, frozen=True):
@@ -37,8 +39,8 @@ class Cleared(Struct, frozen=True):
 KvCacheEvent = Stored | Removed | Cleared
 
 
-def event_of_tier(block_size: int, event: KvEvent) -> KvCacheEvent:
-    """The event for a connector's event about a tier behind the device."""
+def event_of_tier(block_size: int, event: KvEvent, group: int | None) -> KvCacheEvent:
+    """The event for a connector's event about a tier behind the device. `group`: what its group is called here."""
     if event.stored:
-        return Stored(event.keys, None, b"", block_size, event.tier)
-    return Removed(event.keys, event.tier)
+        return Stored(event.keys, None, b"", block_size, event.tier, group)
+    return Removed(event.keys, event.tier, group)

@@ -82,7 +82,7 @@ class OomRecovery:
             num = request.num_computed
             if request.asked.pooling is not None and request.wants_all:
                 num = 0  # the worker has dropped the vectors of its earlier positions
-            elif num == request.num_found:
+            elif num == request.num_restored:
                 num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
             request.set_back(num)
             request.spoil()
@@ -90,6 +90,10 @@ class OomRecovery:
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
         for request in {id(r): r for r in chain(touched, self._table.running, loading)}.values():
+            if request.state is State.LOADING:  # of its blocks those that are not loaded may be bad
+                if not bad.isdisjoint(request.held):
+                    self._table.preempt(request)
+                continue
             num_good = request.num_before(bad)
             if num_good < request.num_computed // size:
                 request.set_back(num_good * size)

@@ -232,7 +232,7 @@ class Planner:
         if not self._cost.is_ready:
             return request.num_planned
         price = self._cost.predict_more(with_chunk(NO_WORK, 0, request.num_planned))
-        load_ms = self._loads.ms_to_load(request.num_blocks) if self._loads is not None else None
+        load_ms = self._loads.ms_to_load(self._pool.num_in(request.held)) if self._loads is not None else None
         return price if load_ms is None else min(price, load_ms)
 
     def _plan_rest(self, builder: PlanBuilder, request: Request) -> None:
@@ -361,25 +361,20 @@ class Planner:
             if short > 0 or not table.free_rows:
                 self._interrupt_for(request, short)  # a later plan admits it
                 return
-            num_hits = found.num // size
-            external = loads.match(request, num_hits * size) if loads is not None and not request.wants_all else 0
-            if external is None:
-                return
-            if external:
-                assert loads is not None
-                self._start(request, found._replace(num=num_hits * size, sources=[]), 0, external)
-                loads.start(request)
-                continue
-            have = (num_hits + self._num_blocks_beside(found)) * size - found.num
+            if loads is not None and not request.wants_all:
+                better = loads.match(request, found)
+                if better is None:
+                    return
+                short = self._short(request, better) + self._pool.num_idle(better.pinned)
+                if better.wanted and short <= 0:
+                    self._start(request, better, 0)
+                    loads.start(request, better.wanted)
+                    continue
+            have = (found.num // size + self._num_blocks_beside(found)) * size - found.num
             num = self._chunk(builder, found.num, min(request.num_computable - found.num, have))
             if num <= 0:
                 return  # no budget, or its mask has not come
             self._start(request, found, num)
-            builder.pinned += found.pinned
-            for source, entry in zip(found.sources, request.tables, strict=True):
-                if source is not None:
-                    target = entry.blocks[num_hits - entry.first]
-                    builder.copy(self._pool.pages([source]), self._pool.pages([target]))
             self._take(builder, request, num)
 
     def _interrupt_for(self, request: Request, short: int) -> None:
@@ -391,20 +386,30 @@ class Planner:
             for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
                 table.preempt(victim)
 
-    def _start(self, request: Request, found: Found, num: int, external: int = 0) -> None:
-        """Gives a waiting request a row, what was found, and blocks for `num` positions or `external` ones to load."""
-        self._pool.hold(found.hits + found.pinned)  # before others are allocated in their place
-        num_hits, num_blocks = found.num // self.block_size, self._num_blocks(found.num + external + num)
-        tables = [
-            Table(hit.blocks + self._pool.allocate(num_blocks - num_hits, group), hit.first)
-            for group, hit in enumerate(found.tables)
-        ]
-        num_loading = external // self.block_size
-        self._table.admit(request, tables, num_blocks, num_found=found.num, num_loading=num_loading)
+    def _start(self, request: Request, found: Found, num: int) -> None:
+        """Gives a waiting request a row, what was found, and blocks for `num` positions more and for what is wanted."""
+        pool = self._pool
+        pool.hold(found.hits + found.pinned)  # before others are allocated in their place
+        num_hits, num_blocks = found.num // self.block_size, self._num_blocks(found.num + num)
+        tables = []
+        for group, hit in enumerate(found.tables):
+            blocks = iter(pool.allocate(num_blocks - num_hits + hit.blocks.count(-1), group))
+            known = [next(blocks) if block < 0 else block for block in hit.blocks]
+            tables.append(Table([*known, *blocks], hit.first))
+        sources = [(group, source) for group, source in enumerate(found.sources) if source is not None]
+        num_held = found.num if not found.wanted else self._num_leading(found) * self.block_size
+        self._table.admit(request, tables, num_blocks, num_held, len(found.wanted), found.num, sources)
         if self._groups.state is not None:
-            (slot,) = self._pool.allocate(1, self._groups.state)
-            slot_from = -1 if found.state is None else found.state
+            (slot,) = pool.allocate(1, self._groups.state)
+            is_loaded = bool(found.state_key) and found.state is None
+            slot_from = slot if is_loaded else -1 if found.state is None else found.state
             request.give_state(slot, slot_from, found.state_key, found.junction)
+        self._counters.found(found)
+
+    def _num_leading(self, found: Found) -> int:
+        """How many leading blocks the device has in every group."""
+        places = [item.place for item in found.wanted]
+        return min(places) if not any(table.first for table in found.tables) and self._groups.state is None else 0
 
     def _short(self, request: Request, found: Found) -> int:
         """How many pages are missing to admit a request with this prefix. Beside others there must be pages for all of
@@ -423,6 +428,11 @@ class Planner:
     def _open(self, builder: PlanBuilder, request: Request) -> None:
         """Tells the worker of its row and, with its first step, the detokenizer of the request."""
         builder.open.append(request.as_row(self._pool))
+        for group, source in request.sources:
+            entry = request.tables[group]
+            target = entry.blocks[request.num_restored // self.block_size - entry.first]
+            builder.copy(self._pool.pages([source]), self._pool.pages([target]))
+        builder.pinned += request.pinned
         if request.open():
             self._counters.num_prompt_tokens += request.num_prompt
             self._counters.num_cached_tokens += request.num_found

@@ -24,6 +24,7 @@ from ...ipc.messages import (
 from .block_hash import block_key
 from .block_pool import BlockPool
 from .groups import Groups
+from .kv_connector import Item
 
 _NUM_CONTEXT_IDS = 16  # of the prompt's end, for the detokenizer
 _MAX_GRID = 4  # states that a request keeps at regular intervals, while nobody has found them
@@ -64,9 +65,9 @@ class Request:
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
         "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
         "ids num_prompt num_resumed max_len num_needed keys num_allowed mask "
-        "state row tables num_blocks num_in_flight num_loading is_open is_poisoned "
+        "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
         "slot slot_from is_spoiled junction snapshots grid after num_after "
-        "num_computed num_planned num_total num_found num_committed "
+        "num_computed num_planned num_total num_found num_restored num_committed "
         "opened num_cached num_prompt_logprobs fast_limit next_check"
     ).split()
 
@@ -132,7 +133,12 @@ class Request:
         self.after = array("i")  # tokens sampled after its end, by plans that were in flight
         self.num_after = 0  # positions computed after its end
         self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while it is not 0
-        self.num_loading = 0  # its last blocks, which the KV connector fills or has filled
+        self.num_loading = 0  # blocks and states that the KV connector fills or has filled
+        self.num_wanted = 0  # positions from which it goes on if that succeeds
+        self.not_loaded: set[bytes] = set()  # names of items that could not be loaded for it; it does not try again
+        self.sources: list[
+            tuple[int, int]
+        ] = []  # (group, block) that its last block is copied from before its first pass
         self.is_open = False  # the worker knows its row
         self.is_poisoned = False  # its KV gave numbers that are not finite; none of it may be found by others
 
@@ -141,6 +147,7 @@ class Request:
         self.num_planned = 0  # positions computed once every plan in flight is applied
         self.num_total = len(self.ids)  # ids, including those that plans in flight sample
         self.num_found = 0  # positions whose KV the device had when the request was last admitted
+        self.num_restored = 0  # with those that were loaded then
         self.num_committed = 0  # its leading blocks that were offered to the prefix cache; ≤ num_planned // block_size
 
         # What was delivered.
@@ -159,24 +166,35 @@ class Request:
         self.num_allowed = len(self.ids) + 1
         self.mask = mask
 
-    def admit(self, row: int, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int = 0) -> None:
+    def admit(
+        self,
+        row: int,
+        tables: list[Table],
+        num_blocks: int,
+        *,
+        num_found: int,
+        num_loading: int = 0,
+        num_wanted: int = 0,
+        sources: Iterable[tuple[int, int]] = (),
+    ) -> None:
         """Gives it a row and block tables that end after `num_blocks`. They hold the KV that later positions read of
-        its first `num_found`; the KV connector fills the last `num_loading` blocks, which counts as one thing in
-        flight."""
+        its first `num_found`; with the `num_loading` blocks and states that the KV connector fills, which counts as one
+        thing in flight, that of its first `num_wanted`. Before its first pass the last of these blocks are copied from
+        `sources`, which are held for it until then."""
         assert self.state is State.WAITING and not self.num_in_flight, (self.rid, self.state)
-        assert not (num_found % self.block_size and num_loading), (self.rid, num_found, num_loading)
         self.state = State.LOADING if num_loading else State.RUNNING
         self.row, self.tables, self.num_blocks = row, tables, num_blocks
         self.num_loading, self.num_in_flight = num_loading, int(num_loading > 0)
+        self.num_wanted, self.sources = num_wanted, list(sources)
         self.num_committed = num_found // self.block_size
-        self.num_computed = self.num_planned = self.num_found = num_found
+        self.num_computed = self.num_planned = self.num_found = self.num_restored = num_found
         self._settle()
 
     def give_state(self, slot: int, slot_from: int, key: bytes, junction: int) -> None:
         """Gives it a block for its recurrent state, after `admit`. Its first pass reads the state of `slot_from`, which
-        `key` names, unless that is -1."""
+        `key` names and is held for it until then, unless that is -1. It may be `slot`, if that is loaded."""
         self.slot, self.slot_from, self.junction = slot, slot_from, junction
-        self.is_spoiled = False
+        self.is_spoiled = self.state is State.LOADING  # until the load is over
         self.snapshots = [key] if key else []
         self.grid = []
 
@@ -206,19 +224,31 @@ class Request:
             self.num_computed += self.num_after
             self.num_planned = self.num_computed
 
-    def loaded(self, num_good: int) -> None:
-        """Its load is over: the first `num_good` of the blocks are filled. It goes on if it still wants to."""
+    def loaded(self, num: int) -> None:
+        """Its load is over. It goes on after its first `num` positions if it still wants to."""
         self.num_in_flight -= 1
         if self.state is State.LOADING:
             self.state = State.RUNNING
-            num_hits = self.num_blocks - self.num_loading
-            self.num_computed = self.num_planned = (num_hits + num_good) * self.block_size
+            self.num_computed = self.num_planned = self.num_restored = num
+            self.is_spoiled = False
             self._settle()
+
+    def drop_sources(self) -> list[int]:
+        """It is to go on before the block that was to be copied. Returns the sources, which it no longer holds."""
+        blocks = [block for _, block in self.sources]
+        self.sources = []
+        return blocks
+
+    def not_restored(self, names: Iterable[bytes]) -> None:
+        """Its load is over, and what was not loaded, these items, leaves it nothing to go on from."""
+        self.num_in_flight -= 1
+        self.not_loaded.update(names)
 
     def open(self) -> bool:
         """The worker is told of its row. True: for the first time, so the detokenizer must be told of the request."""
         self.is_open = True
         self.slot_from = -1
+        self.sources = []
         self._settle()
         if self.opened:
             return False
@@ -379,6 +409,7 @@ class Request:
     def _forget(self) -> None:
         self.row, self.tables, self.num_blocks = -1, [], 0
         self.slot = self.slot_from = -1
+        self.sources, self.num_wanted = [], 0
         self.after, self.num_after = array("i"), 0
         self.is_open = False
         self.num_loading = 0
@@ -407,20 +438,34 @@ class Request:
 
     @property
     def held(self) -> list[int]:
-        """Its blocks of all groups, in the order of their positions, and its recurrent state."""
-        if len(self.tables) == 1 and self.slot < 0:
+        """Its blocks of all groups, in the order of their positions, its recurrent state, and what its first pass is to
+        read or copy."""
+        if len(self.tables) == 1 and self.slot < 0 and not self.sources:
             return self.tables[0].blocks
         blocks = [t.blocks[i - t.first] for i in range(self.num_blocks) for t in self.tables if i >= t.first]
-        return blocks if self.slot < 0 else [*blocks, self.slot]
+        return [*blocks, *self.pinned] if self.slot < 0 else [*blocks, *self.pinned, self.slot]
+
+    @property
+    def pinned(self) -> list[int]:
+        """The blocks, not its own, that its first pass is to read or copy."""
+        state = [self.slot_from] if self.slot_from not in (-1, self.slot) else []
+        return [*(block for _, block in self.sources), *state]
+
+    def block_for(self, item: Item, groups: Groups) -> int:
+        """Its block into which this item is to be loaded."""
+        if item.group == groups.state:
+            return self.slot
+        table = self.tables[item.group]
+        return table.blocks[item.place - table.first]
 
     def keep_positions(self, start: int, end: int, interval: int) -> list[int]:
         """After how many positions a pass from `start` to `end` is to keep a state: at the junction, at marks, before
-        the last position if other choices wait for it, and at regular intervals. At a mark others go on differently:
-        they find the whole blocks before it."""
+        the last position if other choices or, with one token to sample, another engine wait for it, and at regular
+        intervals. At a mark others go on differently: they find the whole blocks before it."""
         end = min(end, len(self.ids))
         size = self.block_size if self.tables else 1
         wanted = {self.junction, *(mark // size * size for mark in self.asked.marks)}
-        if self.asked.n > 1:
+        if self.asked.n > 1 or self.max_len == self.num_prompt + 1:
             wanted.add(self.num_prompt - 1)
         wanted.update(range(start // interval * interval + interval, end + 1, interval))
         return sorted(num for num in wanted if start < num <= end)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
 from .constraints import Constraints, allow
-from .kv_connector import CoreConnector
+from .kv_connector import Held, TierConnector
 from .output_buffer import OutputBuffer
 from .policy import Policy
 from .prefix import PrefixCache
@@ -33,7 +33,7 @@ class RequestTable:
         policy: Policy,
         outputs: OutputBuffer,
         counters: Counters,
-        connector: CoreConnector | None,
+        connector: TierConnector | None,
         num_rows: int,
     ) -> None:
         self._pool = pool
@@ -58,12 +58,27 @@ class RequestTable:
         self.waiting.add(request)
 
     def admit(
-        self, request: Request, tables: list[Table], num_blocks: int, *, num_found: int, num_loading: int
+        self,
+        request: Request,
+        tables: list[Table],
+        num_blocks: int,
+        num_found: int,
+        num_loading: int,
+        num_wanted: int,
+        sources: list[tuple[int, int]],
     ) -> None:
         """A waiting request gets a row and these block tables, which hold what `Request.admit` says."""
         self.waiting.remove(request)
         row = self.free_rows.pop()
-        request.admit(row, tables, num_blocks, num_found=num_found, num_loading=num_loading)
+        request.admit(
+            row,
+            tables,
+            num_blocks,
+            num_found=num_found,
+            num_loading=num_loading,
+            num_wanted=num_wanted,
+            sources=sources,
+        )
         insort(self.running, request, key=_arrival)
 
     def sweep(self) -> None:
@@ -119,6 +134,7 @@ class RequestTable:
         was_preempted = request.state is State.LEAVING
         if request.row >= 0:
             kept = False
+            held: list[Held] = []
             request.settle_end()
             if not request.is_poisoned:
                 self._prefix.commit(request)
@@ -126,9 +142,13 @@ class RequestTable:
                 if request.slot >= 0 and not request.is_spoiled:
                     self._prefix.commit_state(request, request.slot, request.num_computed)
                 if request.state is State.ENDED and self._connector is not None:
-                    kept = self._connector.request_finished(request, request.blocks)
+                    held = self._prefix.held_by(request)
+                    kept = self._connector.ended(request, held)
             if kept:
-                self.held[request.rid] = request.held
+                own = set(request.held)
+                found = [one.pages[0] for one in held if one.pages[0] not in own]  # states that it has found or kept
+                self._pool.hold(found)
+                self.held[request.rid] = [*request.held, *found]
             else:
                 self._pool.release(request.held)
             self.free_rows.append(request.row)
@@ -138,11 +158,22 @@ class RequestTable:
             del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
             self.waiting.add(request)
 
-    def loaded(self, request: Request, num_good: int) -> None:
-        """Its load is over: the first `num_good` blocks of it are there."""
-        request.loaded(num_good)
-        if request.state is State.RUNNING:
-            self._prefix.commit(request)
+    def loaded(self, request: Request, loaded: list[Held], failed: list[Held]) -> None:
+        """Its load is over. If too little was loaded, it waits again, and finds what was."""
+        num = self._prefix.restorable(request, [item for item, _ in failed])
+        if num is None:
+            request.not_restored(item.name for item, _ in failed)
+            if not request.is_poisoned:
+                self._prefix.commit_loaded(loaded)
+            if request.state is State.LOADING:
+                request.preempt()
+                self.num_leaving += 1
+        else:
+            if num < request.num_wanted:
+                self._pool.release(request.drop_sources())
+            request.loaded(num)
+            if request.state is State.RUNNING:
+                self._prefix.commit(request)
         self.release_if_idle(request)
 
     def sent(self, rids: Iterable[int]) -> None:

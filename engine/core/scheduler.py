@@ -20,6 +20,7 @@ from ...ipc.messages import (
     Enqueue,
     Failed,
     FinishReason,
+    GroupSnapshot,
     Masks,
     RowLogprobs,
     StepPlan,
@@ -35,7 +36,7 @@ from .block_pool import BlockPool
 from .cost import CostModel, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
-from .kv_connector import CoreConnector
+from .kv_connector import TierConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .oom_recovery import OomRecovery
@@ -84,7 +85,7 @@ class Scheduler:
         policy: PolicyName = "fcfs",
         itl_target_ms: float | None = None,
         model_key: bytes = b"",
-        connector: CoreConnector | None = None,
+        connector: TierConnector | None = None,
         extension: PlanExtension | None = None,
         kv_events: bool = False,
         speculate: int = 0,
@@ -113,7 +114,9 @@ class Scheduler:
         self._outputs = OutputBuffer()
         self._policy = make_policy(policy)
         self._cost = CostModel()
-        self._loads = Loads(connector, self._cost, block_size) if connector is not None and prefix_caching else None
+        self._loads: Loads | None = None
+        if connector is not None and prefix_caching:
+            self._loads = Loads(connector, self.prefix, pool, self._cost, block_size)
         self._num_arrived = 0
         self._in_flight: deque[InFlight] = deque()
         self.table = RequestTable(
@@ -226,8 +229,8 @@ class Scheduler:
         """Takes in what the worker half of the KV connector reports."""
         assert self._loads is not None and self.connector is not None, message
         self.connector.update_connector_output(message)
-        for request, num_good in self._loads.finish(message):
-            self.table.loaded(request, num_good)
+        for request, loaded, failed in self._loads.finish(message):
+            self.table.loaded(request, loaded, failed)
         self.table.sent(message.sent)
 
     def take_outputs(self) -> list[Item]:
@@ -282,8 +285,19 @@ class Scheduler:
         """Blocks that can be found or no longer be found, on the device and behind it, since the last call."""
         events = self.prefix.take_events()
         if self.connector is not None:
-            events += [event_of_tier(self.block_size, event) for event in self.connector.take_events()]
+            for event in self.connector.take_events():
+                events.append(event_of_tier(self.block_size, event, self.pool.groups.told(event.group)))
         return events
+
+    def groups(self) -> tuple[GroupSnapshot, ...]:
+        """For metrics."""
+        hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
+        pages = self.pool.pages_by_group()
+        each = [
+            GroupSnapshot(shape.kind, *pages[group], hits[group], lost[group])
+            for group, shape in enumerate(self.pool.groups.shapes)
+        ]
+        return (*each, GroupSnapshot("none", 0, 0, hits[-1], lost[-1]))
 
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are lost. Requests that ran wait again."""
@@ -311,6 +325,8 @@ class Scheduler:
     def _send(self, builder: PlanBuilder) -> StepPlan | None:
         """The plan, if there is anything in it, and what follows from its being sent."""
         evicted, self.pool.evicted = self.pool.evicted, []
+        if unsure := {slot for flight in self._in_flight for slot, _ in flight.kept}:
+            evicted = [one for one in evicted if one.block not in unsure]  # the worker may drop the plan that keeps it
         kv = b""
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:

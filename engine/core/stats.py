@@ -1,6 +1,9 @@
 """The scheduler's counters."""
 
+from collections import Counter
+
 from ...ipc.reports import POWERS, Histogram
+from .prefix import Found
 
 
 class Counters:
@@ -19,6 +22,17 @@ class Counters:
         self.step_decode_rows = Histogram(POWERS)
         self.step_prompt_tokens = Histogram(POWERS)
         self.step_tokens = Histogram(POWERS)
+
+        # Found tokens by the group that lacked what more would need (-1: none), and the tokens behind them that the
+        # full group had.
+        self.hits_by_group: Counter[int] = Counter()
+        self.lost_by_group: Counter[int] = Counter()
+
+    def found(self, found: Found) -> None:
+        """A request is admitted with this prefix."""
+        limit = -1 if found.limit is None else found.limit
+        self.hits_by_group[limit] += found.num
+        self.lost_by_group[limit] += found.num_lost
 
     def planned(self, num_decodes: int, num_others: int) -> None:
         """A plan was sent: rows that compute one position, and the positions of the others."""

@@ -6,7 +6,7 @@ checks it. A KV connector has all three, so its answers are recorded and replaye
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, assert_never
 
 import msgspec
@@ -17,7 +17,7 @@ from ...ipc.messages import Cancel, Enqueue, GroupShape, Masks, StepPlan, StepRe
 from .block_pool import BlockPool
 from .extension import PlanExtension
 from .groups import PLAIN, Groups
-from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from .kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .scheduler import Scheduler
 from .speculation import num_draft_tokens
 
@@ -56,6 +56,19 @@ class Matched(Struct, frozen=True, array_like=True, tag=True):
     is_async: bool
 
 
+class Answered(Struct, frozen=True, array_like=True, tag=True):
+    """The connector answered `available`."""
+
+    available: tuple[bool, ...] | None
+
+
+class Stood(Struct, frozen=True, array_like=True, tag=True):
+    """The connector answered `standing`, and not that there are no states."""
+
+    behind: bytes
+    states: dict[bytes, int]
+
+
 class Kept(Struct, frozen=True, array_like=True, tag=True):
     """The connector answered `request_finished`; recorded after the call that ended the request."""
 
@@ -86,6 +99,8 @@ Event = (
     | Emptied
     | Mended
     | Matched
+    | Answered
+    | Stood
     | Kept
     | Opened
     | Arrived
@@ -136,9 +151,9 @@ def _nested(first: bytes) -> bytes:
 class TracedConnector:
     """A connector whose answers are recorded."""
 
-    def __init__(self, connector: CoreConnector, record: Callable[[Event], None]) -> None:
+    def __init__(self, connector: TierConnector, record: Callable[[Event], None]) -> None:
         self._record = record
-        self.update_state_after_alloc = connector.update_state_after_alloc
+        self.load = connector.load
         self.build_connector_meta = connector.build_connector_meta
         self.blocks_evicted = connector.blocks_evicted
         self.update_connector_output = connector.update_connector_output
@@ -148,13 +163,19 @@ class TracedConnector:
         self.close = connector.close
         self._connector = connector
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
-        self._record(Matched(num, is_async))
-        return num, is_async
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        answer = self._connector.available(request, items)
+        self._record(Answered(None if answer is None else tuple(answer)))
+        return answer
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        kept = self._connector.request_finished(request, block_ids)
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        states = self._connector.standing(request, behind, place)
+        if states:
+            self._record(Stood(behind, dict(states)))
+        return states
+
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        kept = self._connector.ended(request, held)
         self._record(Kept(kept))
         return kept
 
@@ -164,25 +185,33 @@ class ReplayedConnector:
 
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
-        self.matches: deque[Matched] = deque()
+        self.answers: deque[Matched | Answered | Stood] = deque()
+        self.num_positions = 1  # of a block
         self.metadata = b""  # of the next plan
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self.matches:
-            return 0, False  # the plan differs from the recorded one; their comparison reports it
-        match = self.matches.popleft()
-        return match.num, match.is_async
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        match self.answers.popleft() if self.answers else None:
+            case Matched(num):  # until version 0.2
+                return None if num is None else [True] * (num // self.num_positions)
+            case Answered(available):
+                return available
+        return ()  # the plan differs from the recorded one; their comparison reports it
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        match self.answers[0] if self.answers else None:
+            case Stood(key, states) if key == behind:
+                self.answers.popleft()
+                return states
+        return {}
+
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
         event = next(self._events, None)
         return isinstance(event, Kept) and event.kept
 
     def build_connector_meta(self) -> bytes:
         return self.metadata
 
-    def update_state_after_alloc(
-        self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None: ...
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None: ...
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None: ...
 
@@ -202,7 +231,7 @@ class ReplayedConnector:
 def make_scheduler(
     config: EngineConfig,
     num_pages: int,
-    connector: CoreConnector | None = None,
+    connector: TierConnector | None = None,
     extension: PlanExtension | None = None,
     groups: Sequence[GroupShape] = (),
 ) -> Scheduler:
@@ -240,6 +269,7 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
         if isinstance(event, Opened):
             config = structs.replace(event.config, kv_events=None)
             replayed = connector if config.kv_connector else None
+            connector.num_positions = config.block_size
             scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups)
             continue
         if scheduler is None:
@@ -269,8 +299,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.empty()
             case Mended():
                 scheduler.mend()
-            case Matched():
-                connector.matches.append(event)
+            case Matched() | Answered() | Stood():
+                connector.answers.append(event)
             case Kept():
                 return num_plans, f"After {num_plans} plans the connector was asked about a request that has not ended."
             case Planned():

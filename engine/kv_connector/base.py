@@ -18,18 +18,24 @@ returns (a copy in the connector's own memory is enough). A block to be loaded b
 nothing until `get_finished` names it, so any thread may write it until then; but not before `wait_for_save` was called,
 because another connector of the chain may still have to read its old contents.
 
+What is saved and loaded is whole pages of the cache. An item of a group is `ConnectorFacts.pages_of` pages, in the
+order in which the core half is told of them; an item that could not be loaded is reported by at least one of them.
+
 A connector is named on the command line by an entry point of the group `pagewire.kv_connectors` or as `module:Class`;
 either is a class with the two static methods of `KVConnector`, and optionally that of `HasCheck`.
 """
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
+from ...config.config import EngineConfig
 from ...config.plugins import Options as Options
-from ..core.kv_connector import CoreConnector
+from ...ipc.messages import GroupShape
+from ..core.kv_connector import CoreConnector, TierConnector
 
 if TYPE_CHECKING:
     from ..attention.kv_cache import KvCache
@@ -39,8 +45,39 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     """What both halves get to know of the engine."""
 
     block_size: int  # positions
-    block_bytes: int  # of one block, all layers
+    block_bytes: int  # of one page; if the cache has one group of full attention, of one block, all layers
     model_key: bytes  # 32 bytes that identify the model: KV of equal block keys is equal only under an equal one
+    groups: tuple[GroupShape, ...] = ()  # of the cache; empty: one group of full attention, whose blocks are pages
+
+    @classmethod
+    def of(cls, config: EngineConfig, page_bytes: int, groups: tuple[GroupShape, ...]) -> ConnectorFacts:
+        """The model's key covers how the groups share out the layers."""
+        key = config.kv_model_key
+        if groups:
+            key = sha256(key + msgpack.encode((page_bytes, groups))).digest()
+        return cls(block_size=config.block_size, block_bytes=page_bytes, model_key=key, groups=groups)
+
+    @property
+    def full(self) -> int | None:
+        """The group of full attention."""
+        return next((g for g, group in enumerate(self.groups) if group.kind == "full"), None if self.groups else 0)
+
+    @property
+    def state(self) -> int | None:
+        """The group of recurrent states."""
+        return next((g for g, group in enumerate(self.groups) if group.kind == "state"), None)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups) or 1
+
+    def pages_of(self, group: int) -> int:
+        """The pages of a block or state of this group."""
+        return self.groups[group].pages if self.groups else 1
+
+    def bytes_of(self, group: int) -> int:
+        """The bytes of a block or state of this group."""
+        return self.pages_of(group) * self.block_bytes
 
 
 class WorkerConnector(Protocol):
@@ -85,8 +122,9 @@ class KVConnector(Protocol):
     """A named connector. Each method is called in one process only, so `core` must not need torch."""
 
     @staticmethod
-    def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
-        """The core half. Raises ConfigError for options that make no sense."""
+    def core(options: Options, facts: ConnectorFacts) -> CoreConnector | TierConnector:
+        """The core half: a `CoreConnector` serves models with one group of full attention only. Raises ConfigError for
+        options that make no sense."""
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:

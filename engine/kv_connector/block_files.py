@@ -1,11 +1,15 @@
 """A folder of KV blocks, one file each: the storage of `disk` and `shared`.
 
-    FOLDER/<model, 16 hex digits>/<key, 2 digits>/<key, 64 digits>.<place>
+    FOLDER/<model, 16 hex digits>/<name, 2 digits>/<name, 64 digits>.<place>
+    FOLDER/<model, 16 hex digits>/<name, 2 digits>/<name, 64 digits>.<place>.<group>.<positions>
+    FOLDER/<model, 16 hex digits>/states/<name, 64 digits>.<place>.<group>.<positions>.<key of the block before>
 
-where place is the block's index in its sequence. A file is a header and the block's bytes. The header's checksum covers
-the rest of the header, the block's key and its bytes, so a file that is torn, damaged, of another model or under
-another block's name is detected. Files appear under their names complete (written under another name, then renamed),
-and equal names mean equal content, so any number of processes may write and remove them at any time.
+where place is the block's index in its sequence. The second form is for groups but the first and for beginnings of
+blocks, the third for recurrent states, so that a folder can be asked where states stand. A file is a header and the
+bytes of the item's pages. The header's checksum covers the rest of the header, the item's name and its bytes, so a file
+that is torn, damaged, of another model or under another name is detected. Files appear under their names complete
+(written under another name, then renamed), and equal names mean equal content, so any number of processes may write and
+remove them at any time.
 """
 
 import errno
@@ -20,6 +24,7 @@ from struct import Struct as Layout
 from typing import NamedTuple
 
 from ...errors import ConfigError
+from ..core.kv_connector import Item, item_name
 from .base import ConnectorFacts, Options
 from .options import num_blocks_of, size_of
 
@@ -42,21 +47,26 @@ class Found(NamedTuple):
     name: str  # relative to the folder
     size: int
     used_ns: int  # time of the last write or read
-    key: bytes | None  # None: not a block of this model
-    place: int
+    item: Item | None  # None: not one of this model
+
+    @property
+    def place(self) -> int:
+        return 0 if self.item is None else self.item.place
 
 
 class BlockFiles:
     """The files of one model. Any thread may call the methods. They raise OSError as the system does."""
 
-    def __init__(self, *, path: str, model_key: bytes, block_bytes: int) -> None:
+    def __init__(self, *, path: str, facts: ConnectorFacts) -> None:
         """Opens nothing."""
-        assert len(model_key) == 32, model_key
+        assert len(facts.model_key) == 32, facts.model_key
         self.path = os.path.expanduser(path)
-        self.file_bytes = HEADER_BYTES + block_bytes
-        self._model_key = model_key
-        self._block_bytes = block_bytes
-        self._model = model_key.hex()[:16]
+        self.facts = facts
+        self._model = facts.model_key.hex()[:16]
+
+    def file_bytes(self, group: int = 0) -> int:
+        """The size of a file of this group."""
+        return HEADER_BYTES + self.facts.bytes_of(group)
 
     def open(self, connector: str) -> None:
         """Creates the folder if necessary. Raises ConfigError if it cannot be written to."""
@@ -70,32 +80,35 @@ class BlockFiles:
                 f"--kv-connector {connector},path={self.path}: this folder cannot be written to ({error.strerror})."
             ) from None
 
-    def name(self, key: bytes, place: int) -> str:
-        """The name of a block's file, relative to the folder."""
-        digits = key.hex()
-        return f"{self._model}/{digits[:2]}/{digits}.{place}"
+    def name(self, item: Item) -> str:
+        """The name of an item's file, relative to the folder."""
+        digits = item.name.hex()
+        if item.group == self.facts.state and item.parent is not None:
+            return f"{self._model}/{_STATES}/{digits}.{item.place}.{item.group}.{item.num}.{item.parent.hex()}"
+        about = f".{item.group}.{item.num}" if item.group or item.num else ""
+        return f"{self._model}/{digits[:2]}/{digits}.{item.place}{about}"
 
-    def has(self, key: bytes, place: int) -> bool:
+    def has(self, item: Item) -> bool:
         """Whether a file of the right name and size exists."""
         try:
-            return os.stat(f"{self.path}/{self.name(key, place)}").st_size == self.file_bytes
+            return os.stat(f"{self.path}/{self.name(item)}").st_size == self.file_bytes(item.group)
         except OSError:
             return False
 
-    def read(self, key: bytes, place: int, into: memoryview) -> None:
-        """Fills `into` with the block's bytes. Raises BadBlock; `into` then holds garbage."""
+    def read(self, item: Item, into: memoryview) -> None:
+        """Fills `into` with the item's bytes. Raises BadBlock; `into` then holds garbage."""
         # Follows no link and waits for no pipe, whatever is in the folder.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            file = os.open(f"{self.path}/{self.name(key, place)}", flags)
+            file = os.open(f"{self.path}/{self.name(item)}", flags)
             try:
-                about = os.fstat(file)
-                if not stat.S_ISREG(about.st_mode) or about.st_size != self.file_bytes:
-                    raise BadBlock(f"{about.st_size} bytes instead of {self.file_bytes}")
+                about, expected = os.fstat(file), self.file_bytes(item.group)
+                if not stat.S_ISREG(about.st_mode) or about.st_size != expected:
+                    raise BadBlock(f"{about.st_size} bytes instead of {expected}")
                 header = bytearray(HEADER_BYTES)
                 _fill(file, memoryview(header))
                 _fill(file, into)
-                if header != self._header(key, into):
+                if header != self._header(item, into):
                     raise BadBlock("header or checksum differ")
             finally:
                 os.close(file)
@@ -104,10 +117,10 @@ class BlockFiles:
                 raise BadBlock(str(error)) from error
             raise  # such as too many open files: the block may be good
 
-    def write(self, key: bytes, place: int, data: memoryview) -> None:
-        """Stores a block. Leaves no file behind if it fails."""
-        assert len(data) == self._block_bytes, (len(data), self._block_bytes)
-        name = f"{self.path}/{self.name(key, place)}"
+    def write(self, item: Item, data: memoryview) -> None:
+        """Stores an item. Leaves no file behind if it fails."""
+        assert len(data) == self.facts.bytes_of(item.group), (len(data), item)
+        name = f"{self.path}/{self.name(item)}"
         folder, _, base = name.rpartition("/")
         part = f"{folder}/.{base}.{os.getpid()}.{next(_numbers)}"
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -118,7 +131,7 @@ class BlockFiles:
             file = os.open(part, flags, 0o600)
         try:
             try:
-                for piece in (memoryview(self._header(key, data)), data):
+                for piece in (memoryview(self._header(item, data)), data):
                     while piece:
                         piece = piece[os.write(file, piece) :]
             finally:
@@ -128,10 +141,10 @@ class BlockFiles:
             os.unlink(part)
             raise
 
-    def touch(self, key: bytes, place: int, used_ns: int) -> None:
+    def touch(self, item: Item, used_ns: int) -> None:
         """Sets the time of the last use, if the file still exists."""
         with suppress(FileNotFoundError):
-            os.utime(f"{self.path}/{self.name(key, place)}", ns=(used_ns, used_ns))
+            os.utime(f"{self.path}/{self.name(item)}", ns=(used_ns, used_ns))
 
     def remove(self, name: str) -> None:
         """Removes a file, if it still exists. name: relative to the folder."""
@@ -141,30 +154,43 @@ class BlockFiles:
     def scan(self) -> Iterator[Found]:
         """Everything in the folder that this class could have written, of any model. Files may disappear meanwhile."""
         for model in _folders(self.path, 16):
-            for digits in _folders(model.path, 2):
+            for digits in [*_folders(model.path, 2), *_state_folder(model.path)]:
                 for entry in _entries(digits.path):
                     try:
                         about = entry.stat(follow_symlinks=False)
                     except OSError:
                         continue
                     name = f"{model.name}/{digits.name}/{entry.name}"
-                    key, place = _parse(entry.name)
-                    if model.name != self._model or about.st_size != self.file_bytes or entry.name[:2] != digits.name:
-                        key = None
-                    yield Found(name, about.st_size, about.st_mtime_ns, key, place)
+                    yield Found(name, about.st_size, about.st_mtime_ns, self._item(name, about.st_size))
 
-    def _header(self, key: bytes, data: memoryview) -> bytes:
-        head = _MAGIC + _LENGTH.pack(self._block_bytes) + self._model_key
-        digest = blake2b(head + key, digest_size=_DIGEST_BYTES)
+    def states(self) -> list[Item]:
+        """The recurrent states of this model."""
+        items = []
+        for entry in _entries(f"{self.path}/{self._model}/{_STATES}"):
+            with suppress(OSError):
+                item = self._item(f"{self._model}/{_STATES}/{entry.name}", entry.stat(follow_symlinks=False).st_size)
+                if item is not None:
+                    items.append(item)
+        return items
+
+    def _item(self, name: str, size: int) -> Item | None:
+        """What a file of this name and size should be; None if it is not of this model."""
+        item = _parse(name.rpartition("/")[2])
+        is_ours = item is not None and item.group < self.facts.num_groups and self.name(item) == name
+        return item if is_ours and item is not None and size == self.file_bytes(item.group) else None
+
+    def _header(self, item: Item, data: memoryview) -> bytes:
+        head = _MAGIC + _LENGTH.pack(len(data)) + self.facts.model_key
+        digest = blake2b(head + item.name, digest_size=_DIGEST_BYTES)
         digest.update(data)
         return head + digest.digest()
 
 
 def open_folder(connector: str, options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
     """The files in the folder of the option `path`, and the option `size` in bytes. Raises ConfigError."""
-    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
+    files = BlockFiles(path=options["path"], facts=facts)
     size = size_of(connector, options)
-    num_blocks_of(connector, size, files.file_bytes)
+    num_blocks_of(connector, size, max(map(files.file_bytes, range(facts.num_groups))))
     files.open(connector)
     return files, size
 
@@ -197,12 +223,26 @@ def _entries(path: str) -> list["os.DirEntry[str]"]:
         return []
 
 
-def _parse(name: str) -> tuple[bytes | None, int]:
-    """(key, place) of a file's name; (None, 0) if it is no block's."""
-    digits, _, place = name.partition(".")
-    if len(digits) != 64 or not set(digits) <= _DIGITS or not place.isdecimal() or not place.isascii():
-        return None, 0
-    return bytes.fromhex(digits), int(place)
+def _state_folder(path: str) -> Iterator["os.DirEntry[str]"]:
+    return (entry for entry in _entries(path) if entry.name == _STATES and entry.is_dir(follow_symlinks=False))
+
+
+def _parse(name: str) -> Item | None:
+    """The item of a file's name; None if it is none."""
+    digits, *numbers = name.split(".")
+    parent: bytes | None = None
+    if len(numbers) == 4:
+        behind = numbers.pop()
+        if len(behind) != 64 or not set(behind) <= _DIGITS:
+            return None
+        parent = bytes.fromhex(behind)
+    if len(digits) != 64 or not set(digits) <= _DIGITS or len(numbers) not in (1, 3):
+        return None
+    if not all(number.isdecimal() and number.isascii() for number in numbers):
+        return None
+    place, group, num = (*map(int, numbers), 0, 0)[:3]
+    return Item(item_name(bytes.fromhex(digits), group), place, parent, group, num) if group < 256 else None
 
 
 _DIGITS = set("0123456789abcdef")
+_STATES = "states"

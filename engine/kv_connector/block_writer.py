@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from ..core.kv_connector import Item
 from .block_files import BlockFiles
 from .room import Room
 
@@ -29,7 +30,7 @@ class BlockWriter:
         self._overwrite = overwrite
         self._max_bytes = max_bytes
         self._jobs: deque[Callable[[], None]] = deque()
-        self._pending: dict[bytes, memoryview] = {}  # key → the block, until its file is there
+        self._pending: dict[bytes, memoryview] = {}  # name → the item's bytes, until its file is there
         self._num_bytes = 0  # of all blocks in `_jobs` and the one being written
         self._is_closing = False
         self._is_failing = False  # the last write failed; logged once
@@ -37,29 +38,30 @@ class BlockWriter:
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}-writer", daemon=True)
         self._thread.start()
 
-    def room_for(self, num_bytes_each: int) -> int:
-        """How many blocks of that size `save` accepts now."""
-        return max(0, self._max_bytes - self._num_bytes) // num_bytes_each
+    @property
+    def room(self) -> int:
+        """How many bytes `save` accepts now."""
+        return max(0, self._max_bytes - self._num_bytes)
 
-    def pending(self, key: bytes) -> memoryview | None:
-        """The block, if it waits to be written."""
+    def pending(self, item: Item) -> memoryview | None:
+        """Its bytes, if it waits to be written."""
         with self._condition:
-            return self._pending.get(key)
+            return self._pending.get(item.name)
 
-    def save(self, key: bytes, place: int, data: memoryview) -> None:
-        """Writes a block. The caller has checked `room_for` and no longer changes `data`."""
+    def save(self, item: Item, data: memoryview) -> None:
+        """Writes an item. The caller has checked `room` and no longer changes `data`."""
         with self._condition:
-            self._pending[key] = data
+            self._pending[item.name] = data
             self._num_bytes += len(data)
-        self._add(partial(self._write, key, place, data))
+        self._add(partial(self._write, item, data))
 
     def remove(self, name: str) -> None:
         self._add(partial(self._files.remove, name))
 
-    def touch(self, key: bytes, place: int, used_ns: int) -> None:
-        """Records when a block was used. Dropped if too many jobs wait."""
+    def touch(self, item: Item, used_ns: int) -> None:
+        """Records when an item was used. Dropped if too many jobs wait."""
         if len(self._jobs) < _MAX_JOBS:
-            self._add(partial(self._files.touch, key, place, used_ns))
+            self._add(partial(self._files.touch, item, used_ns))
 
     def close(self, grace_s: float) -> None:
         """Writes what waits, for at most `grace_s`."""
@@ -96,14 +98,14 @@ class BlockWriter:
                 log.warning("%s: blocks cannot be written: %s", self._name, error)
             self._is_failing = True
 
-    def _write(self, key: bytes, place: int, data: memoryview) -> None:
+    def _write(self, item: Item, data: memoryview) -> None:
         try:
-            if self._overwrite or not self._files.has(key, place):
-                self._room.before_write(self._files.file_bytes)
-                self._files.write(key, place, data)
+            if self._overwrite or not self._files.has(item):
+                self._room.before_write(self._files.file_bytes(item.group))
+                self._files.write(item, data)
             self._is_failing = False
         finally:
             with self._condition:
                 self._num_bytes -= len(data)
-                if self._pending.get(key) is data:
-                    del self._pending[key]
+                if self._pending.get(item.name) is data:
+                    del self._pending[item.name]

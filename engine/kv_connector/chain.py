@@ -1,4 +1,4 @@
-"""Several connectors as one, nearest first: each is asked to continue where the one before it ends.
+"""Several connectors as one, nearest first: each is asked about what those before it lack.
 
 The parts may be any connectors. A request's load is over when all parts involved are done, and so is the sending of an
 ended request whose blocks several parts hold.
@@ -7,13 +7,13 @@ ended request whose blocks several parts hold.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import WorkerConnector
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ChainLoad(Struct, frozen=True, array_like=True):
 
     rid: int
     num_parts: int
-    blocks: bytes  # int32
+    blocks: bytes  # int32, pages
 
 
 class ChainMeta(Struct, frozen=True, array_like=True):
@@ -39,48 +39,51 @@ class ChainMeta(Struct, frozen=True, array_like=True):
 
 
 class ChainCore:
-    def __init__(self, parts: Sequence[CoreConnector], *, block_size: int) -> None:
+    def __init__(self, parts: Sequence[TierConnector]) -> None:
         self._parts = tuple(parts)
-        self._block_size = block_size
-        self._matched: dict[int, list[int]] = {}  # rid → tokens that each part had when it was last asked
+        self._owners: dict[int, dict[bytes, int]] = {}  # rid → item that was asked about → the nearest part that has it
         self._loads: list[ChainLoad] = []  # of the plan being made
         self._kept: list[tuple[int, int]] = []  # of the plan being made
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._matched.pop(request.rid, None)
-        shares = []
-        spans_steps = False
-        reached = num_computed_tokens
-        for part in self._parts:
-            num, is_async = part.get_num_new_matched_tokens(request, reached)
-            if num is None:
-                return None, True
-            shares.append(num)
-            spans_steps |= is_async and num > 0
-            reached += num
-        if reached > num_computed_tokens:
-            self._matched[request.rid] = shares
-            if len(self._matched) > _MAX_MATCHES:
-                del self._matched[next(iter(self._matched))]
-        return reached - num_computed_tokens, spans_steps
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        """Each part is asked about what those before it lack."""
+        owners = self._owners.setdefault(request.rid, {})
+        left: Sequence[Item] = items
+        for number, part in enumerate(self._parts):
+            answer = part.available(request, left)
+            if answer is None:
+                return None
+            has = [*answer, *[False] * (len(left) - len(answer))]
+            owners.update((item.name, number) for item, ok in zip(left, has, strict=True) if ok)
+            left = [item for item, ok in zip(left, has, strict=True) if not ok]
+        for item in left:
+            owners.pop(item.name, None)
+        while len(self._owners) > _MAX_MATCHES:
+            del self._owners[next(iter(self._owners))]
+        lacking = {item.name for item in left}
+        return [item.name not in lacking for item in items]
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """If less is loaded than was matched, the last parts load less."""
-        first = len(block_ids) * self._block_size - num_external_tokens
-        if request.rid not in self._matched:
-            self.get_num_new_matched_tokens(request, first)
-        shares = self._matched.pop(request.rid, None) or [0] * len(self._parts)
-        left = num_external_tokens
-        num_parts = 0
-        for i, (part, share) in enumerate(zip(self._parts, shares, strict=True)):
-            # What no part has any more goes to the last part, which will report it as failed.
-            num = left if i == len(shares) - 1 else min(share, left)
-            if num > 0:
-                left -= num
-                num_parts += 1
-                part.update_state_after_alloc(request, block_ids[: len(block_ids) - left // self._block_size], num)
-        blocks = block_ids[first // self._block_size :]
-        self._loads.append(ChainLoad(request.rid, num_parts, ids_to_bytes(list(blocks))))
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        found: dict[bytes, int] = {}
+        owners = self._owners.setdefault(request.rid, {})
+        for number, part in reversed(list(enumerate(self._parts))):
+            for key, num in part.standing(request, behind, place).items():
+                found[key] = num
+                owners[_state(key)] = number
+        return found
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """Each part loads what it has; what no part has any more goes to the last one, which reports it as failed."""
+        owners = self._owners.pop(request.rid, {})
+        shares: list[list[Held]] = [[] for _ in self._parts]
+        for one in held:
+            number = owners.get(one.item.name, owners.get(_state(one.item.key), len(shares) - 1))
+            shares[number].append(one)
+        for part, share in zip(self._parts, shares, strict=True):
+            if share:
+                part.load(request, share)
+        pages = [page for one in held for page in one.pages]
+        self._loads.append(ChainLoad(request.rid, sum(map(bool, shares)), ids_to_bytes(pages)))
 
     def build_connector_meta(self) -> bytes:
         parts = tuple(part.build_connector_meta() for part in self._parts)
@@ -92,9 +95,9 @@ class ChainCore:
         self._kept.clear()
         return msgpack.encode(meta)
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        self._matched.pop(request.rid, None)
-        num = sum([part.request_finished(request, block_ids) for part in self._parts])
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        self._owners.pop(request.rid, None)
+        num = sum([part.ended(request, held) for part in self._parts])
         if num:
             self._kept.append((request.rid, num))
         return num > 0
@@ -115,7 +118,7 @@ class ChainCore:
         return tuple(tier for part in self._parts for tier in part.tiers())
 
     def reset(self) -> None:
-        self._matched.clear()
+        self._owners.clear()
         self._loads.clear()
         self._kept.clear()
         for part in self._parts:
@@ -124,6 +127,11 @@ class ChainCore:
     def close(self) -> None:
         for part in self._parts:
             part.close()
+
+
+def _state(key: bytes) -> bytes:
+    """The name of a state among those of items, whose group this file does not know."""
+    return b"state" + key
 
 
 class ChainWorker:

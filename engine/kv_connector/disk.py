@@ -1,20 +1,21 @@
-"""The disk tier: the full blocks of ended requests are kept in files, also across restarts. This is the core half.
+"""The disk tier: what ended requests held is kept in files, also across restarts. This is the core half.
 
 It lists the folder once at start and from then on tracks the contents itself, because no other engine uses the folder.
 It may be wrong about a file that failed to be written or was removed by hand: the load of such a block fails, the
 request computes it, and the key is forgotten here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred
 from ..core.eviction import EvictionQueue
-from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, is_part, open_folder
 from .file_meta import FilePlan
-from .ledger import Ledger, num_matched
+from .ledger import Ledger, names_of, parent_name, tail_first
 from .options import check_names, eviction_of, size_of
+from .states import StateIndex
 
 
 class DiskConnector:
@@ -27,10 +28,10 @@ class DiskConnector:
         eviction_of("disk", options)
 
     @staticmethod
-    def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
+    def core(options: Options, facts: ConnectorFacts) -> TierConnector:
         DiskConnector.check(options)
         files, size = open_folder("disk", options, facts)
-        return DiskCore(files=files, size=size, block_size=facts.block_size, queue=eviction_of("disk", options))
+        return DiskCore(files=files, size=size, facts=facts, queue=eviction_of("disk", options))
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
@@ -43,50 +44,55 @@ class DiskConnector:
 
 
 class DiskCore:
-    def __init__(self, *, files: BlockFiles, size: int, block_size: int, queue: EvictionQueue) -> None:
+    def __init__(self, *, files: BlockFiles, size: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
         self._files = files
         self._size = size
-        self._block_size = block_size
-        self._queue = queue  # of all blocks that are stored or planned to be
+        self._block_size = facts.block_size
+        self._state_group = facts.state
+        self._queue = queue  # of the names in `_kept`
+        self._kept: dict[bytes, Item] = {}  # all that is stored or planned to be
+        self._states = StateIndex(facts.state)
         self._others: list[tuple[str, int]] = []  # (name, size) of files of other models; the last is removed first
         self._bytes = 0  # of all files
         self._plan = FilePlan()
-        self._ledger = Ledger("disk", block_size)
+        self._ledger = Ledger("disk", facts.block_size, facts.state)
         self._list()
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num = num_matched(request, num_computed_tokens, self._block_size, lambda key, _: key in self._queue)
-        return num * self._block_size, num > 0
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        return [item.name in self._kept for item in items]
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """A block that was evicted since it was matched will fail to load."""
-        num = num_external_tokens // self._block_size
-        keys = request.block_keys(len(block_ids), self._block_size)
-        self._queue.used(keys)
-        self._plan.used.update(zip(keys, range(len(keys)), strict=True))
-        for key in keys[-num:]:
-            self._queue.pin(key)
-        self._ledger.begin_load(request.rid, block_ids[-num:], keys[-num:])
-        self._plan.load(request.rid, block_ids[-num:], keys[-num:], len(keys) - num)
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        return self._states.behind(behind)
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """What was evicted since it was matched will fail to load."""
+        names = names_of(request, held, self._block_size)
+        self._queue.used(names)
+        self._plan.use(self._kept[name] for name in names if name in self._kept)
+        for item, _ in held:
+            self._queue.pin(item.name)
+        self._ledger.begin_load(request.rid, held)
+        self._plan.load(request.rid, held)
 
     def build_connector_meta(self) -> bytes:
         return self._plan.take()
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """Saves the blocks that are not there."""
-        keys = request.block_keys(request.num_computed // self._block_size, self._block_size)
-        keys = keys[: self._size // self._files.file_bytes]
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        """Saves what is not there."""
         stored = []
-        for i in range(len(keys) - 1, -1, -1):  # the tail first, so that it is the oldest and is evicted first
-            parent = keys[i - 1] if i else None
-            if keys[i] in self._queue:
-                self._queue.touched(keys[i], parent)
-                self._plan.used[keys[i]] = i
+        for one in tail_first(first_that_fit(held, self._size, self._files)):
+            item = one.item
+            parent = parent_name(item, self._state_group)
+            if item.name in self._kept:
+                self._queue.touched(item.name, parent)
+                self._plan.use([item])
                 continue
-            self._queue.added(keys[i], i, parent)
-            self._bytes += self._files.file_bytes
-            self._plan.save[keys[i]] = (block_ids[i], i)
-            stored.append(keys[i])
+            self._queue.added(item.name, item.place, parent)
+            self._kept[item.name] = item
+            self._states.add(item)
+            self._bytes += self._files.file_bytes(item.group)
+            self._plan.save[item.name] = one
+            stored.append(item)
         self._ledger.stored(stored)
         self._make_room()
         return False
@@ -96,21 +102,21 @@ class DiskCore:
 
     def update_connector_output(self, output: Transferred) -> None:
         over, failed = self._ledger.end_loads(output)
-        for key in over:
-            self._queue.unpin(key)
+        for item in over:
+            self._queue.unpin(item.name)
         self._forget(failed)
 
     def take_events(self) -> list[KvEvent]:
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        return (self._ledger.snapshot(len(self._queue), self._size // self._files.file_bytes),)
+        return (self._ledger.snapshot(len(self._queue), self._size // self._files.file_bytes()),)
 
     def reset(self) -> None:
         """Whether blocks that were planned but not written exist turns out when they are read."""
-        for key in self._ledger.forget_loads():
-            self._queue.unpin(key)
-        self._forget(list(self._plan.save))
+        for item in self._ledger.forget_loads():
+            self._queue.unpin(item.name)
+        self._forget([item for item, _ in self._plan.save.values()])
         remove = list(self._plan.remove)
         self._plan.clear()
         self._plan.remove = remove
@@ -120,18 +126,20 @@ class DiskCore:
 
     def _list(self) -> None:
         """Lists what earlier engines stored. The worker removes partial files."""
-        keys = []
+        items = []
         for found in sorted(self._files.scan(), key=lambda found: (found.used_ns, -found.place)):
             if is_part(found.name):
                 continue
             self._bytes += found.size
-            if found.key is None:
+            if found.item is None:
                 self._others.append((found.name, found.size))
-            elif found.key not in self._queue:
-                self._queue.added(found.key, found.place)
-                keys.append(found.key)
+            elif found.item.name not in self._kept:
+                self._queue.added(found.item.name, found.item.place)
+                self._kept[found.item.name] = found.item
+                self._states.add(found.item)
+                items.append(found.item)
         self._others.reverse()
-        self._ledger.found(keys)
+        self._ledger.found(items)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -141,15 +149,32 @@ class DiskCore:
             self._plan.remove.append(name)
             self._bytes -= size
         while self._bytes > self._size and (victim := self._queue.evict()) is not None:
-            self._bytes -= self._files.file_bytes
-            if self._plan.save.pop(victim.key, None) is None:
-                self._plan.remove.append(self._files.name(victim.key, victim.place))
-            self._ledger.evicted(victim.key)
+            item = self._remove(victim.key)
+            if self._plan.save.pop(item.name, None) is None:
+                self._plan.remove.append(self._files.name(item))
+            self._ledger.evicted(item)
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
-        """Forgets blocks that are missing or damaged. Two loads may report the same block."""
-        known = [key for key in dict.fromkeys(keys) if key in self._queue]
-        for key in known:
-            self._queue.removed(key)
-            self._bytes -= self._files.file_bytes
+    def _forget(self, items: Sequence[Item]) -> None:
+        """Forgets what is missing or damaged. Two loads may report the same item."""
+        known = [item for item in dict.fromkeys(items) if item.name in self._kept]
+        for item in known:
+            self._queue.removed(item.name)
+            self._remove(item.name)
         self._ledger.removed(known)
+
+    def _remove(self, name: bytes) -> Item:
+        item = self._kept.pop(name)
+        self._states.remove(name)
+        self._bytes -= self._files.file_bytes(item.group)
+        return item
+
+
+def first_that_fit(held: Sequence[Held], size: int, files: BlockFiles) -> list[Held]:
+    """The first of these items, as many as fit into so many bytes."""
+    fit = []
+    for one in held:
+        size -= files.file_bytes(one.item.group)
+        if size < 0:
+            break
+        fit.append(one)
+    return fit

@@ -1,26 +1,42 @@
 """The metadata that the core halves of `disk` and `shared` send their worker half, and how they collect it."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from msgspec import Struct, msgpack
 
 from ...ipc.messages import ids_to_bytes
+from ..core.kv_connector import Held, Item, item_name
+from .base import ConnectorFacts
 
 KEY_BYTES = 32
 
 
 class BlockColumns(Struct, frozen=True, array_like=True):
-    """Blocks of the cache and their files, as columns."""
+    """Items, the pages of the cache that hold them, and what names their files, as columns."""
 
-    blocks: bytes  # int32
-    keys: bytes  # 32 bytes each
+    blocks: bytes  # int32: the pages of each item in turn
+    names: bytes  # 32 bytes each
     places: bytes  # int32
+    # Empty: all are full blocks of the first group.
+    groups: bytes = b""  # 1 byte each
+    nums: bytes = b""  # int32: see `Item`
+    parents: bytes = b""  # 32 bytes each, only zeros if there is none
 
-    def files(self) -> list[tuple[bytes, int]]:
-        """(key, place) of each file."""
-        keys = [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
-        return list(zip(keys, array("i", self.places), strict=True))
+    def items(self) -> list[Item]:
+        places = array("i", self.places)
+        groups, nums = self.groups or bytes(len(places)), array("i", self.nums or bytes(4 * len(places)))
+        items = []
+        for i, (place, group, num) in enumerate(zip(places, groups, nums, strict=True)):
+            name, parent = (part[i * KEY_BYTES : (i + 1) * KEY_BYTES] for part in (self.names, self.parents))
+            items.append(Item(item_name(name, group), place, parent if any(parent) else None, group, num))
+        return items
+
+    def held(self, facts: ConnectorFacts) -> list[Held]:
+        """The items with their pages."""
+        pages = iter(array("i", self.blocks))
+        return [Held(item, tuple(islice(pages, facts.pages_of(item.group)))) for item in self.items()]
 
 
 class FileLoad(Struct, frozen=True, array_like=True):
@@ -39,8 +55,15 @@ class FileMeta(Struct, frozen=True, array_like=True):
     used: BlockColumns  # files that requests used, which may be missing; `blocks` is empty
 
 
-def columns(blocks: Sequence[int], keys: Sequence[bytes], places: Sequence[int]) -> BlockColumns:
-    return BlockColumns(ids_to_bytes(list(blocks)), b"".join(keys), ids_to_bytes(list(places)))
+def columns(held: Sequence[Held]) -> BlockColumns:
+    items = [item for item, _ in held]
+    blocks = ids_to_bytes([page for _, pages in held for page in pages])
+    names, places = b"".join([item.name for item in items]), ids_to_bytes([item.place for item in items])
+    if not any(item.group or item.num for item in items):
+        return BlockColumns(blocks, names, places)
+    parents = b"".join([item.parent or bytes(KEY_BYTES) for item in items])
+    groups, nums = bytes(item.group for item in items), ids_to_bytes([item.num for item in items])
+    return BlockColumns(blocks, names, places, groups, nums, parents)
 
 
 class FilePlan:
@@ -48,22 +71,24 @@ class FilePlan:
 
     def __init__(self) -> None:
         self.remove: list[str] = []
-        self.save: dict[bytes, tuple[int, int]] = {}  # key → block, place
+        self.save: dict[bytes, Held] = {}  # by name
         self.loads: list[FileLoad] = []
-        self.used: dict[bytes, int] = {}  # key → place
+        self.used: dict[bytes, Item] = {}  # by name
 
-    def load(self, rid: int, blocks: Sequence[int], keys: Sequence[bytes], first_place: int) -> None:
-        """Adds a load of consecutive blocks of a request."""
-        places = range(first_place, first_place + len(blocks))
-        self.loads.append(FileLoad(rid, columns(blocks, keys, places)))
+    def load(self, rid: int, held: Sequence[Held]) -> None:
+        """Adds a load of a request."""
+        self.loads.append(FileLoad(rid, columns(held)))
+
+    def use(self, items: Iterable[Item]) -> None:
+        """Records that a request used these."""
+        self.used.update((item.name, item) for item in items)
 
     def take(self) -> bytes:
         """The encoded work, empty if there is none; clears it."""
         if not self.remove and not self.save and not self.loads and not self.used:
             return b""
-        save = columns([b for b, _ in self.save.values()], list(self.save), [p for _, p in self.save.values()])
-        used = columns([], list(self.used), list(self.used.values()))
-        meta = FileMeta(tuple(self.remove), save, tuple(self.loads), used)
+        used = columns([Held(item, ()) for item in self.used.values()])
+        meta = FileMeta(tuple(self.remove), columns(list(self.save.values())), tuple(self.loads), used)
         self.clear()
         return msgpack.encode(meta)
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 from msgspec import msgpack
 from torch import Tensor
 
-from ...ipc.messages import bytes_to_ids
 from ..attention.kv_cache import KvCache
+from ..core.kv_connector import Held, Item
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .block_files import BadBlock, BlockFiles
@@ -35,14 +36,12 @@ log = logging.getLogger("pagewire.kv")
 
 class _Wanted(NamedTuple):
     rid: int
-    block: int
-    key: bytes
-    place: int
+    held: Held
 
 
 class _Read(NamedTuple):
     wanted: _Wanted
-    row: Tensor | None  # uint8 [block_bytes]; None: the read failed
+    rows: Tensor | None  # uint8 [pages, bytes of a page]; None: the read failed
     problem: str
 
 
@@ -59,12 +58,13 @@ class FileWorker:
     ) -> None:
         self._name = name
         self._files = files
-        self._block_bytes = facts.block_bytes
+        self._facts = facts
         self._decoder = msgpack.Decoder(FileMeta)
         self._meta: FileMeta | None = None
         self._writer = BlockWriter(name=name, files=files, room=room, overwrite=overwrite, max_bytes=backlog_bytes)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix=f"kv-{name}-reader")
-        self._window = max(_NUM_READERS, _WINDOW_BYTES // self._block_bytes)
+        largest = max(map(facts.bytes_of, range(facts.num_groups)))
+        self._window = max(_NUM_READERS, _WINDOW_BYTES // largest)
         self._wanted: deque[_Wanted] = deque()  # not given to a reader yet
         self._num_reading = 0  # given to a reader and not in the cache yet
         self._done: SimpleQueue[_Read] = SimpleQueue()
@@ -82,7 +82,7 @@ class FileWorker:
 
     def register_kv_caches(self, cache: KvCache) -> None:
         self._copier = BlockCopier(cache)
-        assert self._copier.block_bytes == self._block_bytes, (self._copier.block_bytes, self._block_bytes)
+        assert self._copier.block_bytes == self._facts.block_bytes, (self._copier.block_bytes, self._facts)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
         self._meta = self._decoder.decode(metadata)
@@ -95,15 +95,14 @@ class FileWorker:
             self._writer.remove(name)
         self._save(meta)
         now_ns = time.time_ns()
-        for key, place in meta.used.files():
-            self._writer.touch(key, place, now_ns)
+        for item in meta.used.items():
+            self._writer.touch(item, now_ns)
         for load in meta.loads:
-            blocks = bytes_to_ids(load.columns.blocks)
+            held = load.columns.held(self._facts)
             if not self._left:
                 self._busy_since = time.perf_counter()
-            self._left[load.rid] = len(blocks)
-            for block, (key, place) in zip(blocks, load.columns.files(), strict=True):
-                self._wanted.append(_Wanted(load.rid, block, key, place))
+            self._left[load.rid] = len(held)
+            self._wanted.extend(_Wanted(load.rid, one) for one in held)
         self._feed_readers()
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -116,31 +115,31 @@ class FileWorker:
         pass
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """Puts the blocks that were read into the cache, one chunk at most, so that a step is not held up for long."""
-        blocks: list[int] = []
+        """Puts what was read into the cache, about one chunk at most, so that a step is not held up for long."""
+        pages: list[int] = []
         rows: list[Tensor] = []
-        while len(rows) < self._copier.chunk:
+        while len(pages) < self._copier.chunk:
             try:
                 read = self._done.get_nowait()
             except Empty:
                 break
             self._num_reading -= 1
             self._left[read.wanted.rid] -= 1
-            if read.row is None:
+            if read.rows is None:
                 self._bad.setdefault(read.wanted.rid, []).append(read)
             else:
-                blocks.append(read.wanted.block)
-                rows.append(read.row)
+                pages += read.wanted.held.pages
+                rows.append(read.rows)
         if rows:
-            self._copier.write(blocks, torch.stack(rows))
-            self._num_loaded += len(rows)
+            self._copier.write(pages, torch.cat(rows))
+            self._num_loaded += len(pages)
         self._feed_readers()
         loaded = {rid for rid, left in self._left.items() if left == 0}
         self._failed_of_named = set()
         for rid in loaded:
             del self._left[rid]
             if bad := self._bad.pop(rid, None):
-                self._failed_of_named.update(read.wanted.block for read in bad)
+                self._failed_of_named.update(read.wanted.held.pages[0] for read in bad)
                 log.warning(
                     "%s: %d blocks could not be read and are computed again; the first error: %s",
                     self._name,
@@ -173,20 +172,22 @@ class FileWorker:
 
     def _save(self, meta: FileMeta) -> None:
         """Copies the blocks out and passes them to the writer."""
-        blocks, files = bytes_to_ids(meta.save.blocks), meta.save.files()
-        fit = self._writer.room_for(self._block_bytes)
-        if len(blocks) > fit:  # the first blocks of sequences come last and are kept
-            if not self._is_dropping:
-                log.warning("%s: blocks come faster than they can be written; some are not kept", self._name)
-            blocks, files = blocks[len(blocks) - fit :], files[len(files) - fit :]
-            self._is_dropping = True
-        elif blocks:
-            self._is_dropping = False
-        names = iter(files)
-        for rows in self._copier.read(blocks):
-            for row in rows:
-                key, place = next(names)
-                self._writer.save(key, place, row.numpy().data)
+        held, room = meta.save.held(self._facts), self._writer.room
+        fit = []
+        for one in reversed(held):  # the first blocks of sequences come last and are kept
+            room -= self._facts.bytes_of(one.item.group)
+            if room >= 0:
+                fit.append(one)
+        if len(fit) < len(held) and not self._is_dropping:
+            log.warning("%s: blocks come faster than they can be written; some are not kept", self._name)
+        if held:
+            self._is_dropping = len(fit) < len(held)
+        fit.reverse()
+        pages = [page for one in fit for page in one.pages]
+        rows = (row for chunk in self._copier.read(pages) for row in chunk)
+        for item, own in fit:
+            parts = list(islice(rows, len(own)))
+            self._writer.save(item, (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy().data)
 
     def _feed_readers(self) -> None:
         while self._wanted and self._num_reading < self._window:
@@ -195,30 +196,30 @@ class FileWorker:
 
     def _read(self, wanted: _Wanted) -> None:
         """A reader's job."""
-        row: Tensor | None = None
+        rows: Tensor | None = None
         problem = ""
         try:
-            row = self._fill(wanted)
+            rows = self._fill(wanted.held.item)
         except BadBlock as error:
             problem = str(error)
             self._discard(wanted)
         except Exception as error:  # after any error the request can compute the block
-            row, problem = None, f"{type(error).__name__}: {error}"
-        self._done.put(_Read(wanted, row, problem))
+            rows, problem = None, f"{type(error).__name__}: {error}"
+        self._done.put(_Read(wanted, rows, problem))
 
-    def _fill(self, wanted: _Wanted) -> Tensor:
-        row = torch.empty(self._block_bytes, dtype=torch.uint8)
+    def _fill(self, item: Item) -> Tensor:
+        row = torch.empty(self._facts.bytes_of(item.group), dtype=torch.uint8)
         into = row.numpy().data
-        waiting = self._writer.pending(wanted.key)
+        waiting = self._writer.pending(item)
         if waiting is not None:
             into[:] = waiting
         else:
-            self._files.read(wanted.key, wanted.place, into)
-        return row
+            self._files.read(item, into)
+        return row.view(-1, self._facts.block_bytes)
 
     def _discard(self, wanted: _Wanted) -> None:
         """Removes a damaged file, so that a good one can take its name."""
         try:
-            self._files.remove(self._files.name(wanted.key, wanted.place))
+            self._files.remove(self._files.name(wanted.held.item))
         except OSError as error:
             log.warning("%s: a damaged file cannot be removed: %s", self._name, error)

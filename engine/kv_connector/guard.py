@@ -8,15 +8,17 @@ way, beside the connector's own metadata. A call that never returns cannot be ha
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from ...errors import ConfigError
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from ..core.kv_connector import CoreConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, KVConnector, Options, WorkerConnector
+from .one_group import OneGroup
 
 if TYPE_CHECKING:
     from ..attention.kv_cache import KvCache
@@ -33,9 +35,23 @@ R = TypeVar("R")
 class UnderWay(Struct, frozen=True, array_like=True):
     """The metadata for the worker's side."""
 
-    loads: tuple[tuple[int, bytes], ...]  # rid, and its blocks (int32) to be filled
+    loads: tuple[tuple[int, bytes], ...]  # rid, and the first page (int32) of each item to be filled
     held: tuple[int, ...]  # ended rids whose blocks wait for `Transferred.sent`
     metadata: bytes  # the connector's own
+
+
+def tier_connector(core: CoreConnector | TierConnector, name: str, facts: ConnectorFacts) -> TierConnector:
+    """A core half as the scheduler calls it. Raises ConfigError if it cannot store what the model keeps."""
+    if isinstance(core, TierConnector):
+        return core
+    if facts.groups:
+        core.close()
+        kinds = ", ".join(group.kind for group in facts.groups)
+        raise ConfigError(
+            f"--kv-connector {name} stores the blocks of one group of full attention, and this model's cache has "
+            f"{facts.num_groups} of the kinds {kinds}; start without this connector."
+        )
+    return OneGroup(core, block_size=facts.block_size)
 
 
 class Guarded:
@@ -50,8 +66,8 @@ class Guarded:
         if (check := getattr(self._connector, "check", None)) is not None:
             check(options)
 
-    def core(self, options: Options, facts: ConnectorFacts) -> CoreConnector:
-        return GuardedCore(self._connector.core(options, facts), self._name, facts.block_size)
+    def core(self, options: Options, facts: ConnectorFacts) -> TierConnector:
+        return GuardedCore(tier_connector(self._connector.core(options, facts), self._name, facts), self._name)
 
     def worker(self, options: Options, facts: ConnectorFacts) -> WorkerConnector:
         return GuardedWorker(self._connector.worker(options, facts), self._name)
@@ -76,28 +92,29 @@ class _Half:
 
 
 class GuardedCore(_Half):
-    def __init__(self, inner: CoreConnector, name: str, block_size: int) -> None:
+    def __init__(self, inner: TierConnector, name: str) -> None:
         super().__init__(name)
         self._inner = inner
-        self._block_size = block_size
         self._loads: list[tuple[int, bytes]] = []  # for the next plan
         self._held: list[int] = []
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        def match() -> tuple[int | None, bool]:
-            num, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
-            if num is not None and not (
-                0 <= num < len(request.ids) - num_computed_tokens and num % self._block_size == 0
-            ):
-                raise ValueError(f"a match of {num} out of {len(request.ids) - num_computed_tokens} tokens is invalid")
-            return num, is_async
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        def answer() -> Sequence[bool] | None:
+            answer: object = self._inner.available(request, items)
+            if answer is None:
+                return None
+            if not isinstance(answer, Sequence) or len(answer) > len(items):
+                raise ValueError(f"{answer!r} is no answer about {len(items)} items")
+            return [bool(one) for one in answer]
 
-        return self._call((0, False), match)
+        return self._call((), answer)
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        num = num_external_tokens // self._block_size
-        self._loads.append((request.rid, ids_to_bytes(list(block_ids[-num:]))))
-        self._call(None, self._inner.update_state_after_alloc, request, block_ids, num_external_tokens)
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        return self._call({}, self._inner.standing, request, behind, place)
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        self._loads.append((request.rid, ids_to_bytes([one.pages[0] for one in held])))
+        self._call(None, self._inner.load, request, held)
 
     def build_connector_meta(self) -> bytes:
         def build() -> bytes:
@@ -114,12 +131,8 @@ class GuardedCore(_Half):
         self._held.clear()
         return msgspec.msgpack.encode(under_way)
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        def finished() -> bool:
-            answer: object = self._inner.request_finished(request, block_ids)
-            return bool(answer[0] if isinstance(answer, tuple) else answer)  # vLLM's return a second value
-
-        holds = self._call(False, finished)
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        holds = self._call(False, self._inner.ended, request, held)
         if holds:
             self._held.append(request.rid)
         return holds

@@ -1,22 +1,23 @@
 """The host tier: blocks that are evicted from the device's prefix cache are kept in host memory.
 
 This also serves as swapping: the blocks of a preempted request stay in the prefix cache, those that are reused move to
-the host, and the request finds them at its next admission. This is the core half: which key is in which slot. It needs
-no reports from the worker, because plans run in order: the next plan can load what this plan stores.
+the host, and the request finds them at its next admission. This is the core half: which item is in which slots. It
+needs no reports from the worker, because plans run in order: the next plan can load what this plan stores.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, ids_to_bytes
 from ..core.eviction import EvictionQueue
-from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .host_meta import NO_SLOT, HostLoad, HostMeta
-from .ledger import Ledger, num_matched
+from .ledger import Ledger, names_of, parent_name
 from .options import check_names, eviction_of, num_blocks_of, size_of
+from .states import StateIndex
 
 
 class HostConnector:
@@ -29,44 +30,58 @@ class HostConnector:
         eviction_of("host", options)
 
     @staticmethod
-    def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
+    def core(options: Options, facts: ConnectorFacts) -> TierConnector:
         HostConnector.check(options)
-        num_slots = num_blocks_of("host", size_of("host", options), facts.block_bytes)
-        return HostCore(num_slots=num_slots, block_size=facts.block_size, queue=eviction_of("host", options))
+        return HostCore(num_slots=_num_slots(options, facts), facts=facts, queue=eviction_of("host", options))
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
         from .host_worker import HostWorker  # needs torch
 
         HostConnector.check(options)
-        return HostWorker(num_slots=num_blocks_of("host", size_of("host", options), facts.block_bytes), facts=facts)
+        return HostWorker(num_slots=_num_slots(options, facts), facts=facts)
+
+
+def _num_slots(options: Options, facts: ConnectorFacts) -> int:
+    return num_blocks_of("host", size_of("host", options), facts.block_bytes)
+
+
+class _Kept(NamedTuple):
+    item: Item
+    slots: list[int]  # one for each of its pages
 
 
 class HostCore:
-    def __init__(self, *, num_slots: int, block_size: int, queue: EvictionQueue) -> None:
+    """A slot is as large as a page of the cache."""
+
+    def __init__(self, *, num_slots: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
         self._num_slots = num_slots
-        self._block_size = block_size
-        self._queue = queue  # of the keys in `_slots`
-        self._slots: dict[bytes, int] = {}
+        self._block_size = facts.block_size
+        self._state_group = facts.state
+        self._queue = queue  # of the names in `_kept`
+        self._kept: dict[bytes, _Kept] = {}
+        self._states = StateIndex(facts.state)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._saves: dict[int, int] = {}  # slot → block, of the plan being made
+        self._saves: dict[int, int] = {}  # slot → page, of the plan being made
         self._loads: list[HostLoad] = []  # of the plan being made
-        self._ledger = Ledger("host", block_size)
+        self._ledger = Ledger("host", facts.block_size, facts.state)
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num = num_matched(request, num_computed_tokens, self._block_size, lambda key, _: key in self._slots)
-        return num * self._block_size, False
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        return [item.name in self._kept for item in items]
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        num = num_external_tokens // self._block_size
-        keys = request.block_keys(len(block_ids), self._block_size)
-        wanted, blocks = keys[-num:], block_ids[-num:]
-        self._queue.used(keys)
-        for key in wanted:
-            self._queue.pin(key)
-        self._ledger.begin_load(request.rid, blocks, wanted)
-        slots = [self._slots.get(key, NO_SLOT) for key in wanted]
-        self._loads.append(HostLoad(request.rid, ids_to_bytes(slots), array("i", blocks).tobytes()))
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        return self._states.behind(behind)
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        self._queue.used(names_of(request, held, self._block_size))
+        slots: list[int] = []
+        for item, pages in held:
+            self._queue.pin(item.name)
+            kept = self._kept.get(item.name)
+            slots += [NO_SLOT] * len(pages) if kept is None else kept.slots
+        self._ledger.begin_load(request.rid, held)
+        blocks = [page for one in held for page in one.pages]
+        self._loads.append(HostLoad(request.rid, ids_to_bytes(slots), ids_to_bytes(blocks)))
 
     def build_connector_meta(self) -> bytes:
         if not self._saves and not self._loads:
@@ -77,43 +92,46 @@ class HostCore:
         self._loads.clear()
         return msgpack.encode(meta)
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """Keeps nothing: the blocks stay in the prefix cache and come here when they are evicted."""
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        """Keeps nothing: what it holds stays in the prefix cache and comes here when it is evicted."""
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        for block, key, place, parent, _ in evicted:
-            if key in self._slots:
-                self._queue.touched(key)
+        for one in evicted:
+            item = one.item
+            if item.name in self._kept:
+                self._queue.touched(item.name)
                 continue
-            slot = self._take_slot()
-            if slot is None:
+            slots = self._take_slots(len(one.pages))
+            if slots is None:
                 break  # all slots are being loaded
-            self._slots[key] = slot
-            self._saves[slot] = block
-            self._queue.added(key, place, parent)
-            self._ledger.stored([key])
+            self._kept[item.name] = _Kept(item, slots)
+            self._states.add(item)
+            self._saves.update(zip(slots, one.pages, strict=True))
+            self._queue.added(item.name, item.place, parent_name(item, self._state_group))
+            self._ledger.stored([item])
 
     def update_connector_output(self, output: Transferred) -> None:
         over, failed = self._ledger.end_loads(output)
-        for key in over:
-            self._queue.unpin(key)
-        for key in failed:
-            self._drop(key)
+        for item in over:
+            self._queue.unpin(item.name)
+        for item in failed:
+            self._drop(item.name)
 
     def take_events(self) -> list[KvEvent]:
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        return (self._ledger.snapshot(len(self._slots), self._num_slots),)
+        return (self._ledger.snapshot(self._num_slots - len(self._free), self._num_slots),)
 
     def reset(self) -> None:
-        for key in self._ledger.forget_loads():
-            self._queue.unpin(key)
-        self._ledger.removed(self._slots)
-        for key in self._slots:
-            self._queue.removed(key)
-        self._slots.clear()
+        for item in self._ledger.forget_loads():
+            self._queue.unpin(item.name)
+        self._ledger.removed(kept.item for kept in self._kept.values())
+        for name in self._kept:
+            self._queue.removed(name)
+        self._kept.clear()
+        self._states.clear()
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._saves.clear()
         self._loads.clear()
@@ -121,20 +139,23 @@ class HostCore:
     def close(self) -> None:
         pass
 
-    def _take_slot(self) -> int | None:
-        """A slot for a new block; None if all are pinned."""
-        if self._free:
-            return self._free.pop()
-        victim = self._queue.evict()
-        if victim is None:
-            return None
-        self._ledger.evicted(victim.key)
-        return self._slots.pop(victim.key)
+    def _take_slots(self, num: int) -> list[int] | None:
+        """Slots for a new item; None if too many are pinned."""
+        while len(self._free) < num:
+            victim = self._queue.evict()
+            if victim is None:
+                return None
+            self._ledger.evicted(self._kept[victim.key].item)
+            self._release(victim.key)
+        return [self._free.pop() for _ in range(num)]
 
-    def _drop(self, key: bytes) -> None:
-        """Forgets a block whose contents are wrong. Two loads may report the same block."""
-        slot = self._slots.pop(key, None)
-        if slot is not None:
-            self._queue.removed(key)
-            self._ledger.removed([key])
-            self._free.append(slot)
+    def _release(self, name: bytes) -> None:
+        self._free += reversed(self._kept.pop(name).slots)
+        self._states.remove(name)
+
+    def _drop(self, name: bytes) -> None:
+        """Forgets an item whose contents are wrong. Two loads may report the same one."""
+        if (kept := self._kept.get(name)) is not None:
+            self._queue.removed(name)
+            self._ledger.removed([kept.item])
+            self._release(name)

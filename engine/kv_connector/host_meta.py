@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 NO_SLOT = -1
-"""The slot of a block that was matched but evicted before its load was planned: the load fails."""
+"""The slot of a page whose block was matched but evicted before its load was planned: the load fails."""
 
 
 class HostLoad(Struct, frozen=True, array_like=True):
@@ -11,12 +11,12 @@ class HostLoad(Struct, frozen=True, array_like=True):
 
     rid: int
     slots: bytes  # NO_SLOT: cannot be filled
-    blocks: bytes
+    blocks: bytes  # pages
 
 
 class HostMeta(Struct, frozen=True, array_like=True):
     """The worker half's work for a plan, in this order."""
 
-    save_blocks: bytes  # int32
+    save_blocks: bytes  # int32, pages
     save_slots: bytes  # int32, each at most once
     loads: tuple[HostLoad, ...]

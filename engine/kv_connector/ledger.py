@@ -1,82 +1,98 @@
 """The bookkeeping of a tier's core half, whatever the tier stores in: loads under way, counts and events."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids
-from ..core.kv_connector import KvEvent, KvRequest
+from ..core.kv_connector import Held, Item, KvEvent, KvRequest, item_name
 
 _KEYS_PER_EVENT = 256
 
 
-def num_matched(request: KvRequest, num_computed: int, block_size: int, has: Callable[[bytes, int], bool]) -> int:
-    """How many blocks after the first `num_computed` positions a tier has. has: of (key, index in the sequence).
+def names_of(request: KvRequest, held: Sequence[Held], block_size: int) -> list[bytes]:
+    """The names of these items, behind those of the blocks before them in their groups."""
+    last: dict[int, int] = {}
+    for item, _ in held:
+        last[item.group] = max(last.get(item.group, 0), item.place)
+    before = [item_name(key, group) for group, num in last.items() for key in request.block_keys(num, block_size)]
+    return list(dict.fromkeys([*before, *(item.name for item, _ in held)]))
 
-    The request's last position is left to be computed.
-    """
-    first = num_computed // block_size
-    keys = request.block_keys((len(request.ids) - 1) // block_size, block_size)
-    last = first
-    while last < len(keys) and has(keys[last], last):
-        last += 1
-    return last - first
+
+def parent_name(item: Item, state_group: int | None) -> bytes | None:
+    """The name of the block before an item in its group, which is evicted after it; None: there is none."""
+    if item.parent is None or item.group == state_group:
+        return None
+    return item_name(item.parent, item.group)
+
+
+def tail_first(held: Sequence[Held]) -> list[Held]:
+    """In an order in which the last block of each group is the oldest, so that it is evicted first. States come last:
+    each is of use without those after it."""
+    return sorted(held, key=lambda one: (one.item.group, -one.item.place, -one.item.num))
 
 
 class Ledger:
     """The bookkeeping of one tier."""
 
-    def __init__(self, name: str, block_size: int) -> None:
+    def __init__(self, name: str, block_size: int, state_group: int | None = None) -> None:
         self.name = name
+        self._state_group = state_group
         self._block_size = block_size
-        self._loading: dict[int, dict[int, bytes]] = {}  # rid → block to be filled → key
+        self._loading: dict[int, Sequence[Held]] = {}  # rid → what is to be filled
         self._events: list[KvEvent] = []
         self._open: list[bytes] = []  # keys of the event being built
+        self._open_group = 0
         self._open_stored = True
         self._num_hit_tokens = 0
         self._num_stored = 0
         self._num_evicted = 0
         self._num_failed = 0
 
-    def begin_load(self, rid: int, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Records that these blocks of a request are to be filled. It has no other load of this tier under way."""
+    def begin_load(self, rid: int, held: Sequence[Held]) -> None:
+        """Records that these items are to be loaded for a request. It has no other load of this tier under way."""
         assert rid not in self._loading, rid
-        self._loading[rid] = dict(zip(blocks, keys, strict=True))
+        self._loading[rid] = held
 
-    def end_loads(self, output: Transferred) -> tuple[list[bytes], list[bytes]]:
-        """(keys of the blocks whose loads ended, those of them that could not be filled)."""
+    def end_loads(self, output: Transferred) -> tuple[list[Item], list[Item]]:
+        """(items whose loads ended, those of them that could not be loaded). As tokens count the blocks of the group of
+        which most were loaded."""
         failed = set(bytes_to_ids(output.failed_blocks))
-        over: list[bytes] = []
-        bad: list[bytes] = []
+        over: list[Item] = []
+        bad: list[Item] = []
         for rid in output.loaded:
-            blocks = self._loading.pop(rid, {})
-            over += blocks.values()
-            bad += [key for block, key in blocks.items() if block in failed]
+            held = self._loading.pop(rid, ())
+            over += [item for item, _ in held]
+            bad += [item for item, pages in held if not failed.isdisjoint(pages)]
+            good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
+            self._num_hit_tokens += max(good.values(), default=0) * self._block_size
         self._num_failed += len(bad)
-        self._num_hit_tokens += (len(over) - len(bad)) * self._block_size
         return over, bad
 
-    def forget_loads(self) -> list[bytes]:
-        """Drops the loads under way, whose ends will not be reported. Returns their keys."""
-        keys = [key for blocks in self._loading.values() for key in blocks.values()]
+    def forget_loads(self) -> list[Item]:
+        """Drops the loads under way, whose ends will not be reported. Returns their items."""
+        items = [item for held in self._loading.values() for item, _ in held]
         self._loading.clear()
-        return keys
+        return items
 
-    def stored(self, keys: Sequence[bytes]) -> None:
+    def stored(self, items: Sequence[Item]) -> None:
         """Records that the tier has added these."""
-        self._num_stored += len(keys)
-        self.found(keys)
+        self._num_stored += len(items)
+        self.found(items)
 
-    def found(self, keys: Sequence[bytes]) -> None:
+    def found(self, items: Sequence[Item]) -> None:
         """Records that the tier had these when the engine started."""
-        self._note(True, keys)
+        for item in items:
+            self._note(True, item)
 
-    def evicted(self, key: bytes) -> None:
+    def evicted(self, item: Item) -> None:
         """Records that the tier removed this to make room."""
         self._num_evicted += 1
-        self.removed([key])
+        self.removed([item])
 
-    def removed(self, keys: Iterable[bytes]) -> None:
+    def removed(self, items: Iterable[Item]) -> None:
         """Records that the tier no longer has these."""
-        self._note(False, keys)
+        for item in items:
+            self._note(False, item)
 
     def take_events(self) -> list[KvEvent]:
         """The events since the last call."""
@@ -95,16 +111,19 @@ class Ledger:
             self._num_failed,
         )
 
-    def _note(self, stored: bool, keys: Iterable[bytes]) -> None:
-        """Adds to the open event. Events keep their order: the tier may remove at once what it has just stored."""
-        if stored != self._open_stored:
+    def _note(self, stored: bool, item: Item) -> None:
+        """Adds to the open event. Events keep their order: the tier may remove at once what it has just stored. The
+        beginnings of blocks are of no interest to routers."""
+        if item.num and item.group != self._state_group:
+            return
+        if (stored, item.group) != (self._open_stored, self._open_group):
             self._flush()
-            self._open_stored = stored
-        self._open += keys
+            self._open_stored, self._open_group = stored, item.group
+        self._open.append(item.key)
         if len(self._open) >= _KEYS_PER_EVENT:
             self._flush()
 
     def _flush(self) -> None:
         if self._open:
-            self._events.append(KvEvent(self._open_stored, tuple(self._open), self.name))
+            self._events.append(KvEvent(self._open_stored, tuple(self._open), self.name, self._open_group))
             self._open = []

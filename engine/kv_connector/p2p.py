@@ -15,8 +15,8 @@ once the plans sent so far have run) and asks the peer what it has, without wait
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,10 +24,12 @@ import zmq
 from msgspec import Struct
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import Evicted, KvEvent, KvRequest
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
 from .base import ConnectorFacts, Options
+from .ledger import tail_first
 from .p2p_meta import P2pLoad, P2pPlan
-from .p2p_wire import MAX_KEYS, Found, Lookup, Settings, decode_reply, encode, read_settings
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, Settings, decode_reply, encode, read_settings, split_keys
+from .states import StateIndex
 
 if TYPE_CHECKING:
     from .p2p_worker import P2pWorker
@@ -67,6 +69,8 @@ class _Question(Struct):
     is_sent: bool = False
     is_coming: bool = False  # the peer is computing the missing blocks
     num_found: int | None = None  # None: no answer yet
+    names: frozenset[bytes] = frozenset()  # of items of other groups, and of beginnings, that were found
+    states: StateIndex | None = None  # that were found
     answered_at: float = 0.0
 
 
@@ -74,14 +78,15 @@ class P2pCore:
     def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
         self._settings = settings
         self._facts = facts
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # blocks that it serves; the first is evicted next
-        self._keep: dict[bytes, int] = {}  # of these, the ones that the next plan saves: key → block
+        self._kept: OrderedDict[bytes, Item] = OrderedDict()  # what it serves, by name; the first is evicted next
+        self._num_pages = 0  # of all that is kept
+        self._keep: dict[bytes, Held] = {}  # of these, the ones that the next plan saves
         self._drop: list[bytes] = []
         self._expected: OrderedDict[int, None] = OrderedDict()  # rids whose blocks are announced to the worker half
         self._coming: list[tuple[int, bytes]] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
-        self._loading: dict[int, list[int]] = {}  # rid → its blocks that are being fetched
+        self._loading: dict[int, Sequence[Held]] = {}  # rid → what is being fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
@@ -96,81 +101,78 @@ class P2pCore:
             self._socket.immediate = True  # messages are not queued for a peer that is not connected
             self._socket.connect(settings.peer)
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        size = self._facts.block_size
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        """The first call about a request asks the peer about all groups; the others are answered from its answer."""
+        facts = self._facts
+        is_first = all(item.group == facts.full and not item.num for item in items)
+        if not is_first:
+            question = self._questions.get(request.rid)
+            names = question.names if question is not None else ()
+            return [item.name in names for item in items]
         self._expect(request)
-        first = num_computed_tokens // size
-        last = min((len(request.ids) - 1) // size, first + MAX_KEYS)
+        last = min((len(request.ids) - 1) // facts.block_size, (items[0].place if items else 0) + MAX_KEYS)
+        first = items[0].place if items else last
+        if facts.num_groups > 1 and last <= MAX_KEYS:
+            first = 0  # it may lack blocks of other groups
         if self._context is None or last <= first:
-            return 0, False
-        self._hear()
-        now = time.monotonic()
-        if now < self._paused_until:
-            self._forget(request.rid)
-            return 0, False
-        question = self._questions.get(request.rid)
-        if question is not None and question.num_found is not None:
-            end = question.first + question.num_found
-            if first >= question.first and now < question.answered_at + _ANSWER_AGE_S:
-                return max(0, min(end, last) - first) * size, True
-            self._forget(request.rid)
-            question = None
-        if question is None or question.first > first:
-            question = self._ask(request.rid, first, last, question.deadline if question else None)
-        if now >= question.deadline:
-            self._forget(request.rid)
-            self._pause()
-            return 0, False
-        if not question.is_sent:
-            keys = request.block_keys(question.first + question.num_asked, size)[question.first :]
-            question.is_sent = self._send(question.id, keys)
-        return None, True
+            return ()
+        num = self._match(request, first, last)
+        if num is None:
+            return None
+        return [item.place < first + num for item in items]
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        num = num_external_tokens // self._facts.block_size
-        blocks = list(block_ids[-num:])
-        keys = request.block_keys(len(block_ids), self._facts.block_size)[-num:]
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        question = self._questions.get(request.rid)
+        return {} if question is None or question.states is None else question.states.behind(behind)
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         self._forget(request.rid)
-        self._loading[request.rid] = blocks
-        self._loads.append(P2pLoad(request.rid, b"".join(keys), ids_to_bytes(blocks)))
+        self._loading[request.rid] = held
+        names, blocks, pages = _columns(held)
+        self._loads.append(P2pLoad(request.rid, names, blocks, pages))
 
     def build_connector_meta(self) -> bytes:
         if not (self._coming or self._drop or self._keep or self._over or self._loads):
             return b""
+        names, blocks, pages = _columns(list(self._keep.values()))
+        kept = [item for item, _ in self._keep.values() if item.group == self._facts.state]
         plan = P2pPlan(
             coming=tuple(self._coming),
             drop=b"".join(self._drop),
-            keep_keys=b"".join(self._keep),
-            keep_blocks=ids_to_bytes(list(self._keep.values())),
+            keep_keys=names,
+            keep_blocks=blocks,
             over=tuple(self._over),
             loads=tuple(self._loads),
+            keep_pages=pages,
+            states=tuple((item.parent or b"", item.key, item.num) for item in kept),
         )
         for part in (self._coming, self._drop, self._keep, self._over, self._loads):
             part.clear()
         return msgspec.msgpack.encode(plan)
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """Keeps its full blocks; the worker half copies them with the next plan."""
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        """Keeps what it holds; the worker half copies it with the next plan."""
         self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
             self._over.append(request.rid)
-        size = self._facts.block_size
-        num_full = min(request.num_computed, len(request.ids)) // size
-        if self._settings.capacity and num_full:
-            keys = request.block_keys(num_full, size)  # the tail is kept first, so that it is evicted first
-            for key, block in zip(reversed(keys), reversed(block_ids[:num_full]), strict=True):
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                else:
-                    self._kept[key] = None
-                    self._keep[key] = block
-                    self._num_stored += 1
-            while len(self._kept) > self._settings.capacity:
-                key, _ = self._kept.popitem(last=False)
-                self._num_evicted += 1
-                if self._keep.pop(key, None) is None:
-                    self._drop.append(key)
+        if not self._settings.capacity:
+            return False
+        for one in tail_first(held):
+            name = one.item.name
+            if name in self._kept:
+                self._kept.move_to_end(name)
+            else:
+                self._kept[name] = one.item
+                self._num_pages += len(one.pages)
+                self._keep[name] = one
+                self._num_stored += 1
+        while self._num_pages > self._settings.capacity:
+            name, item = self._kept.popitem(last=False)
+            self._num_pages -= self._facts.pages_of(item.group)
+            self._num_evicted += 1
+            if self._keep.pop(name, None) is None:
+                self._drop.append(name)
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
@@ -180,12 +182,13 @@ class P2pCore:
         """Ignores the loads of other tiers."""
         failed = set(bytes_to_ids(output.failed_blocks))
         for rid in output.loaded:
-            blocks = self._loading.pop(rid, None)
-            if blocks is None:
+            held = self._loading.pop(rid, None)
+            if held is None:
                 continue
-            num_failed = len(failed.intersection(blocks))
+            good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
+            num_failed = sum(not failed.isdisjoint(pages) for _, pages in held)
             self._num_failed += num_failed
-            self._num_hit_tokens += (len(blocks) - num_failed) * self._facts.block_size
+            self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
             if num_failed:
                 self._pause()
             else:
@@ -199,7 +202,7 @@ class P2pCore:
         return (
             TierSnapshot(
                 name="p2p",
-                num_blocks=len(self._kept),
+                num_blocks=self._num_pages,
                 capacity=self._settings.capacity,
                 num_hit_tokens=self._num_hit_tokens,
                 num_stored=self._num_stored,
@@ -213,6 +216,7 @@ class P2pCore:
             columns.clear()
         for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
             mapping.clear()
+        self._num_pages = 0
 
     def close(self) -> None:
         if self._context is not None:
@@ -220,7 +224,8 @@ class P2pCore:
             self._context = None
 
     def _expect(self, request: KvRequest) -> None:
-        """Announces to the worker half the blocks of a request that is about to be admitted."""
+        """Announces to the worker half the blocks of a request that is about to be admitted: those of the full group,
+        because the others come with them."""
         num = len(request.ids) // self._facts.block_size
         if not self._settings.capacity or not num or request.rid in self._expected:
             return
@@ -228,6 +233,34 @@ class P2pCore:
             self._over.append(self._expected.popitem(last=False)[0])
         self._expected[request.rid] = None
         self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
+
+    def _match(self, request: KvRequest, first: int, last: int) -> int | None:
+        """How many of the request's blocks from `first` to before `last` the peer has. None: not known yet."""
+        self._hear()
+        now = time.monotonic()
+        if now < self._paused_until:
+            self._forget(request.rid)
+            return 0
+        question = self._questions.get(request.rid)
+        if question is not None and question.num_found is not None:
+            end = question.first + question.num_found
+            if first >= question.first and now < question.answered_at + _ANSWER_AGE_S:
+                return max(0, min(end, last) - first)
+            self._forget(request.rid)
+            question = None
+        if question is None or question.first > first:
+            question = self._ask(request.rid, first, last, question.deadline if question else None)
+        if now >= question.deadline:
+            self._forget(request.rid)
+            self._pause()
+            return 0
+        if not question.is_sent:
+            keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)
+            behind = b""
+            if self._facts.state is not None:
+                behind = keys[question.first - 1] if question.first else request.root
+            question.is_sent = self._send(question.id, keys[question.first :], behind)
+        return None
 
     def _ask(self, rid: int, first: int, last: int, deadline: float | None) -> _Question:
         """Creates a question about blocks [first, last). deadline: of the question that it replaces."""
@@ -240,10 +273,10 @@ class P2pCore:
         self._rids[question.id] = rid
         return question
 
-    def _send(self, number: int, keys: list[bytes]) -> bool:
+    def _send(self, number: int, keys: list[bytes], behind: bytes) -> bool:
         """False: the peer is not connected, or its queue is full."""
         wait_ms = int(self._settings.wait_s * 1000)
-        message = Lookup(number, self._facts.model_key, self._facts.block_bytes, b"".join(keys), wait_ms)
+        message = Lookup(number, self._facts.model_key, self._facts.block_bytes, b"".join(keys), wait_ms, behind)
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -272,6 +305,10 @@ class P2pCore:
                 continue
             del self._rids[reply.id]
             question.num_found = max(0, min(reply.num, question.num_asked))
+            question.names = frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
+            question.states = StateIndex(self._facts.state)
+            for parent, key, num in reply.states:
+                question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
             question.answered_at = time.monotonic()
 
     def _forget(self, rid: int) -> None:
@@ -283,3 +320,10 @@ class P2pCore:
         """Stops asking the peer for a while after a failure."""
         self._paused_until = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def _columns(held: Sequence[Held]) -> tuple[bytes, bytes, bytes]:
+    """(names, pages, how many pages each has) as `P2pLoad` has them."""
+    names = b"".join([item.name for item, _ in held])
+    blocks = ids_to_bytes([page for _, pages in held for page in pages])
+    return names, blocks, ids_to_bytes([len(pages) for _, pages in held])

@@ -7,8 +7,9 @@ class P2pLoad(Struct, frozen=True, array_like=True):
     """The blocks of one request to be fetched."""
 
     rid: int
-    keys: bytes
-    blocks: bytes  # int32, parallel to keys
+    keys: bytes  # names of items
+    blocks: bytes  # int32: the pages of each in turn
+    pages: bytes = b""  # int32: how many pages each has; empty: one
 
 
 class P2pPlan(Struct, frozen=True, array_like=True):
@@ -16,7 +17,10 @@ class P2pPlan(Struct, frozen=True, array_like=True):
 
     coming: tuple[tuple[int, bytes], ...]  # rid of a request being computed, and the keys of its blocks
     drop: bytes  # keys
-    keep_keys: bytes
-    keep_blocks: bytes  # int32, parallel to keep_keys
+    keep_keys: bytes  # names of items
+    keep_blocks: bytes  # int32: the pages of each in turn
     over: tuple[int, ...]  # announced rids that ended
     loads: tuple[P2pLoad, ...]
+    keep_pages: bytes = b""  # int32: how many pages each has; empty: one
+    # Of what is kept, the recurrent states: key of the block before, its own key, positions between.
+    states: tuple[tuple[bytes, bytes, int], ...] = ()

@@ -2,7 +2,9 @@
 
 One asks (DEALER), the other answers from the blocks that it keeps (ROUTER). Blocks are identified by their keys alone,
 so an answer is right for every asker with equal keys, and there is no session. Messages are msgpack arrays; keys are
-concatenated, 32 bytes each. An answer covers a prefix of the blocks asked for, without gaps.
+concatenated, 32 bytes each. An answer covers a prefix of the blocks asked for, without gaps. If the cache has several
+groups, `Lookup` asks with the keys of blocks and `Found` answers for all groups; `Fetch` names what it wants by the
+names of items (`engine/core/kv_connector.py`), which are the keys if there is one group.
 """
 
 import os
@@ -36,10 +38,11 @@ class Lookup(Struct, frozen=True, array_like=True, tag=True):
     block_bytes: int
     keys: bytes
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]  # how long to wait for blocks that are being computed
+    behind: bytes = b""  # the key before the first of `keys`, or the root, if states are asked for
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for these blocks."""
+    """Asks for these blocks, or items of several groups."""
 
     id: int
     model_key: bytes
@@ -54,6 +57,8 @@ class Found(Struct, frozen=True, array_like=True, tag=True):
     id: int
     num: int
     is_coming: bool = False
+    names: bytes = b""  # of the items of other groups that it has, if there are some, and of beginnings of blocks
+    states: tuple[tuple[bytes, bytes, int], ...] = ()  # key that it stands behind, its key, positions between
 
 
 class Blocks(Struct, frozen=True, array_like=True, tag=True):

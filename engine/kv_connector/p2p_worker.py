@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ import zmq
 from ...errors import ConfigError
 from ...ipc.messages import bytes_to_ids
 from ..attention.kv_cache import KvCache
+from ..core.kv_connector import Item, item_name
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .p2p_meta import P2pLoad, P2pPlan
@@ -48,6 +50,7 @@ from .p2p_wire import (
     encode,
     split_keys,
 )
+from .states import StateIndex
 
 _MAX_WAITING = 4096  # limit of lookups that wait for blocks; further ones time out at the asker
 
@@ -87,8 +90,11 @@ class P2pWorker:
         self._store.expect([(rid, split_keys(keys)) for rid, keys in plan.coming])
         self._store.drop(split_keys(plan.drop))
         if plan.keep_keys:
+            names = split_keys(plan.keep_keys)
             parts = self._copier.read(bytes_to_ids(plan.keep_blocks))
-            self._store.keep(split_keys(plan.keep_keys), [block.tobytes() for part in parts for block in part.numpy()])
+            pages = iter([page.tobytes() for part in parts for page in part.numpy()])
+            counts = bytes_to_ids(plan.keep_pages) if plan.keep_pages else [1] * len(names)
+            self._store.keep(names, [b"".join(islice(pages, num)) for num in counts], plan.states)
         self._store.give_up(plan.over)
         for load in plan.loads:
             assert self._fetcher is not None, "a load without a peer"
@@ -110,8 +116,10 @@ class P2pWorker:
         done = set()
         for load, num_good, ms in [] if self._fetcher is None else self._fetcher.take_done():
             done.add(load.rid)
-            self._failed.update(bytes_to_ids(load.blocks)[num_good:])
-            self._num_loaded += num_good
+            pages = bytes_to_ids(load.blocks)
+            num_pages = sum(_pages_of(load)[:num_good])
+            self._failed.update(pages[num_pages:])
+            self._num_loaded += num_pages
             self._load_ms += ms
         self._num_under_way -= len(done)
         return set(), done
@@ -138,21 +146,27 @@ class BlockStore:
     def __init__(self, facts: ConnectorFacts) -> None:
         self._facts = facts
         self._blocks: dict[bytes, bytes] = {}
+        self._states = StateIndex(facts.state)
         self._coming: dict[int, list[bytes]] = {}  # rid → the keys of the blocks that it computes
         self._num_coming: Counter[bytes] = Counter()  # key → how many of these requests compute it
         self._lock = threading.Lock()
         self.num_changes = 0  # of the contents that answers depend on
 
-    def keep(self, keys: Sequence[bytes], blocks: Sequence[bytes]) -> None:
+    def keep(
+        self, keys: Sequence[bytes], blocks: Sequence[bytes], states: Sequence[tuple[bytes, bytes, int]] = ()
+    ) -> None:
         with self._lock:
             self.num_changes += 1
             self._blocks.update(zip(keys, blocks, strict=True))
+            for behind, key, num in states:
+                self._states.add(Item(key, 0, behind, self._facts.state or 0, num))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Removes blocks; all of them must be present."""
         with self._lock:
             for key in keys:
                 del self._blocks[key]
+                self._states.remove(key)
 
     def expect(self, coming: Sequence[tuple[int, list[bytes]]]) -> None:
         """Announces the blocks of requests that are being computed."""
@@ -174,20 +188,35 @@ class BlockStore:
     def answer(self, request: Request) -> Reply:
         """The answer to a peer's message."""
         keys = split_keys(request.keys)
-        found = []
-        is_coming = False
-        if (request.model_key, request.block_bytes) == (self._facts.model_key, self._facts.block_bytes):
-            limit = MAX_KEYS if isinstance(request, Lookup) else max(1, MAX_REPLY_BYTES // self._facts.block_bytes)
-            with self._lock:
-                for key in keys[:limit]:
-                    if (block := self._blocks.get(key)) is None:
-                        is_coming = key in self._num_coming
-                        break
-                    found.append(block)
+        is_ours = (request.model_key, request.block_bytes) == (self._facts.model_key, self._facts.block_bytes)
         if isinstance(request, Lookup):
-            return Found(request.id, len(found), is_coming)
+            with self._lock:
+                return self._look_up(request, keys[:MAX_KEYS]) if is_ours else Found(request.id, 0)
+        found: list[bytes] = []
+        room = MAX_REPLY_BYTES
+        with self._lock:
+            for key in keys if is_ours else ():
+                if (block := self._blocks.get(key)) is None or (found and len(block) > room):
+                    break
+                found.append(block)
+                room -= len(block)
         checksums = b"".join(checksum(key, block) for key, block in zip(keys, found, strict=False))
         return Blocks(request.id, checksums, b"".join(found))
+
+    def _look_up(self, request: Lookup, keys: list[bytes]) -> Found:
+        facts, blocks = self._facts, self._blocks
+        full = facts.full
+        run = len(keys)
+        if full is not None:
+            run = next((i for i, key in enumerate(keys) if item_name(key, full) not in blocks), len(keys))
+        is_coming = full is not None and run < len(keys) and item_name(keys[run], full) in self._num_coming
+        others = [group for group in range(facts.num_groups) if group not in (full, facts.state)]
+        names = [item_name(key, group) for group in others for key in keys[:run]]
+        behind = [request.behind, *keys[:run]] if facts.state is not None else ()
+        states = [(before, key, num) for before in behind for key, num in self._states.behind(before).items()]
+        tables = [group for group in range(facts.num_groups) if group != facts.state]
+        names += [item_name(key, group) for _, key, num in states if num for group in tables]
+        return Found(request.id, run, is_coming, b"".join([name for name in names if name in blocks]), tuple(states))
 
 
 class Server:
@@ -353,7 +382,8 @@ class Fetcher:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.immediate = True
-        socket.maxmsgsize = max(MAX_REPLY_BYTES, self._facts.block_bytes) + MAX_REQUEST_BYTES
+        largest = max(map(self._facts.bytes_of, range(self._facts.num_groups)))
+        socket.maxmsgsize = max(MAX_REPLY_BYTES, largest) + MAX_REQUEST_BYTES
         socket.connect(self._address)
         return socket
 
@@ -362,48 +392,53 @@ class Fetcher:
     ) -> None:
         """Fetches, verifies and writes the blocks, one reply at a time. Raises _PeerFailed."""
         deadline = queued_at + self._timeout_s
-        keys = split_keys(load.keys)
+        names, counts = split_keys(load.keys), _pages_of(load)
         blocks = bytes_to_ids(load.blocks)
         at_once = max(1, MAX_REPLY_BYTES // self._facts.block_bytes)
-        first = 0
-        while first < len(keys):
-            wanted = keys[first : first + at_once]
+        first = first_page = 0
+        while first < len(names):
+            wanted = dict(zip(names[first : first + at_once], counts[first : first + at_once], strict=True))
             self._num_requests += 1
             request = Fetch(self._num_requests, self._facts.model_key, self._facts.block_bytes, b"".join(wanted))
             _wait(socket, zmq.POLLOUT, deadline)
             socket.send(encode(request), zmq.DONTWAIT)
-            content = bytearray()
-            while not content:
-                _wait(socket, zmq.POLLIN, deadline)
-                content = self._verified(socket.recv_multipart()[0], request.id, wanted)
-            num = len(content) // self._facts.block_bytes
-            rows = torch.frombuffer(content, dtype=torch.uint8).view(num, -1)
+            _wait(socket, zmq.POLLIN, deadline)
+            content, num = self._verified(socket.recv_multipart()[0], request.id, wanted)
+            rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, self._facts.block_bytes)
             self.may_write.wait()
-            copier.write(blocks[first : first + num], rows)
+            copier.write(blocks[first_page : first_page + len(rows)], rows)
+            first_page += len(rows)
             if copier.device.type == "cuda":
                 torch.cuda.synchronize(copier.device)
             filled.append(num)
             first += num
 
-    def _verified(self, message: bytes, number: int, keys: list[bytes]) -> bytearray:
-        """The blocks of a reply, which are the first of those asked for. Raises _PeerFailed."""
+    def _verified(self, message: bytes, number: int, wanted: dict[bytes, int]) -> tuple[bytearray, int]:
+        """The items of a reply, which are the first of those asked for, and how many. wanted: the pages of each. Raises
+        _PeerFailed."""
         try:
             reply = decode_reply(message)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise _PeerFailed("the peer's answer is malformed") from error
         if not isinstance(reply, Blocks) or reply.id != number:
             raise _PeerFailed("the peer's answer belongs to another request")
-        size = self._facts.block_bytes
-        num = len(reply.content) // size
-        if num == 0:
+        if not reply.content:
             raise _PeerFailed("the peer no longer has the blocks")
-        if num > len(keys) or len(reply.content) != num * size or len(reply.checksums) != num * CHECKSUM_BYTES:
+        view, sums, end = memoryview(reply.content), b"", 0
+        num = len(reply.checksums) // CHECKSUM_BYTES
+        for name, pages in islice(wanted.items(), num):
+            start, end = end, end + pages * self._facts.block_bytes
+            sums += checksum(name, view[start:end])
+        if num > len(wanted) or end != len(reply.content) or len(sums) != len(reply.checksums):
             raise _PeerFailed("the peer sent blocks of another size")
-        view = memoryview(reply.content)
-        sums = b"".join(checksum(key, view[i * size : (i + 1) * size]) for i, key in enumerate(keys[:num]))
         if sums != reply.checksums:
             raise _PeerFailed("the peer sent damaged blocks")
-        return bytearray(reply.content)
+        return bytearray(reply.content), num
+
+
+def _pages_of(load: P2pLoad) -> list[int]:
+    """How many pages each item of a load has."""
+    return list(bytes_to_ids(load.pages)) if load.pages else [1] * (len(load.keys) // KEY_BYTES)
 
 
 def _wait(socket: zmq.Socket[bytes], event: int, deadline: float) -> None:

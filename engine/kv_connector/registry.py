@@ -6,14 +6,14 @@ from typing import TypeVar, cast
 
 from ...config.plugins import Options, find_class, split_spec
 from ...errors import ConfigError
-from ..core.kv_connector import CoreConnector
+from ..core.kv_connector import TierConnector
 from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
-from .guard import Guarded
+from .guard import Guarded, tier_connector
 
 ENTRY_POINTS = "pagewire.kv_connectors"
 """The entry point group in which other packages name their connectors."""
 
-Half = TypeVar("Half", CoreConnector, WorkerConnector)
+Half = TypeVar("Half", TierConnector, WorkerConnector)
 
 _FLAG = "--kv-connector"
 _BUILT_IN = {
@@ -37,14 +37,14 @@ def check(specs: Sequence[str]) -> None:
             found.check(options)
 
 
-def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector | None:
+def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> TierConnector | None:
     """The core halves as one; None if there are none. Raises ConfigError."""
-    opened = _open(specs, lambda connector, options: connector.core(options, facts))
+    opened = _open(specs, lambda connector, options: tier_connector(connector.core(options, facts), "", facts))
     if len(opened) < 2:
         return opened[0] if opened else None
     from .chain import ChainCore
 
-    return ChainCore(opened, block_size=facts.block_size)
+    return ChainCore(opened)
 
 
 def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:

@@ -4,15 +4,17 @@ This is the core half. It asks the file system which blocks exist, so every engi
 A block that was found may be removed before it is read; the request then computes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred
-from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, open_folder
+from .disk import first_that_fit
 from .file_meta import FilePlan
-from .ledger import Ledger, num_matched
+from .ledger import Ledger, tail_first
 from .options import check_names, size_of
+from .states import StateIndex
 
 _MAX_LOOKUPS = 4096  # limit of blocks to look up for one request at a time
 _TRUSTED_PLANS = 8  # plans for which a block that was found is assumed to exist still
@@ -27,10 +29,10 @@ class SharedConnector:
         size_of("shared", options)
 
     @staticmethod
-    def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
+    def core(options: Options, facts: ConnectorFacts) -> TierConnector:
         SharedConnector.check(options)
         files, size = open_folder("shared", options, facts)
-        return SharedCore(files=files, size=size, block_size=facts.block_size)
+        return SharedCore(files=files, size=size)
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
@@ -43,51 +45,65 @@ class SharedConnector:
 
 
 class SharedCore:
-    def __init__(self, *, files: BlockFiles, size: int, block_size: int) -> None:
+    def __init__(self, *, files: BlockFiles, size: int) -> None:
         self._files = files
-        self._capacity = size // files.file_bytes
-        self._block_size = block_size
-        self._seen: set[bytes] = set()  # blocks that were found recently
+        self._size = size
+        self._block_size = files.facts.block_size
+        self._seen: set[bytes] = set()  # names of items that were found recently
+        self._missing: set[bytes] = set()  # of items that were not found for the plan being made
+        self._states: StateIndex | None = None  # those that were found for the plan being made
         self._num_plans = 0  # since `_seen` was empty
-        self._num_kept = sum(found.key is not None for found in files.scan())
+        self._num_kept = sum(found.item is not None for found in files.scan())
         self._plan = FilePlan()
-        self._ledger = Ledger("shared", block_size)
+        self._ledger = Ledger("shared", self._block_size, files.facts.state)
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        """After the first block of the full group that is missing, nothing is looked up."""
+        answer = []
         lookups = iter(range(_MAX_LOOKUPS))
+        for item in items:
+            has = self._has(item, lookups)
+            answer.append(has)
+            if not has and item.group == self._files.facts.full and not item.num:
+                break
+        return answer
 
-        def has(key: bytes, place: int) -> bool:
-            return key in self._seen or (next(lookups, None) is not None and self._has(key, place))
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        if self._states is None:
+            self._states = StateIndex(self._files.facts.state)
+            for item in self._files.states():
+                self._states.add(item)
+        return self._states.behind(behind)
 
-        num = num_matched(request, num_computed_tokens, self._block_size, has)
-        return num * self._block_size, num > 0
-
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        num = num_external_tokens // self._block_size
-        keys = request.block_keys(len(block_ids), self._block_size)
-        self._ledger.begin_load(request.rid, block_ids[-num:], keys[-num:])
-        self._plan.load(request.rid, block_ids[-num:], keys[-num:], len(keys) - num)
-        self._plan.used.update(zip(keys, range(len(keys)), strict=True))
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        self._ledger.begin_load(request.rid, held)
+        self._plan.load(request.rid, held)
+        groups = {item.group for item, _ in held if item.group != self._files.facts.state}
+        keys = request.block_keys(max(item.place for item, _ in held), self._block_size)
+        self._plan.use(Item(key, place, None, group) for group in groups for place, key in enumerate(keys))
+        self._plan.use(item for item, _ in held)
 
     def build_connector_meta(self) -> bytes:
         self._num_plans += 1
         if self._num_plans >= _TRUSTED_PLANS:
             self._num_plans = 0
             self._seen.clear()
+        self._missing.clear()
+        self._states = None
         return self._plan.take()
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """Saves the blocks that are not there; the worker half checks again before it writes."""
-        keys = request.block_keys(request.num_computed // self._block_size, self._block_size)[: self._capacity]
-        there = 0
-        while there < min(len(keys), _MAX_LOOKUPS) and (keys[there] in self._seen or self._has(keys[there], there)):
-            self._plan.used[keys[there]] = there
-            there += 1
-        new = [i for i in range(len(keys) - 1, there - 1, -1) if keys[i] not in self._plan.save]
-        for i in new:  # the tail first, so that it is the oldest and is evicted first
-            self._plan.save[keys[i]] = (block_ids[i], i)
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        """Saves what is not there; the worker half checks again before it writes."""
+        lookups = iter(range(_MAX_LOOKUPS))
+        new = []
+        for one in tail_first(first_that_fit(held, self._size, self._files)):
+            if self._has(one.item, lookups):
+                self._plan.use([one.item])
+            elif one.item.name not in self._plan.save:
+                self._plan.save[one.item.name] = one
+                new.append(one.item)
         self._num_kept += len(new)
-        self._ledger.stored([keys[i] for i in new])
+        self._ledger.stored(new)
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
@@ -95,7 +111,8 @@ class SharedCore:
 
     def update_connector_output(self, output: Transferred) -> None:
         _, failed = self._ledger.end_loads(output)
-        self._seen.difference_update(failed)
+        for item in failed:
+            self._seen.discard(item.name)
         self._num_kept -= len(failed)
         self._ledger.removed(failed)
 
@@ -105,7 +122,8 @@ class SharedCore:
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
         """As far as this engine knows: other engines add blocks, and any worker half removes some."""
-        return (self._ledger.snapshot(max(0, min(self._num_kept, self._capacity)), self._capacity),)
+        capacity = self._size // self._files.file_bytes()
+        return (self._ledger.snapshot(max(0, min(self._num_kept, capacity)), capacity),)
 
     def reset(self) -> None:
         self._ledger.forget_loads()
@@ -114,8 +132,13 @@ class SharedCore:
     def close(self) -> None:
         pass
 
-    def _has(self, key: bytes, place: int) -> bool:
-        if not self._files.has(key, place):
+    def _has(self, item: Item, lookups: Iterator[int]) -> bool:
+        """Whether the file exists, as long as there are `lookups` left."""
+        name = item.name
+        if name in self._seen:
+            return True
+        if name in self._missing or next(lookups, None) is None:
             return False
-        self._seen.add(key)
-        return True
+        has = self._files.has(item)
+        (self._seen if has else self._missing).add(name)
+        return has

@@ -180,9 +180,7 @@ class Runner:
         self._num_pages = num_pages
         self._cache = cache
         if config.kv_connector:
-            facts = ConnectorFacts(
-                block_size=config.block_size, block_bytes=self.block_bytes, model_key=config.kv_model_key
-            )
+            facts = ConnectorFacts.of(config, self.block_bytes, self.groups)
             self._connector = worker_connector(config.kv_connector, facts)
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)

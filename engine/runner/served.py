@@ -15,7 +15,7 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
-from ..attention.cache_groups import FULL, CacheGroups, Lifetime
+from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
@@ -240,9 +240,9 @@ def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
     return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
 
 
-def shape_of(program: Program, dtype: torch.dtype, *, is_one_group: bool = False) -> KvShape:
-    """The KV of a program. is_one_group: no layer's blocks end before the row does."""
-    lifetimes = [FULL if is_one_group else Lifetime(tile.reach.kind, tile.reach.positions) for tile in program.tiles]
+def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
+    """The KV of a program."""
+    lifetimes = [Lifetime(tile.reach.kind, tile.reach.positions) for tile in program.tiles]
     tiles = zip(program.tiles, lifetimes, strict=True)
     return KvShape(
         layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
@@ -252,8 +252,7 @@ def shape_of(program: Program, dtype: torch.dtype, *, is_one_group: bool = False
 
 
 def kv_shape_of(config: EngineConfig, program: Program) -> KvShape:
-    """Connectors store the blocks of one group only."""
-    return shape_of(program, DTYPES[config.kv_cache_dtype], is_one_group=config.kv_connector is not None)
+    return shape_of(program, DTYPES[config.kv_cache_dtype])
 
 
 def keeps_quantized(config: EngineConfig, spec: ModelSpec, ops: Ops | None, dtype: torch.dtype) -> bool:

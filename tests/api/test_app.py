@@ -8,7 +8,7 @@ from harness import Client, FakeEngine, chat, complete, make_app, request, run
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.api.web.page import PAGE_FILES
-from pagewire.ipc.messages import Snapshot, TierSnapshot
+from pagewire.ipc.messages import GroupSnapshot, Snapshot, TierSnapshot
 
 OPEN = ("/health", "/ready", "/version")
 ROUTES = [
@@ -327,6 +327,25 @@ def test_metrics() -> None:
     kinds = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     assert [after[f"pagewire:spec_decode_{kind}_total"] for kind in kinds] == [5, 20, 8]
     assert not any("external" in name or "tier" in name for name in after)
+
+
+def test_metrics_of_the_cache_groups() -> None:
+    engine = FakeEngine()
+    groups = (
+        GroupSnapshot("full", 5, 6, 70, 0),
+        GroupSnapshot("state", 2, 1, 30, 9),
+        GroupSnapshot("none", 0, 0, 4, 0),
+    )
+    engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, groups=groups)])
+    page = request(engine, "/metrics").body.decode()
+    for line in (
+        'kv_group_pages{model_name="demo",group="0",kind="full",state="held"} 5',
+        'kv_group_pages{model_name="demo",group="1",kind="state",state="idle"} 1',
+        'prefix_cache_hits_by_limit_total{model_name="demo",group="1",kind="state"} 30',
+        'prefix_cache_hits_by_limit_total{model_name="demo",group="none",kind="none"} 4',
+        'prefix_cache_lost_total{model_name="demo",group="1",kind="state"} 9',
+    ):
+        assert f"pagewire:{line}" in page
 
 
 def test_metrics_of_the_kv_tiers() -> None:

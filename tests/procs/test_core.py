@@ -13,7 +13,7 @@ from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.core import trace
 from pagewire.engine.core.groups import Groups
-from pagewire.errors import StartError
+from pagewire.errors import ConfigError, StartError
 from pagewire.ipc.messages import (
     CacheOffer,
     GroupShape,
@@ -72,11 +72,38 @@ def test_a_model_with_several_groups_is_served_and_its_trace_replays(tmp_path: P
     assert num_plans > 20 and difference is None
 
 
-def test_a_model_with_several_groups_is_refused_with_a_connector(tmp_path: Path) -> None:
-    core = CoreActor(config_of(kv_connector=("host,size=1M",)))
+def test_a_model_with_several_groups_is_refused_with_a_connector_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "examples"))
+    core = CoreActor(config_of(kv_connector=("dict_connector:DictConnector",)))
     core.start(lambda receiver, message: None)
-    with pytest.raises(StartError, match=r"has 3: full, window, state\. Start without --kv-connector\."):
+    sentence = (
+        r"--kv-connector dict_connector:DictConnector stores the blocks of one group of full attention, and this "
+        r"model's cache has 3 of the kinds full, window, state; start without this connector\."
+    )
+    with pytest.raises(ConfigError, match=sentence):
         core.handle([CacheOffer(0, 0, page_bytes=64, num_pages=150, groups=SHAPES)])
+
+
+def test_pages_and_hits_are_reported_by_group() -> None:
+    core = CoreActor(config_of(kv_connector=("host,size=1M",)))
+    sent: list[Message] = []
+    core.start(lambda receiver, message: sent.append(message))
+    core.handle([CacheOffer(0, 64, block_bytes=64, page_bytes=64, num_pages=150, groups=SHAPES)])
+    scheduler = core.scheduler
+    worker = FakeWorker(
+        num_blocks=150, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, groups=scheduler.pool.groups
+    )
+    for rid, prompt in ((1, range(30)), (2, range(30)), (3, range(24))):
+        core.handle([enqueue(rid, list(prompt), max_tokens=3)])
+        while plans := [message for message in sent if isinstance(message, StepPlan)]:
+            sent.clear()
+            core.handle([worker.run(plan) for plan in plans])
+    full, window, state, none = scheduler.groups()
+    assert [group.kind for group in (full, window, state, none)] == ["full", "window", "state", "none"]
+    assert full.num_held == window.num_held == state.num_held == 0
+    assert full.num_idle > 0 and window.num_idle > 0 and state.num_idle > 0
+    assert full.num_idle + window.num_idle + state.num_idle == 150 - len(scheduler.pool._empty)
+    assert state.num_lost_tokens > 0, "no state stands where the third prompt leaves the first"
 
 
 def test_ranks_that_disagree_about_the_groups_are_refused() -> None:

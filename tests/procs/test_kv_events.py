@@ -110,7 +110,9 @@ def test_batches_have_the_documented_format() -> None:
         ids = array("i", [5, -1, 2**31 - 1, 0])
         publish([Stored((KEY, KEY[::-1]), bytes(32), ids.tobytes(), 2), Removed((KEY,), "host"), Cleared()])
         publish([])
-        publish([Stored((KEY,), None, b"", 16, "disk")])
+        publish(
+            [Stored((KEY,), None, b"", 16, "disk"), Stored((KEY,), None, b"", 16, group=1), Removed((KEY,), group=1)]
+        )
         number, (ts, events, rank) = subscriber.receive()
         low, high = int.from_bytes(KEY[-8:], "big"), int.from_bytes(bytes(range(8))[::-1], "big")
         assert (number, rank) == (first, 0)
@@ -122,7 +124,12 @@ def test_batches_have_the_documented_format() -> None:
         ]
         number, (_, events, _) = subscriber.receive()
         assert number == first + 1  # no events, no batch
-        assert events == [["BlockStored", [low], None, [], 16, None, "DISK", None]]
+        other = low ^ 2 << 56
+        assert events == [
+            ["BlockStored", [low], None, [], 16, None, "DISK", None],
+            ["BlockStored", [other], None, [], 16, None, "GPU", None, 1],
+            ["BlockRemoved", [other], "GPU", 1],
+        ]
 
 
 def test_missed_batches_can_be_replayed() -> None:

@@ -39,7 +39,7 @@ from .grammar import FakeGrammar
 from .oracle import Oracle
 from .patience import Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
-from .stores import Address, WorkerHalf, core_half, keys_of
+from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
 
 MAX_EVENTS = 20_000
 _PARTIAL = -1
@@ -59,6 +59,7 @@ class History:
         self._setting = Setting(self.rng)
         self._oracle = Oracle(self._setting.groups, BLOCK_SIZE)
         self._journal = Journal(self._oracle)
+        self._facts = facts_of(self._setting.groups, BLOCK_SIZE)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: (time, number of the event, call)
         self._num_events = 0
         self._stores: list[dict[Address, bytes]] = [
@@ -66,7 +67,9 @@ class History:
         ]
         self._mail: list[Mail] = []
         self._is_awake = False  # a wake-up of the core is scheduled
-        self._routed: set[tuple[str, bytes]] = set()  # (tier, key) that a router believes to be cached
+        self._routed: set[tuple[str, int | None, bytes]] = (
+            set()
+        )  # (tier, group, key) that a router believes to be cached
         self._fail_seeds: set[int] = set()
         self._faults: set[int] = set()  # steps without memory whose results the core has not had
         self._shortage_left = 0  # steps until the shortage of memory ends
@@ -180,7 +183,7 @@ class History:
         setting = self._setting
         self._connector = None
         if setting.tier is not None:
-            self._connector = core_half(setting.tier, self._stores, BLOCK_SIZE, self.rng)
+            self._connector = core_half(setting.tier, self._stores, self._facts, self.rng)
         self._scheduler = Scheduler(
             pool=BlockPool(num_pages=setting.num_pages, groups=setting.groups, eviction=setting.eviction),
             block_size=BLOCK_SIZE,
@@ -397,14 +400,18 @@ class History:
             if isinstance(event, Cleared):
                 routed.clear()
             elif isinstance(event, Stored):
-                routed.update((event.tier, key) for key in event.keys)
+                routed.update((event.tier, event.group, key) for key in event.keys)
             else:
-                routed.difference_update((event.tier, key) for key in event.keys)
+                routed.difference_update((event.tier, event.group, key) for key in event.keys)
         pool = self._scheduler.pool
-        full = [b for b in pool._by_name.values() if pool._place[b] != _PARTIAL and pool._group[b] == pool.groups.full]
-        known = {("device", pool._key[block]) for block in full}
+        known: set[tuple[str, int | None, bytes | None]] = {
+            ("device", pool.groups.told(pool._group[block]), pool._key[block])
+            for block in pool._by_name.values()
+            if pool._place[block] != _PARTIAL
+        }
         if self._connector is not None:
-            known |= keys_of(self._connector)
+            for tier, group, key in keys_of(self._connector, self._facts):
+                known.add((tier, pool.groups.told(group), key))
         assert routed <= known, "a router believes that a block is cached which is not"
         assert routed == known, "a router does not know of a cached block"
 
@@ -435,6 +442,7 @@ class History:
             self._worker_half = WorkerHalf(
                 setting.tier,
                 self._stores,
+                facts=self._facts,
                 worker=worker,
                 oracle=self._oracle,
                 rng=self.rng,

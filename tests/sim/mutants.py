@@ -1,22 +1,23 @@
 """Possible faults of the engine: each is a small change to the real classes that must make some history fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from fakes import FakeRow, FakeWorker, next_token
 from msgspec.structs import replace
 
-from pagewire.engine.core import kv_events, planner, scheduler
+from pagewire.engine.core import kv_connector, kv_events, planner, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
 from pagewire.engine.core.groups import Groups
+from pagewire.engine.core.kv_connector import Held, Item
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
-from pagewire.engine.core.prefix import PrefixCache, _Lookup
+from pagewire.engine.core.prefix import PrefixCache, _Lookup, key_at
 from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
 from pagewire.engine.core.scheduler import Scheduler
@@ -24,6 +25,8 @@ from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.host import HostCore
 from pagewire.ipc.messages import Failed, StepPlan, Tokens
+
+from .stores import Copy, StoreWorker
 
 _pool_release = BlockPool.release
 _table_end = RequestTable.end
@@ -60,6 +63,12 @@ _refusal = Scheduler.refusal
 _plan_speculative = Planner._plan_speculative
 _speculate = FakeWorker._speculate
 _host_meta = HostCore.build_connector_meta
+_store_save = StoreWorker._save
+_store_load = StoreWorker._load
+_lacks = _Lookup._lacks
+_held_by = PrefixCache.held_by
+_restorable = PrefixCache.restorable
+_send = Scheduler._send
 
 
 def _leak_a_block(self: BlockPool, blocks: list[int]) -> None:
@@ -139,13 +148,13 @@ def _more_budget(self: PlanBuilder, budget: int) -> None:
 
 
 def _trust_failed_loads(self: Loads, message):
-    return [(request, request.num_loading) for request, _ in _loads_finish(self, message)]
+    return [(request, [*good, *failed], []) for request, good, failed in _loads_finish(self, message)]
 
 
-def _compute_while_loading(self: Loads, request: Request) -> None:
-    _loads_start(self, request)
+def _compute_while_loading(self: Loads, request: Request, wanted: Sequence[Item]) -> None:
+    _loads_start(self, request, wanted)
     request.state = State.RUNNING
-    request.num_computed = request.num_planned = request.num_blocks * request.block_size
+    request.num_computed = request.num_planned = request.num_wanted
 
 
 def _read_too_late(self: HostCore) -> bytes:
@@ -153,6 +162,68 @@ def _read_too_late(self: HostCore) -> bytes:
     saves, self._saves = self._saves, getattr(self, "late", {})
     self.late = saves  # type: ignore[attr-defined]
     return _host_meta(self)
+
+
+def _name_without_group(key: bytes, group: int) -> bytes:
+    return key
+
+
+def _store_the_first_page(self: StoreWorker, saves: Iterable[Copy]) -> None:
+    """Of a block with several pages, only one is stored; the others are lost without notice."""
+    saves = list(saves)
+    _store_save(self, saves)
+    for copy in saves:
+        for address in copy.addresses[1:]:
+            if address in self._store and copy.item is not None:
+                self._store[address] = self._store[copy.addresses[0]]
+
+
+def _load_the_first_page(self: StoreWorker, rid: int, copies: list[Copy]) -> None:
+    _store_load(self, rid, [c._replace(pages=c.pages[:1], addresses=c.addresses[:1]) for c in copies])
+
+
+def _hit_without_window(self: _Lookup, group: int, first: int, place: int) -> bool:
+    """A block behind the start of a window is not there, and it counts as a hit."""
+    return _lacks(self, group, min(first + 1, place), place)
+
+
+def _load_states_late(self: Loads, request: Request, wanted: Sequence[Item]) -> None:
+    """The states are not loaded before the request goes on."""
+    _loads_start(self, request, [item for item in wanted if item.group != self._pool.groups.state] or wanted)
+
+
+def _read_another_state(self: Request, slot: int, slot_from: int, key: bytes, junction: int) -> None:
+    """A state was loaded, and the first pass begins with zeros."""
+    _give_state(self, slot, -1 if slot_from == slot else slot_from, key, junction)
+
+
+def _state_moved_on(self: PrefixCache, request: Request) -> list[Held]:
+    """The state at the end is stored as that before the last position."""
+    held = _held_by(self, request)
+    if held and held[-1].item.group == self._pool.groups.state and request.num_computed > 1:
+        num = min(request.num_computed, len(request.ids)) - 1
+        place, rest = divmod(num, request.block_size)
+        behind = request.block_keys(place, request.block_size)[-1] if place else request.root
+        item = held[-1].item._replace(key=key_at(request, num), place=place, parent=behind, num=rest)
+        held[-1] = held[-1]._replace(item=item)
+    return held
+
+
+def _save_while_it_is_computed(self: Scheduler, builder: PlanBuilder) -> StepPlan | None:
+    """A state that a plan in flight keeps is stored, though the worker may have dropped that plan."""
+    kept = [(flight.kept, list(flight.kept)) for flight in self._in_flight]
+    for slots, _ in kept:
+        slots.clear()
+    plan = _send(self, builder)
+    for slots, old in kept:
+        slots.extend(old)
+    return plan
+
+
+def _forget_the_rest_of_a_failed_load(self: PrefixCache, request: Request, failed: Collection[Item]) -> int | None:
+    """Something could not be loaded, and the request goes on as if only the blocks from there on were missing."""
+    num = _restorable(self, request, failed)
+    return min(item.place for item in failed) * self._block_size if num is None else num
 
 
 def _any_failure_of_a_chain(self: ChainWorker) -> set[int]:
@@ -471,6 +542,15 @@ MUTANTS: dict[str, Patch] = {
     "a request is computed while it is loaded": (Loads, "start", _compute_while_loading),
     "a tier reads a block too late": (HostCore, "build_connector_meta", _read_too_late),
     "a chain forgets failures": (ChainWorker, "get_block_ids_with_load_errors", _any_failure_of_a_chain),
+    "groups share the names of their blocks": (kv_connector, "item_name", _name_without_group),
+    "a block of several pages is stored in part": (StoreWorker, "_save", _store_the_first_page),
+    "a block of several pages is loaded in part": (StoreWorker, "_load", _load_the_first_page),
+    "a missing block of a window counts as found": (_Lookup, "_lacks", _hit_without_window),
+    "a state is loaded too late": (Loads, "start", _load_states_late),
+    "a loaded state is not read": (Request, "give_state", _read_another_state),
+    "a tier saves a state after it moved on": (PrefixCache, "held_by", _state_moved_on),
+    "a tier saves a state that a dropped plan keeps": (Scheduler, "_send", _save_while_it_is_computed),
+    "a request goes on without what was not loaded": (PrefixCache, "restorable", _forget_the_rest_of_a_failed_load),
     "the prefix cache outlives its worker": (BlockPool, "forget_all", _nothing),
     "the host tier outlives its worker": (HostCore, "reset", _nothing),
     "resumed output becomes prompt": (Request, "__init__", _resume_as_prompt),

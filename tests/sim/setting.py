@@ -65,7 +65,7 @@ class Setting:
             fewest = self.groups.num_pages(0, self.max_len, 1, BLOCK_SIZE)
             self.num_pages = int(fewest * rng.choice([1.0, 1.2, 1.5, 2.0, 3.0]))
         self.tier: TierOptions | None = None
-        if rng.random() < 0.7 and self.groups.is_plain:
+        if rng.random() < 0.7:
             kinds = rng.choice(_TIERS)
             self.tier = TierOptions(
                 kinds=kinds,

@@ -4,6 +4,7 @@ A store is a dict. Transfers take time, and faults come from the seed: a block t
 lost, is reported as such. A wrong block that is not reported would change the tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import NamedTuple
@@ -12,11 +13,13 @@ from fakes import FakeWorker
 from msgspec import msgpack
 
 from pagewire.engine.core.eviction import CostAware, EvictionQueue, Lfu, Lru
-from pagewire.engine.core.kv_connector import CoreConnector
+from pagewire.engine.core.groups import Groups
+from pagewire.engine.core.kv_connector import Held, Item, TierConnector
+from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.block_files import Found
 from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
 from pagewire.engine.kv_connector.disk import DiskCore
-from pagewire.engine.kv_connector.file_meta import FileMeta
+from pagewire.engine.kv_connector.file_meta import BlockColumns, FileMeta
 from pagewire.engine.kv_connector.host import HostCore, HostMeta
 from pagewire.ipc.messages import Transferred, bytes_to_ids, ids_to_bytes
 
@@ -26,7 +29,8 @@ from .tiers import FreeTier, Metadata
 Address = bytes | int | str
 """Where a tier keeps a block: its key, its slot or the name of its file."""
 
-_FILE_BYTES = 100
+_PAGE_BYTES = 96
+MAX_PAGES = 6  # of an item
 
 
 class TierOptions(NamedTuple):
@@ -45,73 +49,85 @@ class TierOptions(NamedTuple):
 
 
 class MemoryFiles:
-    """The folder of `DiskCore`, over a dict."""
+    """The folder of `DiskCore`, over a dict with an entry for each page of a file."""
 
-    file_bytes = _FILE_BYTES
-
-    def __init__(self, store: dict[Address, bytes]) -> None:
+    def __init__(self, store: dict[Address, bytes], facts: ConnectorFacts) -> None:
         self._store = store
+        self.facts = facts
 
-    def name(self, key: bytes, place: int) -> str:
-        return f"{key.hex()}.{place}"
+    def file_bytes(self, group: int = 0) -> int:
+        return _PAGE_BYTES * self.facts.pages_of(group)
+
+    def name(self, item: Item) -> str:
+        parent = "" if item.parent is None else item.parent.hex()
+        return f"{item.key.hex()}.{item.place}.{item.group}.{item.num}.{parent}"
 
     def scan(self) -> Iterator[Found]:
-        for i, name in enumerate(self._store):
-            key, place = str(name).split(".")
-            yield Found(str(name), _FILE_BYTES, i, bytes.fromhex(key), int(place))
+        """Files of which a page is missing have another size."""
+        names = Counter(str(address).partition("#")[0] for address in self._store)
+        for i, (name, num_pages) in enumerate(names.items()):
+            key, place, group, num, parent = name.split(".")
+            item = Item(bytes.fromhex(key), int(place), bytes.fromhex(parent) or None, int(group), int(num))
+            is_whole = num_pages == self.facts.pages_of(item.group)
+            yield Found(name, _PAGE_BYTES * num_pages, i, item if is_whole else None)
+
+
+class Copy(NamedTuple):
+    """An item, or a part of one."""
+
+    pages: tuple[int, ...]  # on the device
+    addresses: tuple[Address, ...]  # of each in the tier
+    item: Item | None  # if known
 
 
 class Tasks(NamedTuple):
     """The tasks of one tier's worker half, in one form for all kinds of tier."""
 
     drops: list[Address]
-    saves: list[tuple[int, Address, bytes | None]]  # block, target address, its key if known
-    loads: list[tuple[int, list[tuple[Address, int]]]]  # rid, (source address, block) pairs
-    sends: list[tuple[int, list[tuple[int, Address, bytes | None]]]]  # ended rid, as in saves
+    saves: list[Copy]
+    loads: list[tuple[int, list[Copy]]]  # with their rids
+    sends: list[tuple[int, list[Copy]]]  # with the rids of ended requests
 
 
-def free_tasks(data: bytes) -> Tasks:
+def copy_of(held: Held, address: str) -> Copy:
+    """The address of a page is the item's, and its number."""
+    return Copy(held.pages, tuple(f"{address}#{i}" for i in range(len(held.pages))), held.item)
+
+
+def free_tasks(data: bytes, facts: ConnectorFacts) -> Tasks:
     """Decodes the metadata of `FreeTier`."""
     meta = msgpack.decode(data, type=Metadata)
-    return Tasks(
-        list(meta.dropped),
-        [(block, key, key) for block, key in meta.saves],
-        [(load.rid, list(zip(load.keys, load.blocks, strict=True))) for load in meta.loads],
-        [(rid, [(b, key, key) for b, key in zip(blocks, keys, strict=True)]) for rid, blocks, keys in meta.sends],
-    )
+
+    def copies(columns: BlockColumns) -> list[Copy]:
+        return [copy_of(held, held.item.name.hex()) for held in columns.held(facts)]
+
+    drops = [f"{name.hex()}#{i}" for name, num in meta.dropped for i in range(num)]
+    loads, sends = ([(rid, copies(part)) for rid, part in parts] for parts in (meta.loads, meta.sends))
+    return Tasks(list(drops), copies(meta.saves), loads, sends)
 
 
-def host_tasks(data: bytes) -> Tasks:
-    """Decodes the metadata of `HostCore`."""
+def host_tasks(data: bytes, facts: ConnectorFacts) -> Tasks:
+    """Decodes the metadata of `HostCore`, which names pages and not items."""
     meta = msgpack.decode(data, type=HostMeta)
-    saves = zip(bytes_to_ids(meta.save_blocks), bytes_to_ids(meta.save_slots), strict=True)
-    return Tasks(
-        [],
-        [(block, slot, None) for block, slot in saves],
-        [(x.rid, list(zip(bytes_to_ids(x.slots), bytes_to_ids(x.blocks), strict=True))) for x in meta.loads],
-        [],
-    )
+
+    def copies(slots: bytes, pages: bytes) -> list[Copy]:
+        pairs = zip(bytes_to_ids(slots), bytes_to_ids(pages), strict=True)
+        return [Copy((page,), (slot,), None) for slot, page in pairs]
+
+    loads = [(load.rid, copies(load.slots, load.blocks)) for load in meta.loads]
+    return Tasks([], copies(meta.save_slots, meta.save_blocks), loads, [])
 
 
-def disk_tasks(data: bytes) -> Tasks:
+def disk_tasks(data: bytes, facts: ConnectorFacts) -> Tasks:
     """Decodes the metadata of `DiskCore`."""
     meta = msgpack.decode(data, type=FileMeta)
-    saves = zip(bytes_to_ids(meta.save.blocks), meta.save.files(), strict=True)
-    return Tasks(
-        list(meta.remove),
-        [(block, f"{key.hex()}.{place}", key) for block, (key, place) in saves],
-        [
-            (
-                x.rid,
-                [
-                    (f"{key.hex()}.{place}", block)
-                    for (key, place), block in zip(x.columns.files(), bytes_to_ids(x.columns.blocks), strict=True)
-                ],
-            )
-            for x in meta.loads
-        ],
-        [],
-    )
+    files = MemoryFiles({}, facts)
+
+    def copies(columns: BlockColumns) -> list[Copy]:
+        return [copy_of(held, files.name(held.item)) for held in columns.held(facts)]
+
+    drops = [f"{name}#{i}" for name in meta.remove for i in range(MAX_PAGES)]
+    return Tasks(list(drops), copies(meta.save), [(load.rid, copies(load.columns)) for load in meta.loads], [])
 
 
 class StoreWorker:
@@ -119,8 +135,9 @@ class StoreWorker:
 
     def __init__(
         self,
-        decode: Callable[[bytes], Tasks],
+        decode: Callable[[bytes, ConnectorFacts], Tasks],
         *,
+        facts: ConnectorFacts,
         store: dict[Address, bytes],
         worker: FakeWorker,
         oracle: Oracle,
@@ -131,6 +148,7 @@ class StoreWorker:
     ) -> None:
         """`schedule(delay_s, call)`: the clock. `count(event, number)`: counts events."""
         self._decode = decode
+        self._facts = facts
         self._store = store
         self._worker = worker
         self._oracle = oracle
@@ -147,7 +165,7 @@ class StoreWorker:
         self.num_pending = 0
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        self._metadata = self._decode(metadata)
+        self._metadata = self._decode(metadata, self._facts)
 
     def start_load_kv(self) -> None:
         """Blocks to save are read now. Sends and loads happen later."""
@@ -156,9 +174,9 @@ class StoreWorker:
         for address in tasks.drops:
             self._store.pop(address, None)
         self._save(tasks.saves)
-        for rid, pairs in tasks.loads:
-            self._schedule(0.0, lambda pairs=pairs: self._overwrite(pairs))
-            self._begin(lambda rid=rid, pairs=pairs: self._load(rid, pairs))
+        for rid, copies in tasks.loads:
+            self._schedule(0.0, lambda copies=copies: self._overwrite(copies))
+            self._begin(lambda rid=rid, copies=copies: self._load(rid, copies))
         for rid, saves in tasks.sends:
             self._begin(lambda rid=rid, saves=saves: self._send(rid, saves))
 
@@ -183,51 +201,66 @@ class StoreWorker:
     def _fails(self) -> bool:
         return self._options.fault_rate > 0 and self._rng.random() < self._options.fault_rate
 
-    def _save(self, saves: Iterable[tuple[int, Address, bytes | None]]) -> None:
-        for block, address, key in saves:
-            content = self._worker.read_block(block)
-            if key is not None:
-                self._oracle.expect(key, content)
-            self._store.pop(address, None)
+    def _save(self, saves: Iterable[Copy]) -> None:
+        for pages, addresses, item in saves:
+            content = [self._worker.read_block(page) for page in pages]
+            if item is not None:
+                self._oracle.expect(item.key, *content, group=item.group)
+                self._count("stored states", item.group == self._facts.state)
+                self._count("stored beginnings", item.num > 0 and item.group != self._facts.state)
+            for address in addresses:
+                self._store.pop(address, None)
             if not self._fails():
-                self._store[address] = content
+                self._store.update(zip(addresses, content, strict=True))
                 self._count("stored blocks", 1)
 
-    def _overwrite(self, pairs: list[tuple[Address, int]]) -> None:
+    def _overwrite(self, copies: list[Copy]) -> None:
         """During a load, a block may hold any bytes."""
-        for _, block in pairs:
-            self._worker.write_block(block, self._rng.randbytes(self._worker.block_bytes))
+        for copy in copies:
+            for page in copy.pages:
+                self._worker.write_block(page, self._rng.randbytes(self._worker.block_bytes))
 
-    def _load(self, rid: int, pairs: list[tuple[Address, int]]) -> None:
+    def _load(self, rid: int, copies: list[Copy]) -> None:
         fails = self._fails()
-        for address, block in pairs:
-            content = self._store.get(address)
-            if content is None or (fails and self._rng.random() < 0.5):
-                self._failed.setdefault(rid, set()).add(block)
-            else:
-                self._worker.write_block(block, content)
-                self._num_loaded += 1
+        for pages, addresses, item in copies:
+            content = [self._store.get(address) for address in addresses]
+            if None in content or (fails and self._rng.random() < 0.5):
+                self._failed.setdefault(rid, set()).add(self._rng.choice(pages))
+                continue
+            for page, part in zip(pages, content, strict=True):
+                assert part is not None
+                self._worker.write_block(page, part)
+            self._num_loaded += len(pages)
+            self._count("loaded states", item is not None and item.group == self._facts.state)
         self._count("loads", 1)
+        self._count("loads of several groups", len(self._facts.groups) > 1)
         self._count("failed loads", rid in self._failed)
         self._loaded.add(rid)
 
-    def _send(self, rid: int, saves: list[tuple[int, Address, bytes | None]]) -> None:
+    def _send(self, rid: int, saves: list[Copy]) -> None:
         self._save(saves)
         self._sent.add(rid)
         self._count("sends", 1)
 
 
-def core_half(options: TierOptions, stores: list[dict[Address, bytes]], block_size: int, rng: Random) -> CoreConnector:
+def facts_of(groups: Groups, block_size: int) -> ConnectorFacts:
+    shapes = () if groups.is_plain else groups.shapes
+    return ConnectorFacts(block_size=block_size, block_bytes=_PAGE_BYTES, model_key=bytes(32), groups=shapes)
+
+
+def core_half(
+    options: TierOptions, stores: list[dict[Address, bytes]], facts: ConnectorFacts, rng: Random
+) -> TierConnector:
     """The core half of a new engine over these stores."""
-    parts: list[CoreConnector] = []
+    parts: list[TierConnector] = []
     for kind, capacity, store in zip(options.kinds, options.capacities, stores, strict=True):
         ranking = {"lru": Lru, "lfu": Lfu, "cost": CostAware}[options.eviction]()
         if kind == "host":
-            parts.append(HostCore(num_slots=capacity, block_size=block_size, queue=EvictionQueue(ranking)))
+            parts.append(HostCore(num_slots=capacity, facts=facts, queue=EvictionQueue(ranking)))
         elif kind == "disk":
-            files = MemoryFiles(store)
-            size = capacity * _FILE_BYTES
-            parts.append(DiskCore(files=files, size=size, block_size=block_size, queue=EvictionQueue(ranking)))  # type: ignore[arg-type]
+            files = MemoryFiles(store, facts)
+            size = capacity * _PAGE_BYTES
+            parts.append(DiskCore(files=files, size=size, facts=facts, queue=EvictionQueue(ranking)))  # type: ignore[arg-type]
         else:
             parts.append(
                 FreeTier(
@@ -236,23 +269,26 @@ def core_half(options: TierOptions, stores: list[dict[Address, bytes]], block_si
                     saves_ended=options.saves_ended,
                     delays_sends=options.delays_sends,
                     defer_rate=options.defer_rate,
-                    block_size=block_size,
+                    facts=facts,
                     rng=rng,
                 )
             )
-    return parts[0] if len(parts) == 1 else ChainCore(parts, block_size=block_size)
+    return parts[0] if len(parts) == 1 else ChainCore(parts)
 
 
-def keys_of(connector: CoreConnector) -> set[tuple[str, bytes]]:
-    """(tier, key) of all blocks in the connector's index."""
+def keys_of(connector: TierConnector, facts: ConnectorFacts) -> set[tuple[str, int, bytes]]:
+    """(tier, group, key) of all full blocks and states in the connector's index."""
     if isinstance(connector, ChainCore):
-        return set().union(*map(keys_of, connector._parts))
+        return set().union(*(keys_of(part, facts) for part in connector._parts))
     if isinstance(connector, HostCore):
-        return {("host", key) for key in connector._slots}
-    if isinstance(connector, DiskCore):
-        return {("disk", key) for key in sorted(connector._queue.keys())}
-    assert isinstance(connector, FreeTier)
-    return {("free", key) for key in connector.keys}
+        tier, items = "host", [kept.item for kept in connector._kept.values()]
+    elif isinstance(connector, DiskCore):
+        assert set(connector._queue.keys()) == connector._kept.keys()
+        tier, items = "disk", list(connector._kept.values())
+    else:
+        assert isinstance(connector, FreeTier)
+        tier, items = "free", connector.items
+    return {(tier, item.group, item.key) for item in items if not item.num or item.group == facts.state}
 
 
 class WorkerHalf:
@@ -263,6 +299,7 @@ class WorkerHalf:
         options: TierOptions,
         stores: list[dict[Address, bytes]],
         *,
+        facts: ConnectorFacts,
         worker: FakeWorker,
         oracle: Oracle,
         rng: Random,
@@ -273,6 +310,7 @@ class WorkerHalf:
         parts = [
             StoreWorker(
                 decoders[kind],
+                facts=facts,
                 store=store,
                 worker=worker,
                 oracle=oracle,

@@ -1,34 +1,29 @@
 """The core half of a KV connector that uses everything the protocol allows.
 
-It defers its answers, keeps the blocks of ended requests until they are read, and drops the blocks stored longest ago.
+It defers its answers, keeps the blocks of ended requests until they are read, and drops what was stored longest ago.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from msgspec import Struct, msgpack
 
-from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
+from pagewire.engine.core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
+from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.file_meta import BlockColumns, columns
+from pagewire.engine.kv_connector.states import StateIndex
 from pagewire.ipc.messages import TierSnapshot, Transferred
 
 NAME = "free"
 
 
-class Load(Struct, array_like=True):
-    """The blocks to fill for a request, and their keys."""
-
-    rid: int
-    keys: list[bytes]
-    blocks: list[int]
-
-
 class Metadata(Struct, array_like=True):
     """The worker half's tasks with a plan, in this order."""
 
-    dropped: list[bytes]
-    saves: list[tuple[int, bytes]]  # (block, key), to be read before the plan's pass
-    loads: list[Load]
-    sends: list[tuple[int, list[int], list[bytes]]]  # (ended rid, blocks, keys), to be read at any later time
+    dropped: list[tuple[bytes, int]]  # names, and how many pages each has
+    saves: BlockColumns  # to be read before the plan's pass
+    loads: list[tuple[int, BlockColumns]]  # with their rids
+    sends: list[tuple[int, BlockColumns]]  # of ended rids, to be read at any later time
 
 
 _encode = msgpack.Encoder().encode
@@ -43,68 +38,74 @@ class FreeTier:
         saves_ended: bool,
         delays_sends: bool,
         defer_rate: float,
-        block_size: int,
+        facts: ConnectorFacts,
         rng: Random,
     ) -> None:
-        """`keeps_evicted`: stores blocks evicted from the device's prefix cache. `saves_ended`: stores the full blocks
-        of ended requests, which are read only after the plan if `delays_sends`. `defer_rate`: how likely the answer
-        to a query is not known yet."""
-        self._capacity = capacity
+        """`keeps_evicted`: stores what is evicted from the device's prefix cache. `saves_ended`: stores what ended
+        requests held, which is read only after the plan if `delays_sends`. `defer_rate`: how likely the answer to a
+        query is not known yet."""
+        self._capacity = capacity  # items
         self._keeps_evicted = keeps_evicted
         self._saves_ended = saves_ended
         self._delays_sends = delays_sends
         self._defer_rate = defer_rate
-        self._block_size = block_size
+        self._facts = facts
         self._rng = rng
-        self._index: dict[bytes, int] = {}  # key → loads that read it, in the order of eviction
+        self._index: dict[bytes, tuple[Item, list[int]]] = {}  # name → rids that load it; in the order of eviction
+        self._states = StateIndex(facts.state)
         self._loading: dict[int, list[bytes]] = {}
-        self._metadata = Metadata([], [], [], [])
         self._events: list[KvEvent] = []
+        self._clear()
 
-    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._rng.random() < self._defer_rate:
-            return None, True
-        size = self._block_size
-        keys = request.block_keys((len(request.ids) - 1) // size, size)[num_computed_tokens // size :]
-        num = next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
-        return num * size, True
+    def _clear(self) -> None:
+        self._dropped: list[tuple[bytes, int]] = []
+        self._saves: list[Held] = []
+        self._loads: list[tuple[int, BlockColumns]] = []
+        self._sends: list[tuple[int, BlockColumns]] = []
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        num = num_external_tokens // self._block_size
-        keys = request.block_keys(len(block_ids), self._block_size)[-num:]
-        for key in keys:
-            self._index[key] = self._index.pop(key) + 1
-        self._loading[request.rid] = keys
-        self._metadata.loads.append(Load(request.rid, keys, list(block_ids[-num:])))
+    def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
+        if self._rng.random() < self._defer_rate / (4 if len(items) == 1 else 1):
+            return None
+        return [item.name in self._index for item in items]
+
+    def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
+        return self._states.behind(behind)
+
+    def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        for item, _ in held:
+            self._index[item.name] = entry = self._index.pop(item.name)
+            entry[1].append(request.rid)
+        self._loading[request.rid] = [item.name for item, _ in held]
+        self._loads.append((request.rid, columns(held)))
 
     def build_connector_meta(self) -> bytes:
-        metadata, self._metadata = self._metadata, Metadata([], [], [], [])
-        is_empty = not (metadata.saves or metadata.loads or metadata.sends or metadata.dropped)
-        return b"" if is_empty else _encode(metadata)
+        if not (self._dropped or self._saves or self._loads or self._sends):
+            return b""
+        metadata = _encode(Metadata(self._dropped, columns(self._saves), self._loads, self._sends))
+        self._clear()
+        return metadata
 
-    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        num = min(request.num_computed, len(request.ids)) // self._block_size
-        keys = request.block_keys(num, self._block_size)
-        new = [(block, key) for block, key in zip(block_ids, keys, strict=False) if key not in self._index]
+    def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
+        new = [one for one in held if one.item.name not in self._index]
         if not self._saves_ended or not new or not self._make_room(len(new)):
             return False
-        self._store([key for _, key in new])
+        self._store([item for item, _ in new])
         if self._delays_sends:
-            self._metadata.sends.append((request.rid, [block for block, _ in new], [key for _, key in new]))
+            self._sends.append((request.rid, columns(new)))
             return True
-        self._metadata.saves += new
+        self._saves += new
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
         for entry in evicted:
-            if self._keeps_evicted and entry.key not in self._index and self._make_room(1):
-                self._store([entry.key])
-                self._metadata.saves.append((entry.block, entry.key))
+            if self._keeps_evicted and entry.item.name not in self._index and self._make_room(1):
+                self._store([entry.item])
+                self._saves.append(Held(entry.item, entry.pages))
 
     def update_connector_output(self, output: Transferred) -> None:
         for rid in output.loaded:
-            for key in self._loading.pop(rid, ()):  # nothing, if another tier loads for it
-                self._index[key] -= 1
+            for name in self._loading.pop(rid, ()):  # nothing, if another tier loads for it
+                self._index[name][1].remove(rid)
 
     def take_events(self) -> list[KvEvent]:
         events, self._events = self._events, []
@@ -114,33 +115,38 @@ class FreeTier:
         return (TierSnapshot(NAME, len(self._index), self._capacity, 0, 0, 0, 0),)
 
     def reset(self) -> None:
-        self._metadata = Metadata([], [], [], [])
+        self._clear()
         self._loading.clear()
-        self._add_event(False, list(self._index))
+        for item, _ in self._index.values():
+            self._add_event(False, item)
         self._index.clear()
+        self._states.clear()
 
     def close(self) -> None:
         pass
 
     @property
-    def keys(self) -> set[bytes]:
-        """The keys of all blocks in the index."""
-        return set(self._index)
+    def items(self) -> list[Item]:
+        """All that is in the index."""
+        return [item for item, _ in self._index.values()]
 
     def _make_room(self, num: int) -> bool:
         while len(self._index) + num > self._capacity:
-            victim = next((key for key, readers in self._index.items() if not readers), None)
+            victim = next((name for name, (_, readers) in self._index.items() if not readers), None)
             if victim is None:
                 return False
-            del self._index[victim]
-            self._metadata.dropped.append(victim)
-            self._add_event(False, [victim])
+            item, _ = self._index.pop(victim)
+            self._states.remove(victim)
+            self._dropped.append((victim, self._facts.pages_of(item.group)))
+            self._add_event(False, item)
         return True
 
-    def _store(self, keys: list[bytes]) -> None:
-        self._index.update(dict.fromkeys(keys, 0))
-        self._add_event(True, keys)
+    def _store(self, items: list[Item]) -> None:
+        for item in items:
+            self._index[item.name] = item, []
+            self._states.add(item)
+            self._add_event(True, item)
 
-    def _add_event(self, stored: bool, keys: list[bytes]) -> None:
-        if keys:
-            self._events.append(KvEvent(stored, tuple(keys), NAME))
+    def _add_event(self, stored: bool, item: Item) -> None:
+        if not item.num or item.group == self._facts.state:
+            self._events.append(KvEvent(stored, (item.key,), NAME, item.group))

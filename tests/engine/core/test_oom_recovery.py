@@ -12,6 +12,7 @@ from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
 from pagewire.engine.core.request import State
 from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.kv_connector.one_group import OneGroup
 from pagewire.ipc.messages import (
     Failed,
     Pooling,
@@ -217,7 +218,7 @@ def test_a_request_computes_cached_blocks_that_a_step_without_memory_left_empty(
     """A request has two cached blocks that a step without memory was to fill, and loads a third."""
     prompt = list(range(30, 46))
     connector = OneBlock(prompt)
-    engine = Engine(depth=2, max_positions=0, connector=connector)
+    engine = Engine(depth=2, max_positions=0, connector=OneGroup(connector, block_size=4))
     scheduler = engine.scheduler
     scheduler.add(enqueue(0, [*prompt[:8], 7, 8], max_tokens=5, seed=0, ignore_eos=True))
     scheduler.add(enqueue(1, prompt, max_tokens=5, seed=1, ignore_eos=True))

@@ -273,7 +273,7 @@ def test_a_long_prompt_leaves_the_last_four_of_its_regular_states() -> None:
     groups = Groups(HYBRID.shapes, interval=8)
     scheduler = make(pool=BlockPool(num_pages=200, groups=groups), budget=10)
     worker = FakeWorker(num_blocks=200, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=10, groups=groups)
-    scheduler.add(enqueue(1, list(range(90)), max_tokens=1))
+    scheduler.add(enqueue(1, list(range(90)), max_tokens=2))
     drain(scheduler, worker)
     assert sum(map(len, scheduler.pool.standing.values())) == 5, "four, and that of the end"
     scheduler.add(enqueue(2, [*range(75), 7, 7], max_tokens=1))

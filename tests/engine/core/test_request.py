@@ -173,9 +173,9 @@ def test_a_request_ends_once_and_is_preempted_only_while_it_runs() -> None:
 
 def test_a_load_counts_as_in_flight_and_blocks_that_failed_to_load_are_computed() -> None:
     request = make()
-    request.admit(0, [Table([5, 6])], 2, num_found=0, num_loading=2)
+    request.admit(0, [Table([5, 6])], 2, num_found=0, num_loading=2, num_wanted=8)
     assert request.state == State.LOADING and request.num_in_flight == 1 and not request.has_work
-    request.loaded(1)
+    request.loaded(4)
     assert counters(request) == (4, 4, 10, 10, 0) and request.state == State.RUNNING  # type: ignore[comparison-overlap]  # `loaded` changed it
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.engine.core.kv_connector import Item
+from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.block_files import HEADER_BYTES, BadBlock, BlockFiles, is_part
 from pagewire.errors import ConfigError
 
@@ -15,32 +17,32 @@ DATA = random.Random(1).randbytes(96)
 
 
 def files_in(path: Path, model: bytes = MODEL, num_bytes: int = len(DATA)) -> BlockFiles:
-    files = BlockFiles(path=str(path), model_key=model, block_bytes=num_bytes)
+    files = BlockFiles(path=str(path), facts=ConnectorFacts(block_size=4, block_bytes=num_bytes, model_key=model))
     files.open("disk")
     return files
 
 
 def read(files: BlockFiles, key: bytes = KEY, place: int = 3) -> bytes:
     into = bytearray(len(DATA))
-    files.read(key, place, memoryview(into))
+    files.read(Item(key, place), memoryview(into))
     return bytes(into)
 
 
 def test_a_block_is_read_as_it_was_written(tmp_path: Path) -> None:
     files = files_in(tmp_path / "new" / "folder")
-    assert not files.has(KEY, 3)
-    files.write(KEY, 3, memoryview(DATA))
-    files.write(KEY, 3, memoryview(DATA))
-    assert files.has(KEY, 3) and not files.has(KEY, 4)
+    assert not files.has(Item(KEY, 3))
+    files.write(Item(KEY, 3), memoryview(DATA))
+    files.write(Item(KEY, 3), memoryview(DATA))
+    assert files.has(Item(KEY, 3)) and not files.has(Item(KEY, 4))
     assert read(files) == DATA
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
     (found,) = files.scan()
-    assert (found.key, found.place, found.size) == (KEY, 3, HEADER_BYTES + len(DATA))
-    files.touch(KEY, 3, 123_456_789)
+    assert (found.item, found.place, found.size) == (Item(KEY, 3), 3, HEADER_BYTES + len(DATA))
+    files.touch(Item(KEY, 3), 123_456_789)
     assert next(files.scan()).used_ns == 123_456_789
-    files.remove(files.name(KEY, 3))
-    files.remove(files.name(KEY, 3))
-    files.touch(KEY, 3, 1)
+    files.remove(files.name(Item(KEY, 3)))
+    files.remove(files.name(Item(KEY, 3)))
+    files.touch(Item(KEY, 3), 1)
     assert list(files.scan()) == []
     with pytest.raises(BadBlock):
         read(files)
@@ -48,17 +50,17 @@ def test_a_block_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_change_of_any_byte_is_detected(tmp_path: Path) -> None:
     files = files_in(tmp_path)
-    files.write(KEY, 3, memoryview(DATA))
-    path = tmp_path / files.name(KEY, 3)
+    files.write(Item(KEY, 3), memoryview(DATA))
+    path = tmp_path / files.name(Item(KEY, 3))
     whole = path.read_bytes()
-    assert len(whole) == files.file_bytes
+    assert len(whole) == files.file_bytes()
     for i in range(len(whole)):
         path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :])
         with pytest.raises(BadBlock):
             read(files)
     for size in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert not files.has(KEY, 3)
+        assert not files.has(Item(KEY, 3))
         with pytest.raises(BadBlock, match="bytes instead of"):
             read(files)
     path.write_bytes(whole + b"x")
@@ -70,21 +72,21 @@ def test_a_change_of_any_byte_is_detected(tmp_path: Path) -> None:
 
 def test_a_valid_file_under_another_key_or_of_another_model_is_refused(tmp_path: Path) -> None:
     files, others = files_in(tmp_path), files_in(tmp_path, b"n" * 32)
-    files.write(KEY, 3, memoryview(DATA))
-    source = tmp_path / files.name(KEY, 3)
+    files.write(Item(KEY, 3), memoryview(DATA))
+    source = tmp_path / files.name(Item(KEY, 3))
     for owner, key in ((files, bytes(32)), (others, KEY)):
-        target = tmp_path / owner.name(key, 3)
+        target = tmp_path / owner.name(Item(key, 3))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
         with pytest.raises(BadBlock, match="checksum"):
             read(owner, key)
-    assert not files_in(tmp_path, b"o" * 32).has(KEY, 3)
+    assert not files_in(tmp_path, b"o" * 32).has(Item(KEY, 3))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling"])
 def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     files = files_in(tmp_path)
-    path = tmp_path / files.name(KEY, 3)
+    path = tmp_path / files.name(Item(KEY, 3))
     path.parent.mkdir(parents=True)
     match kind:
         case "pipe":
@@ -92,8 +94,8 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         case "folder":
             path.mkdir()
         case "link":
-            files.write(bytes(32), 3, memoryview(DATA))
-            path.symlink_to(tmp_path / files.name(bytes(32), 3))
+            files.write(Item(bytes(32), 3), memoryview(DATA))
+            path.symlink_to(tmp_path / files.name(Item(bytes(32), 3)))
         case "dangling":
             path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadBlock):
@@ -102,26 +104,26 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     files = files_in(tmp_path)
-    path = tmp_path / files.name(KEY, 3)
+    path = tmp_path / files.name(Item(KEY, 3))
     (path / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
-        files.write(KEY, 3, memoryview(DATA))
+        files.write(Item(KEY, 3), memoryview(DATA))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_the_scan_ignores_foreign_files(tmp_path: Path) -> None:
     files, others = files_in(tmp_path), files_in(tmp_path, b"n" * 32, 40)
-    files.write(KEY, 3, memoryview(DATA))
-    others.write(KEY, 1, memoryview(DATA[:40]))
+    files.write(Item(KEY, 3), memoryview(DATA))
+    others.write(Item(KEY, 1), memoryview(DATA[:40]))
     (tmp_path / "README").write_text("mine")
     (tmp_path / "photos" / "aa").mkdir(parents=True)
     (tmp_path / "photos" / "aa" / "1.jpg").write_text("mine")
-    folder = (tmp_path / files.name(KEY, 3)).parent
+    folder = (tmp_path / files.name(Item(KEY, 3))).parent
     for name in (f".{KEY.hex()}.3.1.2", f"{KEY.hex()}.x", f"{KEY.hex()}.²", KEY.hex()[:-2] + ".1", "ff" * 32 + ".0"):
-        (folder / name).write_bytes(b"?" * files.file_bytes)
+        (folder / name).write_bytes(b"?" * files.file_bytes())
     (folder / f"{KEY.hex()}.9").write_bytes(b"short")
     found = list(files.scan())
-    assert [(f.key, f.place) for f in found if f.key] == [(KEY, 3)]
+    assert [f.item for f in found if f.item] == [Item(KEY, 3)]
     assert len(found) == 8
     assert sum(is_part(f.name) for f in found) == 1
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, sequence
+from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Asked, Instance, sequence
 
 from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
 from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
 from pagewire.engine.kv_connector.host_worker import HostWorker
+from pagewire.engine.kv_connector.one_group import OneGroup
 from pagewire.ipc.messages import TierSnapshot, Transferred, ids_to_bytes
 
 
@@ -151,8 +152,8 @@ class Part:
         self.calls.append(("close",))
 
 
-def chain(*parts: Part) -> tuple[ChainCore, ChainWorker]:
-    return ChainCore(parts, block_size=SIZE), ChainWorker(parts)
+def chain(*parts: Part) -> tuple[Asked, ChainWorker]:
+    return Asked(ChainCore([OneGroup(part, block_size=SIZE) for part in parts])), ChainWorker(parts)
 
 
 def test_each_part_loads_the_blocks_that_it_matched() -> None:
@@ -162,9 +163,9 @@ def test_each_part_loads_the_blocks_that_it_matched() -> None:
     assert core.get_num_new_matched_tokens(request, SIZE) == (5 * SIZE, True)
     core.update_state_after_alloc(request, [10, 11, 12, 13, 14, 15], 5 * SIZE)
     assert [part.calls for part in parts] == [
-        [("alloc", [10, 11, 12], 2 * SIZE)],
+        [("alloc", [-1, 11, 12], 2 * SIZE)],
         [],
-        [("alloc", [10, 11, 12, 13, 14, 15], 3 * SIZE)],
+        [("alloc", [-1, -1, -1, 13, 14, 15], 3 * SIZE)],
     ]
 
 
@@ -186,10 +187,10 @@ def test_matches_of_requests_that_never_start_are_forgotten() -> None:
     core, _ = chain(Part(SIZE), Part(SIZE))
     for rid in range(3000):
         core.get_num_new_matched_tokens(sequence(rid, (1, 40)), 0)
-    assert len(core._matched) <= 1024
-    core.update_state_after_alloc(sequence(0, (1, 40)), [1, 2], 2 * SIZE)  # forgotten, so the parts are asked again
+    assert len(core._owners) <= 1024
+    core.update_state_after_alloc(sequence(0, (1, 40)), [1, 2], 2 * SIZE)  # forgotten, so the last part loads all
     core.request_finished(sequence(2999, (1, 40)), [])
-    assert 2999 not in core._matched
+    assert 2999 not in core._owners
 
 
 def test_a_load_ends_when_all_parts_are_done() -> None:

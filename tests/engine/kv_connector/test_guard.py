@@ -3,13 +3,14 @@
 import logging
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import pytest
+from kv_instance import Asked
 
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.guard import Guarded, GuardedCore, GuardedWorker, UnderWay
+from pagewire.engine.kv_connector.one_group import OneGroup
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
@@ -20,7 +21,8 @@ FACTS = ConnectorFacts(block_size=4, block_bytes=1, model_key=bytes(32))
 class FakeRequest:
     rid: int = 7
     ids: "array[int]" = field(default_factory=lambda: array("i", range(30)))
-    num_computed: int = 0
+    num_computed: int = 8
+    root: bytes = b""
 
     def block_keys(self, num, block_size):
         return [bytes([i]) * 32 for i in range(num)]
@@ -75,10 +77,10 @@ class Kind:
 
 
 @pytest.fixture
-def core() -> GuardedCore:
+def core() -> Asked:
     core = Guarded(Kind, "careless").core({}, FACTS)
-    assert isinstance(core, GuardedCore)
-    return core
+    assert isinstance(core, GuardedCore) and isinstance(core._inner, OneGroup)
+    return Asked(core)
 
 
 def test_the_connector_checks_its_options():
@@ -93,17 +95,17 @@ def test_loads_and_held_requests_are_sent_with_the_metadata(core):
     assert core.request_finished(FakeRequest(rid=3), [1])
     decoded = msgspec.msgpack.decode(core.build_connector_meta(), type=UnderWay)
     assert decoded == UnderWay(((7, ids_to_bytes([6, 9])),), (3,), b"own")
-    core._inner.metadata = b""
+    core._inner.connector.metadata = b""
     assert core.build_connector_meta() == b""
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a bug"), (3, False), (28, False), (-4, True), "nonsense", None])
 def test_a_core_half_that_raised_or_answered_wrongly_is_not_called_again(answer, core, caplog):
     core.update_state_after_alloc(FakeRequest(), [5, 6], 4)
-    core._inner.answer = answer
+    core._inner.connector.answer = answer
     with caplog.at_level(logging.ERROR):
         assert core.get_num_new_matched_tokens(FakeRequest(), 4) == (0, False)
-        core._inner.answer = (8, True)
+        core._inner.connector.answer = (8, True)
         assert core.get_num_new_matched_tokens(FakeRequest(), 4) == (0, False)
         assert (core.request_finished(FakeRequest(), [1]), core.take_events(), core.tiers()) == (False, [], ())
         core.update_connector_output(Transferred((), b"", ()))
@@ -112,18 +114,18 @@ def test_a_core_half_that_raised_or_answered_wrongly_is_not_called_again(answer,
         assert loads == ((7, ids_to_bytes([6])),), "the worker half reports the loads under way"
     assert len(caplog.records) == 1
     core.close()
-    assert core._inner.closed
+    assert core._inner.connector.closed
 
 
 @pytest.mark.parametrize("metadata", [None, "text", {"a": 1}, 7])
-def test_metadata_of_a_wrong_type_disables_the_half(core: GuardedCore, metadata: object) -> None:
-    core._inner.metadata = metadata  # type: ignore[attr-defined]  # an attribute of `Careless`
+def test_metadata_of_a_wrong_type_disables_the_half(core: Asked, metadata: object) -> None:
+    core._inner.connector.metadata = metadata
     assert core.build_connector_meta() == b"" and core.is_broken
 
 
 @pytest.mark.parametrize(("answer", "holds"), [((False, None), False), ((True, {"a": 1}), True), (None, False)])
-def test_answers_in_the_form_of_other_engines_are_accepted(core: GuardedCore, answer: object, holds: bool) -> None:
-    inner: Any = core._inner
+def test_answers_in_the_form_of_other_engines_are_accepted(core: Asked, answer: object, holds: bool) -> None:
+    inner = core._inner.connector
     inner.holds = answer
     assert core.request_finished(FakeRequest(), [1, 2]) is holds
 

@@ -2,7 +2,7 @@
 
 import random
 
-from kv_instance import BLOCK_BYTES, SIZE, Instance, sequence
+from kv_instance import BLOCK_BYTES, FACTS, SIZE, Instance, held, sequence
 
 from pagewire.engine.core.eviction import EvictionQueue, Lru
 from pagewire.engine.core.kv_connector import Evicted
@@ -11,7 +11,7 @@ from pagewire.ipc.messages import Transferred
 
 
 def core_of(num_slots: int) -> HostCore:
-    return HostCore(num_slots=num_slots, block_size=SIZE, queue=EvictionQueue(Lru()))
+    return HostCore(num_slots=num_slots, facts=FACTS, queue=EvictionQueue(Lru()))
 
 
 def test_evicted_blocks_are_loaded_again() -> None:
@@ -62,10 +62,9 @@ def test_a_block_evicted_after_its_match_fails_to_load() -> None:
     engine.serve(sequence(1, (1, 4 * SIZE + 1)))
     engine.fill_device(2)
     request = sequence(3, (1, 4 * SIZE + 1))
-    assert engine.core.get_num_new_matched_tokens(request, 0) == (4 * SIZE, False)
+    assert engine.core.get_num_new_matched_tokens(request, 0) == (4 * SIZE, True)
     key = request.keys[3]
     core = engine.core
-    assert isinstance(core, HostCore)
     core._drop(key)
     request.blocks = engine.pool.allocate(4)
     engine.loading[3] = (request, 0)
@@ -77,7 +76,7 @@ def test_a_block_evicted_after_its_match_fails_to_load() -> None:
 
 def test_of_more_evicted_blocks_than_slots_the_newest_are_kept() -> None:
     core = core_of(3)
-    core.blocks_evicted([Evicted(i, bytes([i]), i) for i in range(9)])
+    core.blocks_evicted([Evicted(i, bytes([i]) * 32, i) for i in range(9)])
     assert core.tiers()[0].num_blocks == 3
     assert sorted(core._saves.values()) == [6, 7, 8], "one block a slot, the newest"
 
@@ -88,10 +87,10 @@ def test_slots_that_are_being_loaded_are_not_reused() -> None:
     keys = request.block_keys(2, SIZE)
     core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
     core.build_connector_meta()
-    core.update_state_after_alloc(request, [5, 6], 2 * SIZE)
-    core.blocks_evicted([Evicted(2, b"other", 0)])
+    core.load(request, held(request, [5, 6]))
+    core.blocks_evicted([Evicted(2, b"other".ljust(32), 0)])
     assert core._saves == {}
     core.update_connector_output(Transferred((1,), b"", ()))
-    core.blocks_evicted([Evicted(2, b"other", 0)])
+    core.blocks_evicted([Evicted(2, b"other".ljust(32), 0)])
     assert list(core._saves.values()) == [2]
-    assert keys[0] in core._slots, "the tail is evicted first"
+    assert keys[0] in core._kept, "the tail is evicted first"

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from kv_instance import Asked
 from waiting import until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.kv_connector import p2p
 from pagewire.engine.kv_connector.base import ConnectorFacts
-from pagewire.engine.kv_connector.p2p import P2pConnector, P2pCore
+from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_wire import (
     Blocks,
     Fetch,
@@ -51,6 +52,7 @@ class FakeRequest:
     ids: "array[int]"
     num_computed: int = 0
     keys: list[bytes] = field(default_factory=list)
+    root: bytes = root_key(b"model", b"")
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         while len(self.keys) < num:
@@ -69,7 +71,7 @@ class Instance:
     """Both halves of one engine's connector, and the cache that they work on."""
 
     def __init__(self, facts: ConnectorFacts = FACTS, **options: str) -> None:
-        self.core = P2pConnector.core(options, facts)
+        self.core = Asked(P2pConnector.core(options, facts))
         self.worker = P2pConnector.worker(options, facts)
         self.cache = KvCache(shape=SHAPE, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
         self.worker.register_kv_caches(self.cache)
@@ -416,7 +418,7 @@ def test_the_server_survives_malformed_messages(folder, instance):
 
 
 def test_ended_requests_leave_no_state(folder, instance):
-    core: P2pCore = instance(peer=f"{folder}/nobody", timeout_ms="600000").core
+    core: Asked = instance(peer=f"{folder}/nobody", timeout_ms="600000").core
     for rid in range(3000):
         assert core.get_num_new_matched_tokens(prompt(rid, 30), 0) == (None, True)
     assert len(core._questions) == len(core._rids) == 1024

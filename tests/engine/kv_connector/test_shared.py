@@ -6,6 +6,7 @@ from pathlib import Path
 from kv_instance import BLOCK_BYTES, FACTS, SIZE, Instance, sequence
 from waiting import until
 
+from pagewire.engine.core.kv_connector import Item
 from pagewire.engine.kv_connector.block_files import BlockFiles
 
 from .test_disk import block_files, spec, wait_until_written
@@ -13,12 +14,12 @@ from .test_disk import block_files, spec, wait_until_written
 
 def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path: Path) -> None:
     rng = random.Random(1)
-    files = BlockFiles(path=f"{tmp_path}/kv", model_key=FACTS.model_key, block_bytes=BLOCK_BYTES)
+    files = BlockFiles(path=f"{tmp_path}/kv", facts=FACTS)
     files.open("shared")
     old = [(rng.randbytes(32), i) for i in range(30)]
     for key, place in old:
-        files.write(key, place, memoryview(bytes(BLOCK_BYTES)))
-        files.touch(key, place, 1_000_000_000)
+        files.write(Item(key, place), memoryview(bytes(BLOCK_BYTES)))
+        files.touch(Item(key, place), 1_000_000_000)
     engine = Instance(spec("shared", tmp_path, 20))
     wait_until_written(engine)
     until(lambda: len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed")
@@ -27,7 +28,7 @@ def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path:
     engine.close()
     assert len(block_files(tmp_path)) <= 20
     assert all(list(tmp_path.rglob(f"{key.hex()}.*")) for key in sequence(1, (1, 6 * SIZE)).block_keys(6, SIZE))
-    left = [place for key, place in old if files.has(key, place)]
+    left = [place for key, place in old if files.has(Item(key, place))]
     assert left == list(range(len(left))), "of equal age, the blocks farthest from the start are evicted first"
 
 
@@ -39,7 +40,7 @@ def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     engines[0].step()
     wait_until_written(engines[0])
     before = [path.stat().st_ino for path in block_files(tmp_path)]
-    engines[1].core._seen.clear()  # type: ignore[attr-defined]
+    engines[1].core._seen.clear()
     engines[1].step()
     wait_until_written(engines[1])
     assert [path.stat().st_ino for path in block_files(tmp_path)] == before

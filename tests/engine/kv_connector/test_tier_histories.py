@@ -15,6 +15,7 @@ from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequen
 from waiting import until
 
 from pagewire.engine.core.eviction import EvictionQueue
+from pagewire.engine.core.kv_connector import Held
 from pagewire.engine.kv_connector import disk, host
 from pagewire.engine.kv_connector.host_meta import HostLoad
 
@@ -98,24 +99,27 @@ def test_the_histories_notice_slots_that_are_not_pinned(tmp_path: Path) -> None:
 
 
 def test_the_histories_notice_a_host_that_loads_from_wrong_slots(tmp_path: Path) -> None:
-    original = host.HostCore.update_state_after_alloc
+    original = host.HostCore.load
 
-    def shifted(core: host.HostCore, request: Any, block_ids: list[int], num: int) -> None:
-        original(core, request, block_ids, num)
+    def shifted(core: host.HostCore, request: Any, held: list[Held]) -> None:
+        original(core, request, held)
         load = core._loads[-1]
         core._loads[-1] = HostLoad(load.rid, load.slots[4:] + load.slots[:4], load.blocks)
 
-    with patch.object(host.HostCore, "update_state_after_alloc", shifted):
+    with patch.object(host.HostCore, "load", shifted):
         assert fails("host", tmp_path)
 
 
 def test_the_histories_notice_a_disk_that_saves_wrong_blocks(tmp_path: Path) -> None:
-    original = disk.DiskCore.request_finished
+    original = disk.DiskCore.ended
 
-    def shifted(core: disk.DiskCore, request: Running, block_ids: list[int]) -> bool:
-        return original(core, request, [*block_ids[1:], block_ids[0]])
+    def shifted(core: disk.DiskCore, request: Running, held: list[Held]) -> bool:
+        pages = [one.pages for one in held]
+        return original(
+            core, request, [one._replace(pages=p) for one, p in zip(held, [*pages[1:], *pages[:1]], strict=True)]
+        )
 
-    with patch.object(disk.DiskCore, "request_finished", shifted):
+    with patch.object(disk.DiskCore, "ended", shifted):
         assert fails("disk", tmp_path)
 
 
