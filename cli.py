@@ -140,11 +140,14 @@ def _explain(arguments: argparse.Namespace) -> int:
     server = ServerConfig(engine=engine, http=prepare_http(config))
     from .engine.runner.forecast import forecast
 
-    plan, num_blocks = forecast(engine)  # raises the errors that `serve` would raise
+    found = forecast(engine)  # raises the errors that `serve` would raise
     print(explain(config, server, machine, said))
+    print("\nmodel")
+    for line in found.served.lines(engine):
+        print(f"  {line}")
     ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
     print(f"\nmemory{ranks}, calculated from the model's shapes")
-    for line in plan.lines(num_blocks):
+    for line in found.memory.lines(found.num_pages):
         print(f"  {line}")
     return 0
 

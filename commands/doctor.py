@@ -296,7 +296,6 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
     nothing."""
     from ..config.resolve import resolve
     from ..engine.checkpoint.source import is_here
-    from ..engine.checkpoint.spec import read_spec
     from ..engine.runner.forecast import forecast
     from ..procs.prepare import examine
 
@@ -310,9 +309,9 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
         folder = Path(facts.path)
         yield from _check_text(folder)
         yield from _check_weights(folder)
-        forecast(engine)
-        summary = f"{read_spec(folder).architecture}, {facts.checkpoint_dtype}, context {facts.max_position:,} tokens"
-        yield Finding("ok", "model", f"{facts.name}: {summary}")
+        served = forecast(engine).served
+        summary = f"{facts.checkpoint_dtype}, context {facts.max_position:,} tokens"
+        yield Finding("ok", "model", f"{facts.name}: {summary}; {'; '.join(served.lines(engine))}")
     except UnsupportedModel as error:
         yield Finding("bad", "model", str(error), "choose a model of another architecture")
         return

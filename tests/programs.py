@@ -9,7 +9,7 @@ from torch import Tensor
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.weights import shape_of
 from pagewire.engine.models.program import Matrix, Vector
-from pagewire.engine.runner.loading import program_of
+from pagewire.engine.runner.served import program_of
 from pagewire.engine.weights.loader import check_weights, load_weights
 from pagewire.engine.weights.reader import open_checkpoint
 from pagewire.kernels.quantized_weight import StoredWeight, concatenate

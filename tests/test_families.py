@@ -23,9 +23,9 @@ from pagewire.cli import main
 from pagewire.commands import doctor
 from pagewire.config.flags import make_config
 from pagewire.config.machine import machine_facts
-from pagewire.engine.checkpoint import spec
+from pagewire.engine.checkpoint import spec as specs
 from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.executors.transformers_fallback import load_fallback
+from pagewire.engine.executors.transformers_fallback import load_fallback, outline
 from pagewire.engine.models.families import pages
 from pagewire.engine.models.fields import Fields, NotDescribedError
 from pagewire.engine.runner.runner import Runner
@@ -45,7 +45,7 @@ _EVERY_TIME: tuple[str, ...] = (
     "deepseek_v3",
     "bart",
 )
-_EVERY_TIME += ("qwen3_5_text", "gptj", "llava", "gemma4_text", "t5")  # the others are for `make test-long`
+_EVERY_TIME += ("qwen3_5_text", "gptj", "paligemma", "gemma4_text", "t5")  # the others are for `make test-long`
 
 
 def with_marks(kinds: list[str]) -> list[object]:
@@ -136,7 +136,7 @@ def test_the_fallback_gives_the_same_tokens_or_says_why_not(
     def hidden(architecture: str, fields: Fields) -> None:
         raise NotDescribedError("a page that this test hides")
 
-    monkeypatch.setattr(spec, "describe", hidden)
+    monkeypatch.setattr(specs, "describe", hidden)
     folder = families.make_family(tmp_path, kind)
     if kind not in families.ONLY_DESCRIBED:
         check_tokens(folder)
@@ -155,14 +155,9 @@ def test_the_fallback_gives_the_same_tokens_or_says_why_not(
 def test_the_fallback_check_tolerates_rounding_to_16_bits(kind: str, tmp_path: Path) -> None:
     folder = families.make_family(tmp_path, kind)
     with torch.inference_mode():
-        load_fallback(
-            read_spec(folder),
-            folder,
-            num_numbers=100_000_000,
-            max_len=256,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
+        spec, cpu = read_spec(folder), torch.device("cpu")
+        shape = outline(spec, folder, num_numbers=100_000_000, max_len=256, dtype=torch.bfloat16)
+        load_fallback(spec, folder, max_len=256, dtype=torch.bfloat16, device=cpu, is_certain=shape is not None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "persimmon"])

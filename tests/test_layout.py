@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "ipc": "errors",
     "engine.core": "errors config ipc",
     "engine.models": "errors",
-    "engine.models.families": "errors engine.models",
+    "engine.models.families": "engine.models",
     "engine.checkpoint": "errors config engine.models engine.models.families",
     "engine.text": "errors config ipc engine.checkpoint",
     "engine.attention": "kernels kernels.cpu",
@@ -48,8 +48,8 @@ ROOMS: dict[str, str] = {
     ),
     "engine.runner": (
         "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.models engine.executors engine.steps engine.gpu kernels "
-        "kernels.cpu"
+        "engine.weights engine.device engine.models engine.models.families engine.executors engine.steps engine.gpu "
+        "kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
     "api.gateway": "errors config ipc api.http",

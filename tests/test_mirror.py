@@ -55,7 +55,6 @@ ELSEWHERE = {
     "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
     "engine.executors.functions": "engine/executors/test_reference.py: as operations",
-    "engine.executors.native_mixers": "engine/executors/test_mixers.py: beside torch",
     "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
     "engine.executors.weights": "engine/weights/test_quantized_exactness.py: with models, of every kind of matrix",
     "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts are not useful alone",

@@ -46,11 +46,10 @@ _IDLE_KEYWORDS = {
 
 
 def load_fallback(
-    spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, folder: Path, *, max_len: int, dtype: torch.dtype, device: torch.device, is_certain: bool
 ) -> tuple["TransformersModel", int]:
-    """(the model with its weights, their bytes). num_numbers: values in the checkpoint's tensors. Raises ConfigError,
-    CheckpointError."""
-    shape = outline(spec, folder, num_numbers=num_numbers, max_len=max_len, dtype=dtype)
+    """(the model with its weights, their bytes). Call `outline` first. is_certain: it has shown the shape of the KV.
+    Raises ConfigError, CheckpointError."""
     # transformers is only partly typed.
     auto: Any = transformers.AutoModelForCausalLM
     try:
@@ -85,7 +84,7 @@ def load_fallback(
     again = _own_logits(model, prompts, "sdpa", spec.architecture)
     served = TransformersModel(model, name=spec.architecture, dtype=dtype, device=device)
     steps = served.rehearse(prompts)
-    if shape is None:
+    if not is_certain:
         served.check_masks(max_len)
     num_layers = len(served.kv_shape.layers)
     compare(spec.architecture, steps, expected, again, dtype=dtype, num_layers=num_layers, max_len=max_len)
@@ -94,7 +93,8 @@ def load_fallback(
 
 def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype) -> KvShape | None:
     """What is known of a model before memory is allocated and weights are read: that it can be served, and the shape of
-    its KV. None: the layers read values, so only the weights can show it. Raises ConfigError, CheckpointError."""
+    its KV. None: the layers read values, so only the weights can show it. num_numbers: values in the checkpoint's
+    tensors. Raises ConfigError, CheckpointError."""
     transformers.AttentionInterface.register(_NAME, _attention)
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()

@@ -25,7 +25,7 @@ class Backend:
     attention: Callable[[KvCache], AttentionBackend]
     model: Callable[[Reference, Vocabulary, KvShape], Model]  # how a program runs
     note: str  # for the operator
-    is_invariant: bool = False  # with `--deterministic` a token has the same bits in any batch, chunked or not
+    is_compiled: bool = False  # C kernels: with `--deterministic` a token has the same bits in any batch
 
     @classmethod
     def reference(cls, dtype: torch.dtype, *, quantization: str | None = None, why: str = "") -> "Backend":
@@ -51,13 +51,13 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
             rounds = config.runs_in_c and config.arithmetic == "bfloat16"
             library = build.find(config.cpu_level)
-            return _compiled(library, weights, quantization=config.quantization, rounds=rounds)
+            return compiled(library, weights, quantization=config.quantization, rounds=rounds)
         except build.BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     return Backend.reference(dtype, quantization=config.quantization, why=why)
 
 
-def _compiled(library: build.Library, weights: str, *, quantization: str | None, rounds: bool) -> Backend:
+def compiled(library: build.Library, weights: str, *, quantization: str | None, rounds: bool) -> Backend:
     """rounds: the inputs of products are rounded to bfloat16."""
     from ...kernels.cpu.library import Kernels
     from ...kernels.cpu.operations import native_ops
@@ -84,5 +84,5 @@ def _compiled(library: build.Library, weights: str, *, quantization: str | None,
             if quantization is None
             else f"matrices as {quantization}"
         ),
-        is_invariant=True,
+        is_compiled=True,
     )

@@ -1,54 +1,47 @@
-"""What a worker would find at start, without reading the weights: whether the model can be served, and how it would
-share out the memory.
+"""What a worker would find at start, without reading the weights: how the model is served (`served.py`), and how it
+would share out the memory.
 
-For `pagewire doctor` and `pagewire serve --explain`. It asks the questions of `loading.py` by the same functions,
-except those that only weights answer. What the start measures is calculated here, and a test compares the two.
+For `pagewire doctor` and `pagewire serve --explain`. What the start measures is calculated here, and a test compares
+the two.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from ...config.config import EngineConfig
 from ...kernels.grouped_weight import form
-from ..attention.kv_cache import KvShape
 from ..checkpoint.quantization import GgufScheme, Scheme
-from ..checkpoint.spec import ModelSpec, is_native, read_spec
+from ..checkpoint.spec import read_spec
 from ..device.base import choose_device
 from ..executors.weights import shape_of as shape_of_target
 from ..models.program import Matrix
 from ..parallel.rank import RankInfo
-from ..weights.loader import Found, check_weights, kept_matrices
+from ..weights.loader import Found, kept_matrices
 from ..weights.quantized import packed_bytes
-from ..weights.reader import CheckpointReader, Reader, open_checkpoint
-from .backend import Backend, choose_backend
-from .loading import (
-    DTYPES,
-    check_positions,
-    count_numbers,
-    host_workspace,
-    keeps_quantized,
-    kv_shape_of,
-    no_kv,
-    offered_pages,
-    pages_needed,
-    program_of,
-)
+from ..weights.reader import Reader, open_checkpoint
+from .backend import Backend
+from .loading import host_workspace, offered_pages, pages_needed
 from .memory import MemoryPlan
+from .served import DTYPES, Served, how_served
 
 
-def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
-    """The memory of one rank, and how many pages of KV it would offer, without that of recorded steps on a GPU. Raises
-    ConfigError and CheckpointError for a model that cannot be served."""
+@dataclass(frozen=True)
+class Forecast:
+    served: Served
+    memory: MemoryPlan  # of one rank, without that of recorded steps on a GPU
+    num_pages: int  # of KV that it would offer
+
+
+def forecast(config: EngineConfig) -> Forecast:
+    """Raises ConfigError and CheckpointError for a model that is not served."""
     spec = read_spec(Path(config.model.path))
-    if not spec.purpose.is_encoder:
-        check_positions(config, spec)
     device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
-    weights, shape = _model(config, spec, device.torch_device)
+    served = how_served(config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda")
+    shape = served.kv_shape
     plan = MemoryPlan(
-        weights=weights,
+        weights=_weight_bytes(config, served),
         workspace=host_workspace(config, spec, shape),
         groups=shape.groups(config.block_size),
         block_size=config.block_size,
@@ -56,44 +49,31 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
         num_sharers=config.data_parallel_size if config.runs_in_c else 1,
     )
     if not plan.page_bytes:
-        return plan, pages_needed(config, shape)
+        return Forecast(served, plan, pages_needed(config, shape))
     if config.kv_cache_memory is not None:
         num_pages = plan.num_pages(config.kv_cache_memory)
     else:
         num_pages = plan.num_pages(device.cache_memory(taken=plan.weights + plan.workspace))
         num_pages = min(num_pages, pages_needed(config, shape))
-    return plan, offered_pages(config, plan.groups, num_pages)
+    return Forecast(served, plan, offered_pages(config, plan.groups, num_pages))
 
 
-def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
-    """Bytes of one rank's weights, and the shape of its KV."""
-    dtype, kv_dtype = DTYPES[config.activations], DTYPES[config.kv_cache_dtype]
+def _weight_bytes(config: EngineConfig, served: Served) -> int:
+    """Of one rank, about."""
+    spec, program, backend, dtype = served.spec, served.program, served.backend, served.dtype
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    if spec.purpose.is_encoder:
-        from ..executors.encoder import encoder_config
-
-        CheckpointReader(Path(config.model.path)).close()  # raises for damaged and missing files
-        encoder_config(spec, Path(config.model.path))
-        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
-    is_gpu = device.type == "cuda"
-    backend = Backend.reference(dtype) if is_gpu else choose_backend(config, device, spec.dtype)
-    if not is_native(spec):
-        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
-    program = program_of(spec, 0, config.tensor_parallel_size)
-    shape = kv_shape_of(config, program)
+    if program is None or backend is None:
+        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize
+    if served.executor == "Triton" and served.is_kept:
+        return files // config.tensor_parallel_size
     kept: dict[str, int] = {}
-    if config.load_format != "dummy":
-        assert spec.decoder is not None
+    if served.is_kept and served.found is not None:
+        keys = kept_matrices(program, served.found)
+        matrices = [matrix for matrix in program.matrices if matrix.key in keys]
         with open_checkpoint(Path(config.model.path)) as reader:
-            found = check_weights(reader, spec.decoder, spec.scheme)
-            if not is_gpu and keeps_quantized(config, spec, backend.ops, dtype):
-                keys = kept_matrices(program, found)
-                matrices = [matrix for matrix in program.matrices if matrix.key in keys]
-                kept = {matrix.key: _kept_bytes(matrix, spec.scheme, reader, found, backend) for matrix in matrices}
-    if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
-        return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
+            kept = {each.key: _kept_bytes(each, spec.scheme, reader, served.found, backend) for each in matrices}
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
-    return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices), shape
+    return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)
 
 
 def _kept_bytes(matrix: Matrix, scheme: Scheme | None, reader: Reader, found: Found, backend: Backend) -> int:
@@ -121,14 +101,3 @@ def _matrix_bytes(config: EngineConfig, backend: Backend, matrix: Matrix, kept: 
     if config.kernels != "compiled":
         return count * n * (k + 9 * (k // group))
     return count * n * (k * bits // 8 + (4 if bits == 8 else 3) * (k // group))
-
-
-def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KvShape:
-    # Only here, since transformers takes seconds to import.
-    from ..executors.transformers_fallback import outline
-
-    folder = Path(config.model.path)
-    shape = outline(spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype)
-    if shape is not None:
-        return shape
-    return KvShape.uniform(num_layers=spec.num_layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)

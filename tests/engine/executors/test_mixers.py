@@ -38,7 +38,7 @@ from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import conv, mamba1, mamba2, matrix, rms, vector
 from pagewire.engine.models.program import Embed, State, Vector
 from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.runner.loading import shape_of
+from pagewire.engine.runner.served import shape_of
 from pagewire.errors import ConfigError
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.library import Kernels

@@ -12,19 +12,15 @@ from transformers.models.persimmon.modeling_persimmon import PersimmonMLP
 
 from pagewire.engine.attention.kv_cache import Tile
 from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.executors.transformers_fallback import load_fallback
+from pagewire.engine.executors.transformers_fallback import load_fallback, outline
 from pagewire.errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 
 
 def _load(folder, max_len=64, dtype=torch.float32):
-    return load_fallback(
-        read_spec(folder),
-        folder,
-        num_numbers=1_000_000,
-        max_len=max_len,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    spec = read_spec(folder)
+    shape = outline(spec, folder, num_numbers=1_000_000, max_len=max_len, dtype=dtype)
+    cpu = torch.device("cpu")
+    return load_fallback(spec, folder, max_len=max_len, dtype=dtype, device=cpu, is_certain=shape is not None)
 
 
 def _refused(folder, error: type[PagewireError], complaint, **how):

@@ -20,11 +20,13 @@ from pagewire.engine.weights.reader import open_checkpoint
 
 def check(config: EngineConfig, *, within: float = 0.08) -> None:
     """The kernels' layouts pad weights a little; all other numbers are equal."""
-    plan, num_blocks = forecast(config)
+    found = forecast(config)
+    plan = found.memory
     runner = Runner.load(config)
     assert msgspec.structs.replace(plan, weights=runner.memory.weights) == runner.memory
     assert plan.weights == pytest.approx(runner.memory.weights, rel=within)
-    assert num_blocks == runner.offer()
+    assert found.num_pages == runner.offer()
+    assert found.served.note in runner.notes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,7 +78,7 @@ def test_the_mixture_of_types_of_a_gguf_file(family: str, cpu_kernels: str, tmp_
     config = resolved(file, dtype="float32", cpu_kernels=cpu_kernels, kv_cache_memory=1 << 20)
     check(config, within=0.03)
     if cpu_kernels == "auto":
-        plan, _ = forecast(config)
+        plan = forecast(config).memory
         with open_checkpoint(file) as reader:
             stored = sum(reader.num_bytes(name) for name in reader.names())
         assert plan.weights < 1.05 * stored
@@ -85,7 +87,7 @@ def test_the_mixture_of_types_of_a_gguf_file(family: str, cpu_kernels: str, tmp_
 def test_the_forecast_of_an_encoder_has_no_kv_cache(tmp_path: Path, resolved: Callable[..., EngineConfig]) -> None:
     config = resolved(pooling_checkpoints.make_encoder(tmp_path / "m"), dtype="float32", max_num_seqs=4)
     check(config)
-    assert forecast(config)[0].lines(1)[0].endswith("no KV cache")
+    assert forecast(config).memory.lines(1)[0].endswith("no KV cache")
 
 
 def test_the_default_kv_cache_size_is_what_all_requests_could_use(
@@ -95,6 +97,6 @@ def test_the_default_kv_cache_size_is_what_all_requests_could_use(
 
 
 def test_ranks_split_weights_and_blocks(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
-    one, _ = forecast(resolved(checkpoint("llama"), kv_cache_memory=1 << 20))
-    two, _ = forecast(resolved(checkpoint("llama"), tensor_parallel_size=2, kv_cache_memory=1 << 20))
+    one = forecast(resolved(checkpoint("llama"), kv_cache_memory=1 << 20)).memory
+    two = forecast(resolved(checkpoint("llama"), tensor_parallel_size=2, kv_cache_memory=1 << 20)).memory
     assert two.page_bytes == one.page_bytes // 2 and 0.4 < two.weights / one.weights < 0.6

@@ -1,0 +1,313 @@
+"""Whether and how a checkpoint is served: the one answer of `serve`, `LLM`, `doctor`, `serve --explain` and the
+documentation. It reads config.json and the headers of the weights, and loads nothing.
+
+What only weights show is found after loading (`transformers_fallback.py`).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ...config.config import EngineConfig
+from ...errors import ConfigError
+from ...kernels.ops import Ops
+from ..attention.cache_groups import CacheGroups, Lifetime
+from ..attention.kv_cache import KvCache, KvShape, StateTile, Tile
+from ..checkpoint.spec import ModelSpec, check_options, is_native
+from ..device.cpu import available_memory
+from ..executors.reference import Reference
+from ..executors.vocabulary import Vocabulary
+from ..executors.weights import Weights
+from ..executors.weights import shape_of as shape_of_target
+from ..gpu.layers import UnknownLayerError, layers_of
+from ..models.cut import cut, share
+from ..models.families import pages
+from ..models.lower import lower
+from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Op, Positions, Program, Rotate
+from ..parallel.collectives import Alone
+from ..weights.loader import Found, check_weights
+from ..weights.reader import CheckpointReader, open_checkpoint
+from .backend import Backend, choose_backend
+from .memory import size
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+_SMALL = 16  # any size that the kernels have
+
+Executor = Literal["Triton", "C", "torch", "transformers", "encoder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """How a checkpoint is served on a device. transformers: its model with pagewire's attention; encoder: its model as
+    it is."""
+
+    spec: ModelSpec
+    executor: Executor
+    backend: Backend | None  # None: an encoder has none
+    dtype: torch.dtype  # of activations
+    program: Program | None  # of one rank; None: transformers computes the model
+    kv_shape: KvShape
+    found: Found | None  # what the checkpoint has for the program; None: nothing is read
+    is_kept: bool  # quantized matrices stay as they are stored
+    is_certain: bool = True  # False: only the weights show the shape of the KV
+    why: str = ""  # why a GPU does not use the Triton kernels
+
+    @property
+    def page(self) -> str:
+        """The file that describes the family; empty if transformers computes the model."""
+        if self.program is None:
+            return ""
+        return f"engine/models/families/{pages()[self.spec.architecture].__module__.rpartition('.')[2]}.py"
+
+    @cached_property
+    def in_torch(self) -> tuple[str, ...]:
+        """The operations of a C program that torch computes on the same memory."""
+        if self.executor != "C" or self.program is None or self.backend is None:
+            return ()
+        return operations_in_torch(self.program, self.kv_shape, self.backend)
+
+    @property
+    def note(self) -> str:
+        """For the operator."""
+        scheme, found, dtype = self.spec.scheme, self.found, str(self.dtype).removeprefix("torch.")
+        if self.backend is None:
+            return f"transformers' {self.spec.architecture}, {dtype}"
+        parts = [self.backend.note + (f", because {self.why}" if self.why else "")]
+        if self.executor == "Triton":
+            parts = [f"Triton kernels, {dtype}"]
+        if self.in_torch:
+            parts.append(f"torch computes {', '.join(self.in_torch)}")
+        if scheme is not None:
+            parts.append(scheme.note + ("" if self.is_kept or self.executor == "Triton" else ", widened"))
+        if found is not None and found.skipped:
+            parts.append(f"{found.skipped:,} tensors that are not for text ({size(found.skipped_bytes)}) are not read")
+        return "; ".join(parts)
+
+    def lines(self, config: EngineConfig) -> list[str]:
+        """What the operator may want to know before the start: who computes the model, and in which parts."""
+        if self.program is not None:
+            by = f"described in {self.page}"
+        else:
+            by = f"computed by transformers{f', because {why}' if (why := self.spec.why_not_described) else ''}"
+        found = [f"{self.spec.architecture}, {by}", self.note]
+        if self.executor != "encoder" and self.kv_shape != no_kv(self.kv_shape.dtype):
+            found.append(f"cache groups: {', '.join(group_names(self.kv_shape.groups(config.block_size)))}")
+        return found
+
+
+def how_served(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, *, has_triton: bool, rank: int = 0
+) -> Served:
+    """has_triton: the device runs the Triton kernels. Raises ConfigError and CheckpointError for a checkpoint that is
+    not served."""
+    check_options(
+        spec,
+        tensor_parallel_size=config.tensor_parallel_size,
+        is_dummy=config.load_format == "dummy",
+        quantization=config.quantization,
+    )
+    if spec.purpose.is_encoder:
+        # Only here, since transformers takes seconds to import.
+        from ..executors.encoder import encoder_config
+
+        folder, dtype = Path(config.model.path), DTYPES[config.dtype]
+        CheckpointReader(folder).close()  # raises for damaged and missing files
+        encoder_config(spec, folder)
+        return Served(
+            spec=spec, executor="encoder", backend=None, dtype=dtype, program=None, kv_shape=no_kv(dtype), found=None,
+            is_kept=False,
+        )  # fmt: skip
+    why = _why_not_triton(config, spec) if has_triton else None
+    is_triton = has_triton and why is None
+    dtype = DTYPES[config.dtype if is_triton else config.activations]
+    if is_triton:
+        backend = Backend.reference(dtype)
+    elif config.kv_cache_dtype == "fp8":
+        reason = why or "the device is no GPU"
+        raise ConfigError(f"--kv-cache-dtype fp8 needs the Triton kernels, which cannot be used: {reason}.")
+    else:
+        backend = choose_backend(config, device, spec.dtype)
+    _check_deterministic(config, spec, backend, is_on_device=is_triton)
+    check_positions(config, spec)
+    if not is_native(spec):
+        # Only here, since transformers takes seconds to import.
+        from ..executors.transformers_fallback import outline
+
+        folder = Path(config.model.path)
+        shape = outline(spec, folder, num_numbers=_count_numbers(folder), max_len=config.max_model_len, dtype=dtype)
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        likely = KvShape.uniform(num_layers=spec.num_layers, kv_heads=heads, head_dim=dim, dtype=dtype)
+        return Served(
+            spec=spec, executor="transformers", backend=backend, dtype=dtype, program=None,
+            kv_shape=replace(shape or likely, dtype=DTYPES[config.kv_cache_dtype]), found=None, is_kept=False,
+            is_certain=shape is not None, why=why or "",
+        )  # fmt: skip
+    program = program_of(spec, rank, config.tensor_parallel_size)
+    return Served(
+        spec=spec,
+        executor="Triton" if is_triton else "C" if backend.is_compiled else "torch",
+        backend=backend,
+        dtype=dtype,
+        program=program,
+        kv_shape=kv_shape_of(config, program),
+        found=_found(config, spec),
+        is_kept=keeps_quantized(config, spec, None if is_triton else backend.ops, dtype),
+        why=why or "",
+    )
+
+
+def _count_numbers(folder: Path) -> int:
+    """The number of values in the checkpoint's tensors. Raises CheckpointError for damaged and missing files."""
+    with CheckpointReader(folder) as reader:
+        return sum(math.prod(reader.shape(name)) for name in reader.names())
+
+
+def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
+    """Reads the headers of the weights."""
+    if config.load_format == "dummy":
+        return None
+    assert spec.decoder is not None
+    with open_checkpoint(Path(config.model.path)) as reader:
+        return check_weights(reader, spec.decoder, spec.scheme)
+
+
+def operations_in_torch(program: Program, shape: KvShape, backend: Backend) -> tuple[str, ...]:
+    """What C lacks of a program, in words, each once: the compiler of `native.py` tries it with empty weights."""
+    weights, ops = Weights(), backend.ops
+    nothing = ops.matrix(torch.zeros(_SMALL, _SMALL))
+    for matrix in program.matrices:
+        weights.matrices[matrix.key] = (nothing,) * max(1, matrix.experts, matrix.heads)
+    for vector in program.vectors:
+        weights.vectors[vector.key] = torch.zeros(shape_of_target(vector))
+    reference = Reference(
+        program, weights, max_len=1, dtype=torch.float32, weight_dtype=backend.weight_dtype,
+        device=torch.device("cpu"), group=Alone(),
+    )  # fmt: skip
+    cache = KvCache(shape=shape, num_pages=1, block_size=_SMALL, device=torch.device("cpu"))
+    model, attention = backend.model(reference, Vocabulary(program, weights, Alone()), shape), backend.attention(cache)
+    # Only here, since it needs a compiler.
+    from ..attention.native import NativePagedAttention
+    from ..executors.native import NativeModel, in_torch
+
+    assert isinstance(model, NativeModel) and isinstance(attention, NativePagedAttention)
+    found = (operation_name(op) for op in in_torch(model, attention) if not isinstance(op.args, AllReduce))
+    return tuple(dict.fromkeys(found))
+
+
+def operation_name(op: Op) -> str:
+    """In the field's words."""
+    args = op.args
+    match args:
+        case Attend():
+            kinds = [f"{args.reach.kind} attention"] if args.reach.kind != "full" else ["attention"]
+            kinds += ["ALiBi"] if args.alibi is not None else []
+            kinds += [f"heads of {args.head_dim}"] if args.head_dim % _SMALL else []
+            return kinds[0] + (f" ({', '.join(kinds[1:])})" if kinds[1:] else "")
+        case AttendLatent():
+            return "multi-head latent attention (MLA)"
+        case Mixture():
+            return f"experts ({args.router.score.replace('_', ' ')} routing)"
+        case Rotate():
+            return "rotary embedding"
+        case Positions():
+            return "learned positions"
+        case Embed():
+            return "embedding"
+    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(args).__name__)
+    return words.strip()
+
+
+def group_names(groups: CacheGroups) -> list[str]:
+    """full, window of 1024, chunk of 8192, state."""
+    lifetimes = [group.lifetime for group in groups.groups]
+    return [each.kind + (f" of {each.span}" if each.span else "") for each in lifetimes]
+
+
+def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
+    """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
+    assert spec.decoder is not None
+    first_id, _ = share(spec.decoder.vocab, rank, size)
+    return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
+
+
+def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
+    """The KV of a program."""
+    lifetimes = [Lifetime(tile.reach.kind, tile.reach.positions) for tile in program.tiles]
+    tiles = zip(program.tiles, lifetimes, strict=True)
+    return KvShape(
+        layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
+        dtype=dtype,
+        states=tuple(StateTile(state.shape) for state in program.states),
+    )
+
+
+def kv_shape_of(config: EngineConfig, program: Program) -> KvShape:
+    return shape_of(program, DTYPES[config.kv_cache_dtype])
+
+
+def keeps_quantized(config: EngineConfig, spec: ModelSpec, ops: Ops | None, dtype: torch.dtype) -> bool:
+    """Whether quantized projections stay as the checkpoint stores them. ops: None for the Triton kernels, which need
+    activations of 16 bits. `--quantization` rounds widened weights."""
+    if spec.scheme is None or config.load_format == "dummy":
+        return False
+    if ops is None:
+        return dtype.itemsize == 2 and spec.scheme.has_kernels
+    return ops.quantized is not None and config.quantization is None
+
+
+def top_k(spec: ModelSpec) -> int:
+    """How many experts a token has in each layer; 0: there are none, or transformers runs them."""
+    if not is_native(spec):
+        return 0
+    return max((op.args.router.top_k for op in program_of(spec, 0, 1).ops if isinstance(op.args, Mixture)), default=0)
+
+
+def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """Why a model on a GPU cannot use the Triton kernels; None if it can."""
+    if not is_native(spec):
+        return f"{spec.architecture} runs in transformers"
+    if config.extension is not None:
+        return "--extension needs attention in torch"
+    try:
+        layers_of(program_of(spec, 0, config.tensor_parallel_size))
+    except UnknownLayerError as error:
+        return str(error)
+    return None
+
+
+def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
+    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
+    if table > (free := available_memory()):
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the rotary tables of that many positions take {size(table)} "
+            f"while they are built, and {size(free)} are free. Choose a smaller length."
+        )
+
+
+def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend, *, is_on_device: bool) -> None:
+    """Checks what `resolve` could not know: whether Triton kernels serve the model, and whether the C kernels built."""
+    if not config.deterministic:
+        return
+    for what, is_so in (
+        ("a mixture of experts on a GPU", is_on_device and top_k(spec) > 0),
+        ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
+        (backend.note, not is_on_device and not backend.is_compiled),
+    ):
+        if is_so:
+            raise ConfigError(f"--deterministic excludes {what}, whose sums depend on what else is served.")
+
+
+def no_kv(dtype: torch.dtype) -> KvShape:
+    """The shape of a model without KV: its blocks have no bytes."""
+    return KvShape(layers=(), dtype=dtype)

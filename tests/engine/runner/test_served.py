@@ -1,0 +1,59 @@
+"""How a checkpoint is served: what is said before anything is loaded is true of the loaded model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+
+from pagewire.config.config import EngineConfig
+from pagewire.engine.checkpoint.spec import read_spec
+from pagewire.engine.executors.native import NativeModel, in_torch
+from pagewire.engine.runner.loading import HostModel
+from pagewire.engine.runner.runner import Runner
+from pagewire.engine.runner.served import Served, how_served, operation_name
+
+CPU = torch.device("cpu")
+
+
+def served(config: EngineConfig) -> Served:
+    return how_served(config, read_spec(Path(config.model.path)), CPU, has_triton=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "deepseek_v3", "bloom", "gemma4_text", "minimax_m2"])
+def test_the_operations_in_torch_are_those_of_the_loaded_model(
+    kind: str, resolved: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    config = resolved(families.make_family(tmp_path, kind), dtype="float32")
+    found = served(config)
+    assert found.executor == "C" and found.page.startswith("engine/models/families/")
+    runner = Runner.load(config)
+    runner.open_cache(8)
+    assert isinstance(runner._model, HostModel) and isinstance(runner._model.model, NativeModel)
+    assert runner._cache is not None
+    attention: Any = runner._model.backend.attention(runner._cache)
+    names = dict.fromkeys(operation_name(op) for op in in_torch(runner._model.model, attention))
+    assert found.in_torch == tuple(names)
+    assert found.note in runner.notes
+    if kind == "llama":
+        assert not found.in_torch
+
+
+def test_the_lines_of_a_described_model(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
+    config = resolved(checkpoint("llama"), cpu_kernels="torch")
+    first, note, groups = served(config).lines(config)
+    assert first == "LlamaForCausalLM, described in engine/models/families/llama.py"
+    assert note.startswith("kernels of torch") and groups == "cache groups: full"
+
+
+def test_the_lines_of_other_models(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    config = resolved(checkpoint("persimmon"))
+    first, _, groups = served(config).lines(config)
+    assert first == "PersimmonForCausalLM, computed by transformers" and groups == "cache groups: full"
+    config = resolved(checkpoint("llama", hidden_act="mish"))
+    first = served(config).lines(config)[0]
+    assert first == "LlamaForCausalLM, computed by transformers, because it has the activation 'mish'"
