@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -174,6 +175,10 @@ def decoders(draw: st.DrawFn) -> Decoder:
         out_scale = Part(f"layers.{layer}.scale", 1) if draw(st.booleans()) else None
         parts = tuple(draw(sublayers(f"layers.{layer}.{number}.")) for number in numbers)
         blocks.append(Block(parts, out_scale=out_scale))
+    # Nothing can be added after the last sublayer.
+    *before, last_one = blocks[-1].sublayers
+    at_once = replace(last_one, branches=tuple(replace(branch, delay=0) for branch in last_one.branches))
+    blocks[-1] = replace(blocks[-1], sublayers=(*before, at_once))
     vocab = draw(st.sampled_from([8, 13]))
     positions = matrix("positions", 20, HIDDEN) if draw(st.booleans()) else None
     embedding = Embedding(matrix("embed", vocab, HIDDEN), draw(st.sampled_from([1.0, 4.0])), positions=positions)

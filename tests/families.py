@@ -101,9 +101,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     },
     "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
     "gpt_oss": ({}, SERVED),
-    "granite_swa": ({}, _SINKS),
+    "granite_swa": ({}, SERVED),
+    "granitemoe_swa": ({}, _SINKS),
     **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
-    **{kind: ({}, _MLA) for kind in ("minicpm3", "youtu")},
+    **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("minicpm3", "youtu")},
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
         "uses sparse attention",
@@ -147,9 +148,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
     "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
-    "llava": ("LlavaForConditionalGeneration", _IMAGES),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
+    "paligemma": ("PaliGemmaForConditionalGeneration", _IMAGES),
     "gemma3n_text": ("Gemma3nForCausalLM", "its last 15 layers share the keys and values of earlier ones"),
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
@@ -160,6 +159,7 @@ ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
     "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "granite_swa", "minicpm3", "youtu",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

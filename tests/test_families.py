@@ -45,7 +45,7 @@ _EVERY_TIME: tuple[str, ...] = (
     "deepseek_v3",
     "bart",
 )
-_EVERY_TIME += ("qwen3_5_text", "gptj", "llava", "gemma4_text", "t5")  # the others are for `make test-long`
+_EVERY_TIME += ("qwen3_5_text", "gptj", "paligemma", "gemma4_text", "t5")  # the others are for `make test-long`
 
 
 def with_marks(kinds: list[str]) -> list[object]:

@@ -31,6 +31,7 @@ class NativePagedAttention:
         self._kernels = kernels
         self._reference = TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
         self._layers: dict[tuple[int, AttentionParameters], tuple[Pages, int] | None] = {}  # None: the reference's
+        self._slopes: list[Tensor] = []  # to which `Pages` point
         self._slots: Tensor | None = None
         self._tables: NDArray[np.int32] = np.zeros((0, 0, 0), np.int32)
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -59,13 +60,9 @@ class NativePagedAttention:
     def lacks(self, tile: int, parameters: AttentionParameters) -> str | None:
         """Why the kernels cannot compute such a layer; None: they can."""
         keys, values = self._cache.pages[tile]
-        if keys.shape != values.shape or parameters.latent:
-            return f"values of another size than keys ({parameters.latent or values.shape[3]}, {keys.shape[3]})"
-        if keys.shape[3] % LANES:
-            return f"a head size that is no multiple of {LANES} ({keys.shape[3]})"
-        if parameters.chunk is not None:
-            return "chunked attention"
-        return "ALiBi" if parameters.alibi is not None else None
+        if keys.shape != values.shape and not parameters.latent:
+            return f"values of another size than keys ({values.shape[3]}, {keys.shape[3]})"
+        return f"a head size that is no multiple of {LANES} ({keys.shape[3]})" if keys.shape[3] % LANES else None
 
     def forward(
         self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters
@@ -89,19 +86,27 @@ class NativePagedAttention:
             layer[1], query.data_ptr(), query.stride(0), self._tables[table].ctypes.data, self._tables.shape[2],
             self._contexts.ctypes.data, self._counts.ctypes.data, out.data_ptr(), len(self._counts),
         )  # fmt: skip
-        return out
+        return out[:, :, : parameters.latent] if parameters.latent else out
 
     def pages(self, tile: int, heads: int, parameters: AttentionParameters) -> Pages:
         """A layer's pages and parameters, as the C kernels get them; both must stay alive. The kernels must not lack
         the parameters."""
         keys, values = self._cache.pages[tile]
-        sinks = parameters.sinks
+        sinks, alibi = parameters.sinks, parameters.alibi
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), sinks
-        return Pages(
-            keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size,
-            parameters.window or 0, parameters.scale, parameters.softcap or 0.0, keys.dtype == torch.bfloat16,
-            self._rounds, None if sinks is None else sinks.data_ptr(), page_stride(keys),
+        pages = Pages(
+            keys=keys.data_ptr(), values=(keys if parameters.latent else values).data_ptr(), heads=heads,
+            kv_heads=keys.shape[2], dim=keys.shape[3], block_size=self._cache.block_size,
+            window=parameters.window or 0, chunk=parameters.chunk or 0, scale=parameters.scale,
+            softcap=parameters.softcap or 0.0, bf16=keys.dtype == torch.bfloat16, rounds=self._rounds,
+            sinks=None if sinks is None else sinks.data_ptr(), page_stride=page_stride(keys),
         )  # fmt: skip
+        if alibi is not None:
+            slopes = (alibi.slopes.bfloat16() if alibi.rounded else alibi.slopes).float().contiguous()
+            self._slopes.append(slopes)
+            pages.slopes, pages.rounds_slopes = slopes.data_ptr(), alibi.rounded
+            pages.slope_scale = parameters.scale if alibi.before_scale else 1.0
+        return pages
 
     def table(self, tile: int) -> int:
         """Which block table, and slots, a tile has."""

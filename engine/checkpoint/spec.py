@@ -15,12 +15,11 @@ from msgspec.structs import replace
 
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModel
 from ..models.description import (
     Attention,
     Decoder,
     DeltaNet,
-    LatentAttention,
     Lightning,
     Mamba1,
     Mamba2,
@@ -152,6 +151,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         decoder = describe(architecture, whole) if does_generate else describe_body(architecture, whole)
     except NotDescribedError as error:
         why = f"it has {error}"
+        if config is not whole:  # transformers' class of a wrapper computes more than texts
+            raise UnsupportedModel(architecture, why) from None
     if folder is None:
         purpose = Purpose(size=hidden_size)
     else:
@@ -218,15 +219,9 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
 
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    bodies = decoder.bodies
-    if any(isinstance(body, LatentAttention) for body in bodies):
-        return False
     return all(
-        body.head_dim % 16 == 0
-        and body.value_dim == body.head_dim
-        and body.reach.kind != "chunk"
-        and body.alibi is None
-        for body in bodies
+        body.head_dim % 16 == 0 and body.value_dim == body.head_dim
+        for body in decoder.bodies
         if isinstance(body, Attention)
     )
 

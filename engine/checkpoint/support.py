@@ -29,7 +29,6 @@ _TWO_SIZES = "its layers have heads of different sizes ({} and {}), and pagewire
 _BY_TYPE = {
     "gpt_oss": _SINKS,
     "flint": _SINKS,
-    "granite_swa": _SINKS,
     "granitemoe_swa": _SINKS,
     "deepseek_v4": _SPARSE,
     **{

@@ -4,23 +4,27 @@ on the same memory."""
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from ...kernels.cpu.dense import PackedMatrix
-from ...kernels.cpu.experts import NativeExperts
+from ...kernels.cpu.latent import NativeLatent
 from ...kernels.cpu.library import LANES, Kernels
 from ...kernels.cpu.scans import NativeScans, rows_fields
 from ...kernels.cpu.structs import Columns, MatrixFields, Operation
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..attention.native import NativePagedAttention
+from ..models.description import Activation
 from ..models.program import (
     Activate,
     Add,
+    AllReduce,
     Attend,
+    AttendLatent,
     Clip,
     Embed,
     GatedProduct,
@@ -32,6 +36,7 @@ from ..models.program import (
     Multiply,
     Normalize,
     Op,
+    Positions,
     Product,
     Program,
     Rotate,
@@ -40,16 +45,18 @@ from ..models.program import (
     View,
     layout,
 )  # fmt: skip
+from ..parallel.collectives import SharedMemoryGroup
 from .mixers import MIXERS
+from .native_experts import native_experts
 from .native_mixers import mixer_fields
 from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _MIX = range(10)
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_ONE, _CLIP = range(9)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
 _ACTS = {
     name: number
     for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
@@ -57,6 +64,13 @@ _ACTS = {
 
 
 Field = int | float
+
+
+def _between(act: Activation, limit: float, sharpness: float, gate_scale: float = 1.0) -> dict[str, Field]:
+    """The fields of `Map` for a gate and what it is multiplied with."""
+    if act == "swiglu_clamped":
+        return {"map": _GLU_CLAMPED, "alpha": sharpness, "limit": limit}
+    return {"map": _GLU, "act": _ACTS[act], "alpha": gate_scale}
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,8 @@ class NativeModel:
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
+                if isinstance(group := self._reference.group, SharedMemoryGroup):
+                    group.check()
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
@@ -186,14 +202,21 @@ class _Compiler:
             case Embed() as args:
                 return self._embed(op, args)
             case Normalize() as args:
-                return [self._norm(op, args)]
-            case Rotate(first=0) as args:
+                return None if args.norm.ranks > 1 else [self._norm(op, args)]
+            case Positions() as args:
+                matrix = self._matrix(args.table, None)
+                return [self._operation(op, _POSITIONS, x=op.outs[0], matrix=matrix, shift=args.offset)]
+            case Rotate() as args:
                 return [self._turn(op, args)]
             case GatedProduct() as args:
                 matrix = self._matrix(args.matrix, args.bias)
                 return [self._operation(op, _PRODUCT, matrix=matrix, epilogue=_SILU_MUL)]
             case Attend() as args:
                 return self._attend(op, args)
+            case AttendLatent() as args:
+                return [self._attend_latent(op, args)]
+            case AllReduce():
+                return self._sum(op)
             case Heat() as args:
                 heat = args.temperature
                 return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
@@ -213,21 +236,19 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
-            case Glu(act="swiglu_clamped", limit=limit, sharpness=1.702):
-                return [self._operation(op, _MAP, map=_GLU_CLAMPED, limit=limit)]
-            case Glu(act=act, gate_scale=factor, sparsity=0.0) if act in _ACTS:
-                return [self._operation(op, _MAP, map=_GLU, act=_ACTS[act], alpha=factor)]
-            case Multiply(act=act) if op.ins[1].width in (1, op.ins[0].width):
-                kind = _MULTIPLY if op.ins[1].width == op.ins[0].width else _MULTIPLY_ONE
-                return [self._operation(op, _MAP, map=kind, act=_ACTS[act])]
+            case Glu() as args:
+                return self._glu(op, args)
+            case Multiply(act=act):
+                size = op.ins[0].width // op.ins[1].width
+                kind = _MULTIPLY if size == 1 else _MULTIPLY_GROUPS
+                return [self._operation(op, _MAP, map=kind, act=_ACTS[act], size=size)]
             case Clip(limit=limit):
                 return [self._operation(op, _MAP, map=_CLIP, limit=limit)]
         return None
 
-    def _embed(self, op: Op, args: Embed) -> list[Operation] | None:
-        if args.table.rows != self._program.vocab:
-            return None
-        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=self._matrix(args.table, None))]
+    def _embed(self, op: Op, args: Embed) -> list[Operation]:
+        matrix = self._matrix(args.table, None)
+        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=matrix, shift=-args.first_id)]
         if args.scale != 1.0:
             scale = self._reference.embedding_scale(args)
             found.append(self._operation(op, _MAP, x=op.outs[0], map=_FACTOR, alpha=scale))
@@ -241,10 +262,25 @@ class _Compiler:
             weight=0 if weight is None else self._vector(weight), weight2=0 if bias is None else self._vector(bias),
         )  # fmt: skip
 
+    def _glu(self, op: Op, args: Glu) -> list[Operation]:
+        (out,), gate, scale = op.outs, op.ins[0], args.gate_scale
+        found = []
+        if scale != 1.0 and (args.sparsity or args.act == "swiglu_clamped"):
+            found.append(self._operation(op, _MAP, map=_FACTOR, alpha=scale))
+            gate, scale = out, 1.0
+        if args.sparsity:
+            deviations = NormalDist().inv_cdf(args.sparsity)
+            found.append(self._operation(op, _MAP, x=gate, map=_SPARSE, alpha=deviations))
+            gate = out
+        between = _between(args.act, args.limit, args.sharpness, scale)
+        return [*found, self._operation(op, _MAP, x=gate, out=out, **between)]
+
     def _turn(self, op: Op, args: Rotate) -> Operation:
         cos, sin = self._reference.rotary[args.rope].tables
+        view = op.ins[0]
+        turning = View(view.register, view.first + args.first, view.width - args.first)
         return self._operation(
-            op, _TURN, heads=args.heads, dim=op.ins[0].width // args.heads, dims=args.rope.dims,
+            op, _TURN, x=turning, heads=args.heads, dim=op.ins[0].width // args.heads, dims=args.rope.dims,
             cos=cos.data_ptr(), sin=sin.data_ptr(),
         )  # fmt: skip
 
@@ -278,7 +314,7 @@ class _Compiler:
 
     def _is_head_norm(self, args: Normalize, dim: int) -> bool:
         norm = args.norm
-        is_shared = norm.weight is not None and norm.weight.rows == dim
+        is_shared = norm.weight is not None and norm.weight.rows == dim and norm.ranks == 1
         return norm.kind == "rms" and norm.size == dim and is_shared and args.bias is None
 
     def _product(self, ops: Sequence[Op], args: Product) -> tuple[list[Operation], int]:
@@ -295,27 +331,37 @@ class _Compiler:
 
     def _attend(self, op: Op, args: Attend) -> list[Operation] | None:
         parameters = self._reference.attention(args)
-        if len(op.ins) < 3 or self._attention.lacks(args.tile, parameters) is not None:
+        if self._attention.lacks(args.tile, parameters) is not None:
             return None
         pages = self._attention.pages(args.tile, args.heads, parameters)
         return [self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile))]
 
-    def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int] | None:
-        op, router = ops[0], args.router
-        is_known = router.score == "softmax" and router.groups == 1 and router.scale == 1.0 and not router.floor
-        rest = (args.correction, args.expert_scale, args.gate_up_bias, args.down_bias)
-        if (
-            not is_known
-            or any(rest)
-            or args.act != "silu"
-            or not args.has_gate
-            or router.on == "input"
-            or router.zero_experts
-        ):
+    def _attend_latent(self, op: Op, args: AttendLatent) -> Operation:
+        keys, values = (
+            [cast(PackedMatrix, matrix) for matrix in self._reference.weights.matrices[each.key]]
+            for each in (args.keys, args.values)
+        )
+        latent = NativeLatent(self._kernels, keys, values, args.rope_dim)
+        self._kept.append(latent)
+        pages = self._attention.pages(args.tile, args.heads, self._reference.latent_attention(args))
+        return self._operation(
+            op, _LATENT, latent=ctypes.addressof(latent.fields), pages=self._address(pages),
+            table=self._attention.table(args.tile),
+        )  # fmt: skip
+
+    def _sum(self, op: Op) -> list[Operation] | None:
+        group, view = self._reference.group, op.ins[0]
+        if not isinstance(group, SharedMemoryGroup) or view.width != self._program.widths[view.register]:
             return None
-        stacks = (self._reference.weights.matrices[matrix.key] for matrix in (args.gate_up, args.down))
-        pairs = [(cast(PackedMatrix, gate_up), cast(PackedMatrix, down)) for gate_up, down in zip(*stacks, strict=True)]
-        experts = NativeExperts(pairs, top_k=router.top_k, renormalize=router.renorm)
+        return [self._operation(op, _SUM, sum=ctypes.addressof(group.sum_in_c))]
+
+    def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int]:
+        op = ops[0]
+        if args.has_gate:
+            between = _between(args.act, args.limit, args.sharpness)
+        else:
+            between = {"map": _ACT, "act": _ACTS[args.act]}
+        experts = native_experts(args, self._reference.weights, **between)
         self._kept.append(experts)
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.ops import Matrix
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
-from ..models.description import Rope
+from ..models.description import Norm, Rope
 from ..models.lower import latent_width
 from ..models.program import (
     Activate,
@@ -98,7 +98,7 @@ class Reference:
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
         rounded."""
         self.program, self.weights = program, weights
-        self._weight_dtype, self._device, self._group = weight_dtype, device, group
+        self._weight_dtype, self._device, self.group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers(weights, device)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -139,7 +139,7 @@ class Reference:
     def embed(self, args: Embed, ids: Tensor) -> Tensor:
         """The embeddings of ids. Every rank has those of its own rows; the others are 0."""
         matrix = self.weights.matrix(args.table)
-        if self._group.size == 1 or args.is_whole:
+        if self.group.size == 1 or args.is_whole:
             out = matrix.lookup(ids)
         else:
             local = ids - args.first_id
@@ -162,7 +162,18 @@ class Reference:
         assert isinstance(args, Normalize)
         x, norm = registers.get(op.ins[0]), args.norm
         weight, bias = self.weights.vector(args.weight), self.weights.vector(args.bias)
+        if norm.ranks > 1:
+            return self._normalize_over_ranks(x, norm, weight)
         return normalize(x, norm.size, norm.kind, norm.eps, weight, bias)
+
+    def _normalize_over_ranks(self, x: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
+        """Each rank has a part of the elements of each group; their squares are added in float32."""
+        groups = x.reshape(x.shape[0], -1, norm.size).float()
+        squares = groups.square().sum(dim=-1)
+        self.group.all_reduce(squares)
+        normed = groups * torch.rsqrt(squares / (norm.size * norm.ranks) + norm.eps)[:, :, None]
+        out = normed.flatten(1) if weight is None else normed.flatten(1) * weight.float()
+        return out.to(x.dtype)
 
     def _product(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -255,10 +266,11 @@ class Reference:
         both = torch.cat((latent, key), dim=-1)[:, None]
         padding = (0, latent_width(args.rank, args.rope_dim) - both.shape[2])
         query, both = F.pad(query, padding), F.pad(both, padding)
-        attended = step.attention.forward(args.tile, query, both, None, self._latent_attention(args))
+        attended = step.attention.forward(args.tile, query, both, None, self.latent_attention(args))
         return _by_head(self.weights.matrices[args.values.key], attended).flatten(1)
 
-    def _latent_attention(self, args: AttendLatent) -> AttentionParameters:
+    def latent_attention(self, args: AttendLatent) -> AttentionParameters:
+        """The parameters of a layer; the same object for the same layer."""
         if args not in self._attention:
             self._attention[args] = AttentionParameters(scale=args.scale, latent=args.rank)
         return self._attention[args]
@@ -295,7 +307,7 @@ class Reference:
 
     def _all_reduce(self, op: Op, registers: Registers, step: Step) -> Tensor:
         x = registers.get(op.ins[0]).contiguous()
-        self._group.all_reduce(x)
+        self.group.all_reduce(x)
         return x
 
 

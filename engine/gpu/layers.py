@@ -95,7 +95,7 @@ def _layer(ops: list[Op]) -> Layer:
     for norm in (input_norm, post_norm, *norms):
         if norm.norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.weight.is_float32:
             raise UnknownLayerError("the kernels have no norm of this kind")
-    if any(norm.norm.size != attend.head_dim for norm in norms):
+    if any(norm.norm.size != attend.head_dim or norm.norm.ranks > 1 for norm in norms):
         raise UnknownLayerError("the kernels have no norm over all heads")
     pair = (norms[0], norms[1]) if norms else None
     return Layer(input_norm, qkv, pair, rotations[0].rope, attend, out, post_norm, _feed_forward(feed_forward))

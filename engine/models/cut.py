@@ -95,9 +95,6 @@ class _Ranks:
     def _attention(self, a: Attention) -> Attention:
         first, last = self._evenly(a.heads, "attention heads")
         kv_first, kv_last = self._kv_heads(a.kv_heads)
-        for norm in (a.q_norm, a.k_norm):
-            if norm is not None and norm.size != a.head_dim:
-                raise ConfigError(f"{self.flag}: the model's norms over all heads cannot be divided among ranks.")
         alibi = a.alibi
         if alibi is not None:
             alibi = replace(alibi, slopes=alibi.slopes[first:last])
@@ -109,9 +106,9 @@ class _Ranks:
             k=rows(a.k, kv_first * a.head_dim, kv_last * a.head_dim),
             v=rows(a.v, kv_first * a.value_dim, kv_last * a.value_dim),
             o=columns(a.o, first * a.value_dim, last * a.value_dim, is_first=self._rank == 0),
-            q_norm=_norm(a.q_norm, first, last),
-            k_norm=_norm(a.k_norm, kv_first, kv_last),
-            v_norm=_norm(a.v_norm, kv_first, kv_last),
+            q_norm=self._norm(a.q_norm, a.head_dim, first, last),
+            k_norm=self._norm(a.k_norm, a.head_dim, kv_first, kv_last),
+            v_norm=self._norm(a.v_norm, a.value_dim, kv_first, kv_last),
             gate=rows(a.gate, first * a.value_dim, last * a.value_dim),
             sinks=None if a.sinks is None else part_rows((a.sinks,), first, last)[0],
             alibi=alibi,
@@ -149,10 +146,17 @@ class _Ranks:
             down=columns(mlp.down, first, last, is_first=self._rank == 0),
         )
 
-
-def _norm(norm: Norm | None, first: int, last: int) -> Norm | None:
-    """Of the heads [first, last), if each has weights of its own."""
-    if norm is None or norm.weight is None or norm.weight.rows == norm.size:
-        return norm
-    part = first * norm.size, last * norm.size
-    return replace(norm, weight=rows(norm.weight, *part), bias=rows(norm.bias, *part))
+    def _norm(self, norm: Norm | None, dim: int, first: int, last: int) -> Norm | None:
+        """Of the heads [first, last), which have `dim` elements each. A norm over all heads becomes one over these and
+        those of the other ranks (`Norm.ranks`)."""
+        if norm is None:
+            return norm
+        part = first * dim, last * dim
+        if norm.size != dim:
+            if norm.kind != "rms":
+                raise ConfigError(f"{self.flag}: the model's layer norms over all heads cannot be divided among ranks.")
+            norm = replace(norm, size=(last - first) * dim, ranks=self._size)
+        elif norm.weight is None or norm.weight.rows == dim:
+            return norm
+        weight = None if norm.weight is None else rows(norm.weight, *part)
+        return replace(norm, weight=weight, bias=rows(norm.bias, *part))

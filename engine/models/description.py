@@ -59,6 +59,7 @@ class Norm(Data):
     bias: Weight | None = None
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
+    ranks: int = 1  # that have a part of each group, of `size` elements; the mean is over all of them
 
 
 class LowRank(Data):

@@ -25,6 +25,7 @@ from .description import (
     Rope,
     Router,
     Sublayer,
+    Temperature,
     Weight,
 )
 from .fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
@@ -33,6 +34,9 @@ FULL = Reach()
 
 # Tensors of vision and audio towers, which a text model does not read.
 TOWERS = (r"(.*\.)?(visual|vision_(tower|model|encoder)|multi_modal_projector|audio_tower|embed_(vision|audio))\..*",)
+
+# What the text model's names are under in models that also see or hear.
+WRAPPED = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.")
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -369,11 +373,15 @@ def layer_types(c: Fields, default: Callable[[int], str], name: str = "layer_typ
     return found
 
 
-def head(c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head") -> Head:
+def head(
+    c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head", bias: bool = False
+) -> Head:
     """tied: the default of tie_word_embeddings."""
     if c.flag("tie_word_embeddings", tied):
+        if bias:
+            raise NotDescribedError("a head with a bias whose matrix is the embedding's")
         return Head(scale=scale, softcap=softcap)
-    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model")), scale, softcap)
+    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model"), bias), scale, softcap)
 
 
 def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:
@@ -475,6 +483,15 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def temperature(c: Fields) -> Temperature | None:
+    """How queries grow with their positions (Ministral 3, Mistral 4)."""
+    given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
+    if "llama_4_scaling_beta" not in given:
+        return None
+    original = given.size("original_max_position_embeddings", most=MAX_POSITIONS)
+    return Temperature(given.number("llama_4_scaling_beta", 0.1), original)
+
+
 def _longrope(c: Fields, given: Fields, dims: int, base: float, longest: int, original: int) -> Rope:
     """arXiv 2402.13753; frequencies are divided by other numbers beyond the original length."""
     short, long = given.numbers("short_factor"), given.numbers("long_factor")
@@ -540,10 +557,12 @@ def decoder(
     head_scale: float = 1.0,
     softcap: float = 0.0,
     name: str = "embed_tokens",
+    head_bias: bool = False,
     prefixes: tuple[str, ...] = ("model.", ""),
     ignored: tuple[str, ...] = (),
 ) -> Decoder:
     """name: of the embedding. tied: the default of tie_word_embeddings. scale: of embeddings."""
     h, vocab = c.size("hidden_size", "n_embd", "d_model"), c.size("vocab_size")
-    embedding, last = Embedding(matrix(name, vocab, h), scale), head(c, tied=tied, scale=head_scale, softcap=softcap)
+    embedding = Embedding(matrix(name, vocab, h), scale)
+    last = head(c, tied=tied, scale=head_scale, softcap=softcap, bias=head_bias)
     return Decoder(h, vocab, embedding, layers(c, block), norm, last, prefixes, ignored)

@@ -74,7 +74,6 @@ class Normalize(Data):
     norm: Norm
     weight: Vector | None
     bias: Vector | None
-    is_cut: bool = False  # its group of elements is divided among the ranks
 
 
 class Product(Data):

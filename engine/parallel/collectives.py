@@ -53,6 +53,9 @@ class SharedMemoryGroup:
         """memory: where all ranks have met."""
         self.rank, self.size = rank, size
         self._memory, self._exchange = memory, exchange
+        self._waited = (-1, 0.0)  # the round that this rank waits in, and since when
+        self._failure: str | None = None
+        self.sum_in_c = exchange.in_c(self._gives_up)
 
     def all_reduce(self, x: Tensor) -> None:
         self._run(x, x, 0, _SUM_KINDS[x.dtype])
@@ -68,13 +71,27 @@ class SharedMemoryGroup:
         at, to = x.data_ptr(), out.data_ptr()
         for start in range(0, x.nbytes, sums.SLOT_BYTES):
             num_bytes = min(sums.SLOT_BYTES, x.nbytes - start)
-            if not self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=False):
-                deadline = time.monotonic() + _TIMEOUT.total_seconds()
-                while not self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=True):
-                    if (ended := self._memory.ended()) is not None:
-                        raise RuntimeError(f"rank {ended} has ended")
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"another rank has not taken part in a sum within {_TIMEOUT}")
+            is_done = self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=False)
+            while not is_done:
+                self._gives_up()
+                self.check()
+                is_done = self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=True)
+
+    def check(self) -> None:
+        """After a call of the C program with `sum_in_c`. Raises RuntimeError as `all_reduce` does."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _gives_up(self) -> bool:
+        """Whether to wait no longer for the others; called about once a second."""
+        number, now = self._exchange.number, time.monotonic()
+        if number != self._waited[0]:
+            self._waited = number, now
+        if (ended := self._memory.ended()) is not None:
+            self._failure = f"rank {ended} has ended"
+        elif now - self._waited[1] > _TIMEOUT.total_seconds():
+            self._failure = f"another rank has not taken part in a sum within {_TIMEOUT}"
+        return self._failure is not None
 
 
 class GlooGroup:

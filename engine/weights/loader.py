@@ -85,6 +85,7 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
     names = Names(decoder, {*present, *(f"{module}.weight" for module in modules)})
     program = lower(decoder)
     shapes = shapes_of([source for target in program.targets for source in names.sources(target)])
+    _turn_experts(reader, names, shapes)
     quantized = _quantized(scheme, modules, shapes, set(present))
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
@@ -107,6 +108,19 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
             raise CheckpointError(f"{name} has 8-bit values, but the checkpoint has no scale for it.")
     order = {name: place for place, name in enumerate(present)}
     return Found(names, order, quantized, len(ignored), sum(reader.num_bytes(name) for name in ignored))
+
+
+def _turn_experts(reader: Reader, names: Names, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Files of one family have stacked experts both ways (Qwen3-VL-MoE): takes them as they are. Square ones are as the
+    others of the file."""
+    present = set(reader.names())
+    stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and name in present}
+    turned = {name: (shape[0], shape[2], shape[1]) for name, shape in stacks.items()}
+    if any(reader.shape(name) == shape != stacks[name] for name, shape in turned.items()):
+        for name, shape in turned.items():
+            if reader.shape(name) == shape:
+                names.turn(name)
+                shapes[name] = shape
 
 
 def load_weights(
@@ -249,9 +263,9 @@ class _Loading:
         """A quantized matrix as it is stored. Runs in any thread."""
         assert self._scheme is not None
         quantized = self._found.quantized[source.tensor]
-        rows = source.run or (0, source.end)
+        rows = source.run or source.span(quantized.shape[0])
         weight = read_weight(self._scheme, self._reader, quantized.module, *quantized.shape, rows, source.columns)
-        return weight if source.run is not None else weight.rows(torch.tensor(source.indices()))
+        return weight if source.run is not None else weight.rows(torch.tensor(source.indices()) - rows[0])
 
     def _filled(self, target: Target, source: Source, _: None) -> None:
         self._num_left[target.key] -= 1

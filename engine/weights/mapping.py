@@ -10,6 +10,7 @@ from ..models.program import Matrix, Vector
 
 # Buffers that old exporters saved although config.json determines them.
 _DERIVED = r"(.*\.)?rotary_emb\.inv_freq"
+_MAX_ROWS = 128  # that a quantized matrix packs or scales together (blocks of 8-bit floats)
 _WRAPPERS = ("", "language_model.", "model.language_model.")  # what a tensor at the root of the model may be under
 
 
@@ -33,6 +34,12 @@ class Source:
         if len(self.parts) > 1 or (part.times > 1 and part.every != part.count):
             return None
         return part.first, part.first + part.rows
+
+    def span(self, num: int) -> tuple[int, int]:
+        """[first, last) of rows among which all are, where a stored matrix of `num` rows can be cut: no format packs or
+        scales rows in larger units."""
+        first = min(part.first for part in self.parts)
+        return first // _MAX_ROWS * _MAX_ROWS, min(num, -(-self.end // _MAX_ROWS) * _MAX_ROWS)
 
     @property
     def end(self) -> int:
@@ -59,6 +66,11 @@ class Names:
         found = [prefix for prefix in decoder.prefixes if prefix + table in present]
         self._prefix = found[0] if found else decoder.prefixes[0]
         self._ignored = re.compile("|".join((_DERIVED, *decoder.ignored)))
+        self._turned: set[str] = set()
+
+    def turn(self, name: str) -> None:
+        """Says that a tensor of experts has rows and columns the other way round than its family's page has them."""
+        self._turned.add(name)
 
     def is_ignored(self, name: str) -> bool:
         return self._ignored.fullmatch(name) is not None
@@ -89,11 +101,12 @@ class Names:
             rows = sum(part.rows for part in parts)
             is_separate = "{e}" in parts[0].name
             for expert in range(weight.experts) if is_separate else (None,):
+                tensor = self.of(_name(parts[0], expert or 0))
                 yield Source(
-                    tensor=self.of(_name(parts[0], expert or 0)),
+                    tensor=tensor,
                     parts=parts,
                     columns=(weight.first_column, weight.first_column + weight.columns),
-                    is_transposed=weight.is_transposed,
+                    is_transposed=weight.is_transposed != (tensor in self._turned),
                     to=(first, first + rows),
                     expert=expert,
                     num_experts=0 if is_separate else weight.experts,

@@ -117,6 +117,20 @@ static inline float sum_of(vf x)
     return x[0] + x[1];
 }
 
+/* What the scores of a tile's queries grow by: for key k of a chunk slopes[row] · (firsts[row] + k). */
+typedef struct {
+    float slopes[MAX_TILE];
+    int firsts[MAX_TILE];
+} Bias;
+
+/* The first position that the query at `position` sees. */
+static inline long first_seen(const Pages *p, long position)
+{
+    if (p->chunk)
+        return position - position % p->chunk;
+    return p->window ? greatest(0, position + 1 - p->window) : 0;
+}
+
 /* The numbers as bfloat16 in the upper half of a word, to nearest with ties to even. */
 static inline vu rounded16(vf x)
 {
@@ -128,6 +142,17 @@ static inline vf softcapped(vf x, float cap)
 {
     vf capped = cap - 2 * cap / (exp16(x * (2 / cap)) + 1.0f); /* cap · tanh(x / cap) */
     return select16(x != x, x, capped);
+}
+
+/* What ALiBi adds to the scores of the keys from `first` on. */
+static inline vf bias16(const Pages *p, float slope, vi first)
+{
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf position = __builtin_convertvector(first + lane, vf);
+    if (p->rounds_slopes)
+        position = (vf)rounded16(position);
+    vf bias = position * slope;
+    return (p->rounds_slopes ? (vf)rounded16(bias) : bias) * p->slope_scale;
 }
 
 /* The weights e^x of one register of scores, and their bfloat16 to `halves` if it is not 0. NaN stays NaN. */
@@ -174,16 +199,17 @@ static inline __attribute__((always_inline)) vf weigh(nf *row, long from, long t
  * others become zero. weights: where to leave them in bfloat16, or 0. factors: what the sums so far have to be
  * multiplied with. A NaN among the scores makes weights and sums NaN, but not the maximum.
  *
- * A weight is e^(score · scale - maximum) with one rounding of the exponent where the scale is positive and there is no
- * soft cap; the maximum is that of the scores, times the scale. */
+ * A weight is e^(score · scale - maximum) with one rounding of the exponent where the scale is positive and there is
+ * neither a soft cap nor a bias; the maximum is that of the scores, times the scale. */
 static void soften(const Pages *p, int rounds, long rows, long from, long to, const int *low, const int *high,
-                   float *scores, uint16_t *weights, float *most, vf *totals, float *factors)
+                   const Bias *bias, float *scores, uint16_t *weights, float *most, vf *totals,
+                   float *factors)
 {
     const vf none = (vf){0} - INFINITY;
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     _Alignas(64) float bases[MAX_TILE];
     vf top_of[LANES];
-    int is_late = p->softcap <= 0 && p->scale > 0; /* the scale is multiplied late */
+    int is_late = p->softcap <= 0 && p->scale > 0 && !p->slopes; /* the scale is multiplied late */
     float scale = is_late ? p->scale : 1;
     for (long begin = 0; begin < rows; begin += LANES) {
         long end = least(rows - begin, LANES);
@@ -200,6 +226,8 @@ static void soften(const Pages *p, int rounds, long rows, long from, long to, co
                         s *= p->scale;
                     if (p->softcap > 0)
                         s = softcapped(s, p->softcap);
+                    if (p->slopes)
+                        s += bias16(p, bias->slopes[begin + i], (vi){0} + (int32_t)(bias->firsts[begin + i] + g * LANES));
                     if (!sees_all) {
                         vi key = lane + (int32_t)(g * LANES);
                         s = select16((key >= low[begin + i]) & (key < high[begin + i]), s, none);
@@ -474,9 +502,9 @@ static float *output(const Attend *a, const Part *t, long head, long query, long
 /* The keys of a part: what its first query sees first, and its last one last. */
 static void seen(const Attend *a, const Part *t, long *from, long *to)
 {
-    long past = a->contexts[t->row] - a->counts[t->row], window = a->p->window;
+    long past = a->contexts[t->row] - a->counts[t->row];
     *to = past + t->end;
-    *from = window && past + t->first + 1 > window ? past + t->first + 1 - window : 0;
+    *from = first_seen(a->p, past + t->first);
 }
 
 static void merge_records(const Attend *a, const Part *t)
@@ -549,16 +577,16 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         long begin = tile * w->rows / w->tiles, num = (tile + 1) * w->rows / w->tiles - begin;
         long place = h * w->padded_rows + tile * w->tile_rows, lowest = CHUNK, highest = 0;
         int low[MAX_TILE], high[MAX_TILE], differ = 0;
+        Bias bias;
         long first_end = past + t->first + begin / group + 1, last_end = past + t->first + (begin + num - 1) / group + 1;
-        int sees_all = first_end >= position + CHUNK && (!p->window || last_end - p->window <= position);
+        int sees_all = first_end >= position + CHUNK && first_seen(p, last_end - 1) <= position;
         if (sees_all) {
             lowest = 0;
             highest = CHUNK;
         }
         for (long i = 0; i < num && !sees_all; i++) {
             long end = past + t->first + (begin + i) / group + 1;
-            long start = p->window && end > p->window ? end - p->window : 0;
-            low[i] = greatest(0, least(start - position, CHUNK));
+            low[i] = greatest(0, least(first_seen(p, end - 1) - position, CHUNK));
             high[i] = greatest(0, least(end - position, CHUNK));
             if (low[i] < high[i]) {
                 lowest = least(lowest, low[i]);
@@ -568,13 +596,18 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
         }
         if (lowest >= highest)
             continue;
+        for (long i = 0; i < num && p->slopes; i++) {
+            bias.slopes[i] = p->slopes[(t->head + h) * group + (begin + i) % group];
+            bias.firsts[i] = position - (p->rounds_slopes ? 0 : past + t->first + (begin + i) / group);
+        }
         long first = lowest / LANES, last = up(highest, LANES);
         _Alignas(64) float factors[MAX_TILE];
         const char *queries = w->queries + (h * w->tiles + tile) * w->tile_rows * w->padded_words * 4;
         float *sums = w->sums + place * dim;
         uint16_t *weights = mode == MODE_DOT ? w->weights : 0;
         pagewire_scores(a->mode, queries, num, w->keys, w->words, first, last, w->scores);
-        soften(p, rounds, num, first, last, sees_all ? 0 : low, high, w->scores, weights, w->most + place, w->totals + place, factors);
+        soften(p, rounds, num, first, last, sees_all ? 0 : low, high, &bias, w->scores, weights, w->most + place,
+               w->totals + place, factors);
         long unit = mode == MODE_DOT ? 2 : 1;
         const void *used = weights ? (const void *)weights : w->scores;
         if (differ && !is_known) {
@@ -683,8 +716,8 @@ static void run_part(const void *about, long i)
 static double work_of(const Attend *a, long row)
 {
     double group = a->p->heads / a->p->kv_heads, count = a->counts[row], keys = a->contexts[row] - count / 2;
-    if (a->p->window && keys > a->p->window + count)
-        keys = a->p->window + count;
+    if (a->p->window || a->p->chunk)
+        keys = least(keys, greatest(a->p->window, a->p->chunk) + count);
     return a->p->kv_heads * a->p->dim * keys * (count * group + PACK_ROWS);
 }
 
@@ -750,7 +783,7 @@ static void plan_rows(const Attend *a, long rows, double task, Plan *plan)
 }
 
 /* The last counts[row] of each row's contexts[row] positions are its queries; each sees itself and the positions before
- * it, with a window w only the last w of them. query: tokens of [heads][dim], row after row, query_stride apart; out:
+ * it as far as `window` or `chunk` reach. query: tokens of [heads][dim], row after row, query_stride apart; out:
  * [tokens][heads][dim]; table: [rows][table_stride] blocks. */
 void pagewire_attend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
                      const int64_t *contexts, const int64_t *counts, float *out, long rows)

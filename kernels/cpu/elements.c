@@ -58,14 +58,25 @@ static inline float *row(Numbers x, long i)
     return x.x + i * x.stride;
 }
 
+/* The mean of a row and `deviations` standard deviations. */
+static float threshold(const float *x, long n, float deviations)
+{
+    double sum = 0, squares = 0;
+    for (long i = 0; i < n; i++)
+        sum += x[i];
+    for (long i = 0; i < n; i++)
+        squares += (x[i] - sum / n) * (x[i] - sum / n);
+    return (float)(sum / n + deviations * sqrt(squares / n));
+}
+
 static void map_rows(const void *about, long from, long to)
 {
     const Map *a = about;
     for (long r = from; r < to; r++) {
         const float *x = row(a->x, r), *y = a->y.x ? row(a->y, r) : 0;
-        float *out = row(a->out, r);
+        float *out = row(a->out, r), least = a->kind == MAP_SPARSE ? threshold(x, a->width, a->alpha) : 0;
         for (long i = 0; i < a->width; i += LANES) {
-            vf v = some(x, i, a->width), w;
+            vf v = some(x, i, a->width), w = {0};
             switch (a->kind) {
             case MAP_ADD:
                 v = v * a->alpha + some(y, i, a->width) * a->beta;
@@ -85,16 +96,21 @@ static void map_rows(const void *about, long from, long to)
             case MAP_GLU_CLAMPED:
                 v = clamped(v, -INFINITY, a->limit);
                 w = clamped(some(y, i, a->width), -a->limit, a->limit);
-                v = (w + 1.0f) * v * sigmoid16(v * 1.702f);
+                v = (w + 1.0f) * v * sigmoid16(v * a->alpha);
                 break;
             case MAP_MULTIPLY:
                 v *= act16(some(y, i, a->width), a->act);
                 break;
-            case MAP_MULTIPLY_ONE:
-                v *= act16((vf){0} + *y, a->act);
+            case MAP_MULTIPLY_GROUPS:
+                for (int l = 0; l < LANES && i + l < a->width; l++)
+                    w[l] = y[(i + l) / a->size];
+                v *= act16(w, a->act);
                 break;
             case MAP_CLIP:
                 v = clamped(v, -a->limit, a->limit);
+                break;
+            case MAP_SPARSE:
+                v = select16(v < least, (vf){0}, v - least);
                 break;
             }
             put_some(out, i, a->width, v);

@@ -17,16 +17,17 @@ enum MapKind {
     MAP_WEIGHT,      /* x · weight */
     MAP_ACT,         /* act(x) */
     MAP_GLU,         /* act(x · alpha) · y */
-    MAP_GLU_CLAMPED, /* (y + 1) · x · sigmoid(1.702 · x), x at most limit and y within ± limit */
+    MAP_GLU_CLAMPED, /* (y + 1) · x · sigmoid(alpha · x), x at most limit and y within ± limit */
     MAP_MULTIPLY,    /* x · act(y) */
-    MAP_MULTIPLY_ONE, /* x · act(y's only column) */
+    MAP_MULTIPLY_GROUPS, /* x · act(y), where each column of y is for `size` columns of x */
     MAP_CLIP,        /* x within ± limit */
+    MAP_SPARSE,      /* x - (the row's mean + alpha · its standard deviation), at least 0 */
 };
 
 typedef struct {
     Numbers x, y, out;
     const float *weight; /* [width] */
-    long kind, width, act;
+    long kind, width, size, act;
     float alpha, beta, limit;
 } Map;
 

@@ -3,101 +3,199 @@
  *
  * A token's bits depend on no other token: products are row by row, and its experts are added best first.
  */
-#include <math.h>
-#include <stdlib.h>
-
 #include "experts.h"
 
+#include "elements.h"
+#include "rows.h"
+
+static long greatest_of(const float *x, long n)
+{
+    long best = 0;
+    for (long i = 1; i < n; i++)
+        best = x[i] > x[best] ? i : best;
+    return best;
+}
+
+static void score(const Router *a, const float *logits, float *scores)
+{
+    float most = logits[greatest_of(logits, a->num)], sum = 0;
+    for (long i = 0; i < a->num; i++)
+        sum += scores[i] = a->score == SCORE_SOFTMAX   ? expf(logits[i] - most)
+                           : a->score == SCORE_SIGMOID ? 1 / (1 + expf(-logits[i]))
+                                                       : logits[i];
+    for (long i = 0; i < a->num && a->score == SCORE_SOFTMAX; i++)
+        scores[i] /= sum;
+}
+
+/* Leaves the best groups. */
+static void keep_groups(const Router *a, float *ranked)
+{
+    long size = a->num / a->groups;
+    float best[a->groups];
+    char is_kept[a->groups];
+    memset(is_kept, 0, a->groups);
+    for (long g = 0; g < a->groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (const float *x = ranked + g * size; x < ranked + (g + 1) * size; x++) {
+            second = *x > first ? first : *x > second ? *x : second;
+            first = *x > first ? *x : first;
+        }
+        best[g] = a->by_two ? first + second : first;
+    }
+    for (long i = 0; i < a->top_groups; i++) {
+        long g = greatest_of(best, a->groups);
+        is_kept[g] = 1;
+        best[g] = -INFINITY;
+    }
+    for (long i = 0; i < a->num; i++)
+        ranked[i] = is_kept[i / size] ? ranked[i] : -INFINITY;
+}
+
+/* The weight of the best of those that are `left`; distances are relative. */
+static float weight_of_near(const Router *a, const float *logits, const float *left, long best)
+{
+    float sum = 0, most = left[best];
+    for (long i = 0; i < a->num; i++) {
+        float size = fabsf(logits[i]);
+        if (!((most - logits[i]) / (size > most ? size : most) > 2 * a->jitter))
+            sum += expf(left[i] - most);
+    }
+    return 1 / sum;
+}
+
 typedef struct {
+    const Router *router;
     const float *logits;
+    long stride;
     float *weights;
     int32_t *ids;
-    long num_experts, top_k, renormalize;
 } Route;
 
-static void route_row(const void *about, long row)
+static void route_rows(const void *about, long from, long to)
 {
-    const Route *a = about;
-    const float *logits = a->logits + row * a->num_experts;
-    float *weights = a->weights + row * a->top_k, most = -INFINITY, sum = 0, chosen = 0;
-    int32_t *ids = a->ids + row * a->top_k;
-    for (long i = 0; i < a->num_experts; i++)
-        most = logits[i] > most ? logits[i] : most;
-    for (long i = 0; i < a->num_experts; i++)
-        sum += expf(logits[i] - most);
-    for (long choice = 0; choice < a->top_k; choice++) {
-        long best = -1;
-        for (long i = 0; i < a->num_experts; i++) {
-            int is_taken = 0;
-            for (long before = 0; before < choice; before++)
-                is_taken |= ids[before] == i;
-            if (!is_taken && (best < 0 || logits[i] > logits[best]))
-                best = i;
+    const Route *r = about;
+    const Router *a = r->router;
+    float *scores = pagewire_scratch(SLOT_WEIGHTS, a->num * 8), *ranked = scores + a->num;
+    for (long row = from; row < to; row++) {
+        const float *logits = r->logits + row * r->stride;
+        float *weights = r->weights + row * a->top_k, sum = 0;
+        int32_t *ids = r->ids + row * a->top_k;
+        score(a, logits, scores);
+        /* Products have the order of their scores, and fewer equals. */
+        for (long i = 0; i < a->num; i++)
+            ranked[i] = a->correction ? scores[i] + a->correction[i] : a->groups > 1 ? scores[i] : logits[i];
+        if (a->groups > 1)
+            keep_groups(a, ranked);
+        for (long i = 0; i < a->top_k; i++) {
+            long best = greatest_of(ranked, a->num);
+            float weight = scores[best];
+            if (a->score == SCORE_NEAR)
+                weight = weight_of_near(a, logits, ranked, best);
+            else if (a->score == SCORE_CHOSEN)
+                weight = expf(weight - scores[i ? ids[0] : best]);
+            ids[i] = (int32_t)best;
+            ranked[best] = -INFINITY;
+            sum += weights[i] = weight;
         }
-        ids[choice] = (int32_t)best;
-        weights[choice] = expf(logits[best] - most) / sum;
-        chosen += weights[choice];
+        sum = a->adds_floor ? sum + a->floor : sum > a->floor ? sum : a->floor;
+        for (long i = 0; i < a->top_k; i++) {
+            float weight = (a->renormalize ? weights[i] / sum : weights[i]) * a->scale;
+            weights[i] = a->expert_scale ? weight * a->expert_scale[ids[i]] : weight;
+        }
     }
-    for (long choice = 0; a->renormalize && choice < a->top_k; choice++)
-        weights[choice] /= chosen;
 }
 
-void pagewire_route(const float *logits, float *weights, int32_t *ids, long m, long num_experts, long top_k,
-                    long renormalize)
+void pagewire_route(const Router *a, const float *logits, long stride, float *weights, int32_t *ids, long m)
 {
-    Route about = {logits, weights, ids, num_experts, top_k, renormalize};
-    for (long row = 0; row < m; row++)
-        route_row(&about, row);
+    run_rows(route_rows, &(Route){a, logits, stride, weights, ids}, m, a->num * (4 + a->top_k));
+}
+
+/* A token and one of its experts are an assignment; `places` are those of a token's choices in `parts`. */
+typedef struct {
+    const Experts *experts;
+    const float *parts, *weights, *x;
+    const int32_t *ids, *places;
+    float *y;
+    long x_stride, y_stride, hidden, adds;
+} Combine;
+
+static void combine_rows(const void *about, long from, long to)
+{
+    const Combine *a = about;
+    const Experts *e = a->experts;
+    long top_k = e->router.top_k;
+    float *total = pagewire_scratch(SLOT_WEIGHTS, a->hidden * 4);
+    for (long row = from; row < to; row++) {
+        float *y = a->y + row * a->y_stride;
+        for (long choice = 0; choice < top_k; choice++) {
+            long i = row * top_k + choice, is_zero = a->ids[i] >= e->num_experts;
+            const float *part = is_zero ? a->x + row * a->x_stride : a->parts + a->places[i] * a->hidden;
+            float weight = e->scales_input && !is_zero ? 1 : a->weights[i];
+            for (long j = 0; j < a->hidden; j++)
+                total[j] = choice ? total[j] + part[j] * weight : part[j] * weight;
+        }
+        for (long j = 0; j < a->hidden; j++)
+            y[j] = a->adds ? y[j] + total[j] : total[j];
+    }
 }
 
 typedef struct {
-    const float *parts, *weights;
-    const int32_t *places; /* of a token's choices in `parts` */
-    float *y;
-    long y_stride, hidden, top_k, adds;
-} Combine;
+    const float *x, *weights;
+    const int32_t *places;
+    float *out;
+    long x_stride, width, top_k;
+} ScaleInputs;
 
-static void combine_row(const void *about, long row)
+/* out[place] = weight · x of each assignment. */
+static void scale_inputs(const void *about, long from, long to)
 {
-    const Combine *a = about;
-    float *y = a->y + row * a->y_stride, *total = pagewire_scratch(SLOT_WEIGHTS, a->hidden * 4);
-    for (long choice = 0; choice < a->top_k; choice++) {
-        const float *part = a->parts + a->places[row * a->top_k + choice] * a->hidden;
-        float weight = a->weights[row * a->top_k + choice];
-        for (long i = 0; i < a->hidden; i++)
-            total[i] = choice ? total[i] + part[i] * weight : part[i] * weight;
-    }
-    for (long i = 0; i < a->hidden; i++)
-        y[i] = a->adds ? y[i] + total[i] : total[i];
+    const ScaleInputs *a = about;
+    for (long i = from; i < to; i++)
+        for (long j = 0; j < a->width; j++)
+            a->out[a->places[i] * a->width + j] = a->x[i / a->top_k * a->x_stride + j] * a->weights[i];
 }
 
 void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
                       float *y, long y_stride, long m, long adds)
 {
-    long hidden = e->down[0].n, inner = e->down[0].k, num = m * e->top_k, count = 0;
-    long floats = num * (inner + hidden), ints = 2 * num + e->num_experts + 1;
-    float *gated = pagewire_scratch(SLOT_EXPERTS, floats * 4 + ints * 4 + 2 * e->num_experts * sizeof(Product));
-    float *parts = gated + num * inner;
-    int32_t *tokens = (int32_t *)(parts + num * hidden), *places = tokens + num, *first = places + num;
-    Product *gate_up = (Product *)(((uintptr_t)(first + e->num_experts + 1) + 7) / 8 * 8), *down = gate_up + e->num_experts;
+    long hidden = e->down[0].n, inner = e->down[0].k, width = e->gate_up[0].k, is_gated = e->gate_up[0].is_gated;
+    long top_k = e->router.top_k, num = m * top_k, count = 0, wide = is_gated ? 0 : e->gate_up[0].n;
+    long floats = num * (inner + hidden + wide + (e->scales_input ? width : 0)), ints = 2 * num + e->router.num + 1;
+    float *gated = pagewire_scratch(SLOT_EXPERTS, floats * 4 + ints * 4 + 2 * e->num_experts * sizeof(Product) + 8);
+    float *parts = gated + num * inner, *both = parts + num * hidden, *scaled = both + num * wide;
+    int32_t *tokens = (int32_t *)(gated + floats), *places = tokens + num, *first = places + num;
+    Product *gate_up = (Product *)(((uintptr_t)(first + e->router.num + 1) + 7) / 8 * 8);
+    Product *down = gate_up + e->num_experts;
 
-    /* A token and one of its experts are an assignment; these are sorted by expert. */
-    memset(first, 0, (e->num_experts + 1) * sizeof *first);
+    /* Assignments are sorted by expert. */
+    memset(first, 0, (e->router.num + 1) * sizeof *first);
     for (long i = 0; i < num; i++)
         first[ids[i] + 1]++;
-    for (long i = 0; i < e->num_experts; i++) {
+    for (long i = 0; i < e->router.num; i++) {
         long rows = first[i + 1], from = first[i];
         first[i + 1] += first[i];
-        if (!rows)
+        if (!rows || i >= e->num_experts)
             continue;
-        gate_up[count] = (Product){&e->gate_up[i], {x, tokens + from, x_stride}, gated + from * inner, inner, rows, SILU_MUL};
+        Activations inputs = {x, tokens + from, x_stride};
+        if (e->scales_input)
+            inputs = (Activations){scaled + from * width, 0, width};
+        gate_up[count] = is_gated ? (Product){&e->gate_up[i], inputs, gated + from * inner, inner, rows, SILU_MUL}
+                                  : (Product){&e->gate_up[i], inputs, both + from * wide, wide, rows, STORE};
         down[count++] = (Product){&e->down[i], {gated + from * inner, 0, inner}, parts + from * hidden, hidden, rows, STORE};
     }
+    long rows = first[e->num_experts]; /* with matrices */
     for (long i = 0; i < num; i++) {
         places[i] = first[ids[i]]++;
-        tokens[places[i]] = (int32_t)(i / e->top_k);
+        tokens[places[i]] = (int32_t)(i / top_k);
     }
+    if (e->scales_input)
+        run_rows(scale_inputs, &(ScaleInputs){x, weights, places, scaled, x_stride, width, top_k}, num, width);
     pagewire_products(gate_up, count);
+    if (!is_gated)
+        pagewire_map(&(Map){{both, wide}, {both + inner, wide}, {gated, inner}, 0, e->map, inner, 0, e->act, e->alpha, 0,
+                            e->limit},
+                     rows);
     pagewire_products(down, count);
-    pagewire_run(m, combine_row, &(Combine){parts, weights, places, y, y_stride, hidden, e->top_k, adds});
+    run_rows(combine_rows, &(Combine){e, parts, weights, x, ids, places, y, x_stride, y_stride, hidden, adds}, m,
+             hidden * top_k);
 }

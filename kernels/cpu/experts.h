@@ -2,17 +2,38 @@
 #pragma once
 #include "product.h"
 
+/* How the scores of experts follow from the router's product, and the weights from the scores. */
+enum Score {
+    SCORE_SOFTMAX, /* over all experts */
+    SCORE_SIGMOID,
+    SCORE_CHOSEN,  /* the product itself; weights are e^score, to be divided by their sum */
+    SCORE_NEAR,    /* the product itself; a weight is the softmax over those within 2 · jitter that are not chosen yet */
+};
+
+/* The top_k best are chosen by score + correction, first the top_groups best groups of experts. Then weights are divided
+ * by their sum and multiplied by `scale` and the expert's own scale. */
 typedef struct {
-    const Matrix *gate_up, *down; /* [num_experts] of [2 · inner][hidden], gated, and [hidden][inner] */
-    long num_experts, top_k, renormalize;
+    const float *correction, *expert_scale; /* [num], or 0 */
+    long num, top_k, score, groups, top_groups;
+    long by_two; /* a group's score is the sum of its two best, else its best */
+    long renormalize, adds_floor; /* the sum is sum + floor, else at least the floor */
+    float floor, scale, jitter;
+} Router;
+
+typedef struct {
+    const Matrix *gate_up, *down; /* [num_experts] of [2 · inner or inner][in] and [out][inner] */
+    Router router;
+    long num_experts;  /* that have matrices; the router's others return their input */
+    long scales_input; /* weights are multiplied with inputs, not with results */
+    long map, act;     /* where gate_up is not gated: of `Map`, from its product to the input of down */
+    float alpha, limit;
 } Experts;
 
-/* The softmax over all experts at the best top_k, best first (of equals the first); with `renormalize` divided by their
- * sum. logits: [m][num_experts]; weights, ids: [m][top_k]. */
-void pagewire_route(const float *logits, float *weights, int32_t *ids, long m, long num_experts, long top_k,
-                    long renormalize);
+/* Each row's experts and their weights, best first (of equals the first). logits: m rows of num, stride apart; weights,
+ * ids: [m][top_k]. */
+void pagewire_route(const Router *a, const float *logits, long stride, float *weights, int32_t *ids, long m);
 
-/* y = Σ weight · down(silu(gate(x)) · up(x)) over each row's experts; with `adds` it is added to y. x: m rows of
- * hidden, x_stride apart. */
+/* y = Σ weight · down(act(gate(x)) · up(x)) over each row's experts; with `adds` it is added to y. x: m rows, x_stride
+ * apart. */
 void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
                       float *y, long y_stride, long m, long adds);

@@ -3,21 +3,33 @@
 import ctypes
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from .dense import PackedMatrix
-from .structs import ExpertsFields, MatrixFields
+from .structs import ExpertsFields, MatrixFields, RouterFields
+
+SOFTMAX, SIGMOID, CHOSEN, NEAR = range(4)  # `Score` of experts.h
 
 
 class NativeExperts:
-    """The packed matrices of all experts: gates and ups [2 · inner, hidden], and downs [hidden, inner]."""
+    """The packed matrices of all experts, gates and ups [2 · inner, hidden] or ups [inner, hidden], and downs
+    [hidden, inner]."""
 
-    def __init__(self, experts: Sequence[tuple[PackedMatrix, PackedMatrix]], *, top_k: int, renormalize: bool) -> None:
-        self._matrices = experts  # whose memory `fields` points to
-        self._gate_up = (MatrixFields * len(experts))(*(gate_up.fields(None) for gate_up, _ in experts))
-        self._down = (MatrixFields * len(experts))(*(down.fields(None) for _, down in experts))
+    def __init__(
+        self, gate_up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], router: RouterFields, *,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, scales_input: bool = False,
+        **between: float,
+    ) -> None:  # fmt: skip
+        """Biases: [experts, rows]. between: the fields of `Map` for what stands between the products of matrices that
+        are not gated."""
+        self._kept = (gate_up, down, gate_up_bias, down_bias)  # whose memory `fields` points to
+        self._gate_up, self._down = _stack(gate_up, gate_up_bias), _stack(down, down_bias)
         self.fields = ExpertsFields(
-            gate_up=ctypes.addressof(self._gate_up),
-            down=ctypes.addressof(self._down),
-            num_experts=len(experts),
-            top_k=top_k,
-            renormalize=renormalize,
-        )
+            gate_up=ctypes.addressof(self._gate_up), down=ctypes.addressof(self._down), router=router,
+            num_experts=len(down), scales_input=scales_input, **between,
+        )  # fmt: skip
+
+
+def _stack(matrices: Sequence[PackedMatrix], bias: Tensor | None) -> "ctypes.Array[MatrixFields]":
+    fields = (matrix.fields(None if bias is None else bias[i]) for i, matrix in enumerate(matrices))
+    return (MatrixFields * len(matrices))(*fields)

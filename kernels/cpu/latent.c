@@ -48,7 +48,8 @@ void pagewire_expand(const Latent *a, const float *attended, float *out, long ou
 }
 
 typedef struct {
-    const LatentCache *cache;
+    const Latent *layer;
+    const Pages *pages;
     const float *latent, *key;
     long latent_stride, key_stride;
     const int64_t *slots;
@@ -58,16 +59,18 @@ typedef struct {
 static void write_tokens(const void *about, long i)
 {
     const Write *w = about;
-    const LatentCache *a = w->cache;
-    long end = (i + 1) * w->size, bytes = a->bf16 ? 2 : 4;
+    const Latent *a = w->layer;
+    const Pages *p = w->pages;
+    long end = (i + 1) * w->size, bytes = p->bf16 ? 2 : 4;
     float row[a->width];
     memset(row, 0, a->width * 4);
     end = end < w->m ? end : w->m;
     for (long t = i * w->size; t < end; t++) {
-        char *to = a->pages + w->slots[t] / a->block_size * a->page_stride + w->slots[t] % a->block_size * a->width * bytes;
+        char *page = (char *)p->keys + w->slots[t] / p->block_size * p->page_stride;
+        char *to = page + w->slots[t] % p->block_size * a->width * bytes;
         memcpy(row, w->latent + t * w->latent_stride, a->rank * 4);
         memcpy(row + a->rank, w->key + t * w->key_stride, a->rope * 4);
-        if (a->bf16)
+        if (p->bf16)
             for (long j = 0; j < a->width; j += LANES)
                 store_bf16(*(const vf_any *)(row + j), to + 2 * j);
         else
@@ -75,9 +78,9 @@ static void write_tokens(const void *about, long i)
     }
 }
 
-void pagewire_write_latent(const LatentCache *a, const float *latent, long latent_stride, const float *key,
+void pagewire_write_latent(const Latent *a, const Pages *p, const float *latent, long latent_stride, const float *key,
                            long key_stride, const int64_t *slots, long m)
 {
-    Write write = {a, latent, key, latent_stride, key_stride, slots, m, task_size(m, 1, FEW / a->width + 1)};
+    Write write = {a, p, latent, key, latent_stride, key_stride, slots, m, task_size(m, 1, FEW / a->width + 1)};
     pagewire_run((m + write.size - 1) / write.size, write_tokens, &write);
 }

@@ -19,12 +19,6 @@ void pagewire_absorb(const Latent *a, const float *q, long q_stride, float *out,
 /* attended: [m][heads][width]; out: m rows of [heads][value], out_stride apart. */
 void pagewire_expand(const Latent *a, const float *attended, float *out, long out_stride, long m);
 
-/* Where the cache of a layer lies: pages of block_size positions, page_stride bytes apart. */
-typedef struct {
-    char *pages;
-    long block_size, page_stride, rank, rope, width, bf16;
-} LatentCache;
-
 /* Writes m latents [rank] and turned keys [rope] to their slots, page * block_size + offset. */
-void pagewire_write_latent(const LatentCache *a, const float *latent, long latent_stride, const float *key,
+void pagewire_write_latent(const Latent *a, const Pages *p, const float *latent, long latent_stride, const float *key,
                            long key_stride, const int64_t *slots, long m);

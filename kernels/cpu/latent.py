@@ -1,7 +1,7 @@
 """Multi-head latent attention by the C kernels, with the results of `reference_latent`."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,31 +9,26 @@ from torch import Tensor
 from ..reference_latent import cache_width
 from .dense import PackedMatrix
 from .library import Kernels
-from .structs import LatentCacheFields, LatentFields, MatrixFields, Pages
+from .structs import LatentFields, MatrixFields, Pages
 
 
 class NativeLatent:
     """The matrices of a layer, a pair for each head. All activations are float32."""
 
     def __init__(
-        self, kernels: Kernels, keys: Tensor, values: Tensor, rope: int, matrix: Callable[[Tensor], PackedMatrix]
+        self, kernels: Kernels, keys: Sequence[PackedMatrix], values: Sequence[PackedMatrix], rope: int
     ) -> None:
-        """keys: [heads, nope, rank] and values: [heads, value, rank] of `reference_latent.split_kv_b`; rope: features
-        of a key that turn; matrix: packs a weight [n, k]."""
-        heads, nope, rank = keys.shape
-        self._kernels, self._rank, self._rope = kernels, rank, rope
-        self._matrices = [matrix(part.t().contiguous()) for part in keys]
-        self._matrices += [matrix(part.contiguous()) for part in values]
-        self._packed = (MatrixFields * (2 * heads))(*(part.fields(None) for part in self._matrices))
-        first = ctypes.addressof(self._packed)
+        """keys: [rank, nope] and values: [value, rank] of each head, of `reference_latent.split_kv_b`, the keys
+        transposed; rope: features of a key that turn."""
+        self._kernels = kernels
+        self._matrices = (*keys, *values)  # whose memory `fields` points to
+        self._packed = (MatrixFields * len(self._matrices))(*(part.fields(None) for part in self._matrices))
+        first, heads = ctypes.addressof(self._packed), len(keys)
+        rank, nope, value = self._packed[0].n, self._packed[0].k, self._packed[heads].n
         self.fields = LatentFields(
             keys=first, values=first + heads * ctypes.sizeof(MatrixFields), heads=heads, nope=nope, rope=rope,
-            rank=rank, value=values.shape[1], width=cache_width(rank, rope),
+            rank=rank, value=value, width=cache_width(rank, rope),
         )  # fmt: skip
-
-    @property
-    def nbytes(self) -> int:
-        return sum(matrix.nbytes for matrix in self._matrices)
 
     def absorb(self, q: Tensor) -> Tensor:
         q = q if q[:1].is_contiguous() else q.contiguous()
@@ -53,13 +48,13 @@ class NativeLatent:
 
     def write_latent(self, latent: Tensor, key: Tensor, pages: Tensor, slots: Tensor) -> None:
         assert latent.stride(1) == key.stride(1) == 1, (latent.stride(), key.stride())
-        cache = LatentCacheFields(
-            pages=pages.data_ptr(), block_size=pages.shape[1], page_stride=pages.stride(0) * pages.element_size(),
-            rank=self._rank, rope=self._rope, width=pages.shape[2], bf16=pages.dtype == torch.bfloat16,
+        cache = Pages(
+            keys=pages.data_ptr(), block_size=pages.shape[1], page_stride=pages.stride(0) * pages.element_size(),
+            bf16=pages.dtype == torch.bfloat16,
         )  # fmt: skip
         self._kernels.write_latent(
-            ctypes.addressof(cache), latent.data_ptr(), latent.stride(0), key.data_ptr(), key.stride(0),
-            slots.data_ptr(), slots.shape[0],
+            ctypes.addressof(self.fields), ctypes.addressof(cache), latent.data_ptr(), latent.stride(0),
+            key.data_ptr(), key.stride(0), slots.data_ptr(), slots.shape[0],
         )  # fmt: skip
 
     def attend_latent(

@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "superblocks_pack": (_P, _P, _L, _L, _L, _L),
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
-    "route": (_P, _P, _P, _L, _L, _L, _L),
+    "route": (_P, _P, _L, _P, _P, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
     "program": (_P, _L, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
@@ -39,7 +39,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "gated_norm": (_P, _L),
     "absorb": (_P, _P, _L, _P, _L),
     "expand": (_P, _P, _P, _L, _L),
-    "write_latent": (_P, _P, _L, _P, _L, _P, _L),
+    "write_latent": (_P, _P, _P, _L, _P, _L, _P, _L),
 }
 
 

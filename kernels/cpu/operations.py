@@ -41,7 +41,9 @@ def native_ops(
         return MatrixStack(kernels, [kept(part, False) for part in _runs(parts)], is_gated=is_gated)
 
     def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-        assert value is not None and key.shape == value.shape, "the kernel writes keys and values of one size"
+        if value is None:  # the keys are the values, too; the kernel writes them twice to the same place
+            value, v_pages = key, k_pages
+        assert key.shape == value.shape, "the kernel writes keys and values of one size"
         key, value = dense(key), dense(value)
         kernels.write_kv(
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),

@@ -16,7 +16,8 @@ enum { MR = 5 };
 #endif
 
 enum { PADDED = 32 }; /* bfloat16 weights and their activations are padded with zeros to multiples of it, an AMX tile */
-enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS, SLOT_ROUTES, SLOT_STACK }; /* of `pagewire_scratch` */
+/* Of `pagewire_scratch`. */
+enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS, SLOT_STEP, SLOT_STACK };
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
@@ -138,11 +139,15 @@ void pagewire_interleave(const float *const *rows, long count, long words, long 
 /* One layer's keys and values, [pages][block_size][kv_heads][dim], and the parameters of its attention. */
 typedef struct {
     const char *keys, *values;
-    long heads, kv_heads, dim, block_size, window; /* window 0: none */
+    long heads, kv_heads, dim, block_size;
+    long window, chunk; /* a query sees the last `window` positions, or those since a multiple of `chunk`; 0: all */
     float scale, softcap;                          /* softcap 0: none */
     int bf16, rounds;                              /* rounds: bfloat16 arithmetic, with a bfloat16 cache only */
     const float *sinks;                            /* [heads]: a logit each that joins the denominator; or 0 */
     long page_stride;                              /* bytes from a page to the next */
+    const float *slopes; /* [heads] of ALiBi, or 0: slope · (key's position - query's) · slope_scale joins the score */
+    float slope_scale;
+    int rounds_slopes; /* instead slope · key's position, both and the product rounded to bfloat16 */
 } Pages;
 
 /* Attention of all rows of a step; see `attention.c`. */

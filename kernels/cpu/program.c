@@ -2,12 +2,16 @@
  * writes registers, which are columns of one array for all tokens. */
 #include "elements.h"
 #include "experts.h"
+#include "latent.h"
 #include "scans.h"
+#include "sums.h"
 
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
 void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, long, long,
                        int);
+
+enum { LATENT_BYTES = 64 << 20 };
 
 /* Columns of a register: at offset · tokens + first, rows `stride` apart. */
 typedef struct {
@@ -15,15 +19,18 @@ typedef struct {
 } Columns;
 
 enum OpKind {
-    OP_EMBED,   /* out = rows of the matrix for the ids */
+    OP_EMBED,   /* out = rows of the matrix for the ids + shift, zeros where it has none */
     OP_PRODUCT, /* out = in · matrixᵀ by `epilogue` */
     OP_ROTATE,  /* norms and rotates heads and kv_heads that follow each other, in place; weights or 0 */
-    OP_ATTEND,  /* in, in2, in3: queries, keys, values */
+    OP_ATTEND,  /* in, in2, in3: queries, keys, values; or queries only, without strides of the others */
     OP_EXPERTS, /* out = or += the experts of in; in2: the router's product */
     OP_MAP,     /* out = one of MapKind of in and in2 */
     OP_NORM,    /* out = norm of groups of in */
     OP_TURN,    /* rotates heads of in, in place */
     OP_HEAT,    /* multiplies in by a factor of its position, in place */
+    OP_POSITIONS, /* out += rows of the matrix for the positions + shift */
+    OP_LATENT,  /* in, in2, in3: queries, latents, turned keys */
+    OP_SUM,     /* in = its sum over the ranks; in is a whole register */
     OP_MIX,     /* an operation of recurrent mixers, with columns of its own */
 };
 
@@ -48,13 +55,15 @@ typedef struct {
     long kind, epilogue;
     Columns in, in2, in3, out;
     long width, size, heads, kv_heads, dim, dims;
-    long table;           /* of OP_ATTEND */
+    long table;           /* of OP_ATTEND and OP_LATENT */
     long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
-    long every, shift;    /* of OP_HEAT */
+    long every, shift;    /* of OP_HEAT; shift: of OP_EMBED and OP_POSITIONS, too */
     const Matrix *matrix;
     const Experts *experts;
+    const Latent *latent;
     const float *weight, *weight2, *cos, *sin; /* weight2: the keys' norm of OP_ROTATE, the biases of OP_NORM */
     const Pages *pages;
+    const Sum *sum;
     const Mixer *mixer;
     float eps, alpha, beta, limit;
 } Operation;
@@ -84,8 +93,10 @@ static void attend(const Operation *o, const Step *s)
     const Pages *p = o->pages;
     const int64_t *slots = s->slots + o->table * s->tokens;
     const int32_t *table = s->tables + o->table * s->rows * s->table_stride;
-    pagewire_write_kv(at(s, o->in2), o->in2.stride, at(s, o->in3), o->in3.stride, (char *)p->keys, (char *)p->values,
-                      slots, s->tokens, p->kv_heads * p->dim, p->block_size, p->page_stride, p->bf16);
+    if (o->in2.stride)
+        pagewire_write_kv(at(s, o->in2), o->in2.stride, at(s, o->in3), o->in3.stride, (char *)p->keys,
+                          (char *)p->values, slots, s->tokens, p->kv_heads * p->dim, p->block_size, p->page_stride,
+                          p->bf16);
     pagewire_attend(p, at(s, o->in), o->in.stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out),
                     s->rows);
 }
@@ -117,23 +128,68 @@ static void recur(const Operation *o, const Step *s)
     }
 }
 
+/* Heads are taken some at a time, so that many tokens in the wide space of latents do not fill the memory. */
+static void attend_latent(const Operation *o, const Step *s)
+{
+    const Latent *a = o->latent;
+    const int64_t *slots = s->slots + o->table * s->tokens;
+    const int32_t *table = s->tables + o->table * s->rows * s->table_stride;
+    long m = s->tokens, num = LATENT_BYTES / (8 * m * a->width);
+    num = num < 1 ? 1 : num < a->heads ? num : a->heads;
+    float *query = pagewire_scratch(SLOT_STEP, 8 * num * m * a->width), *attended = query + num * m * a->width;
+    pagewire_write_latent(a, o->pages, at(s, o->in2), o->in2.stride, at(s, o->in3), o->in3.stride, slots, m);
+    for (long h = 0; h < a->heads; h += num) {
+        Latent some = *a;
+        Pages pages = *o->pages;
+        some.keys += h;
+        some.values += h;
+        some.heads = pages.heads = num < a->heads - h ? num : a->heads - h;
+        pagewire_absorb(&some, at(s, o->in) + h * (a->nope + a->rope), o->in.stride, query, m);
+        pagewire_attend(&pages, query, some.heads * a->width, table, s->table_stride, s->contexts, s->counts, attended,
+                        s->rows);
+        pagewire_expand(&some, attended, at(s, o->out) + h * a->value, o->out.stride, m);
+    }
+}
+
 static void mix(const Operation *o, const Step *s)
 {
     const Experts *e = o->experts;
-    long m = s->tokens;
-    float *weights = pagewire_scratch(SLOT_ROUTES, m * e->top_k * 8);
-    int32_t *ids = (int32_t *)(weights + m * e->top_k);
-    pagewire_route(at(s, o->in2), weights, ids, m, e->num_experts, e->top_k, e->renormalize);
+    long m = s->tokens, top_k = e->router.top_k;
+    float *weights = pagewire_scratch(SLOT_STEP, m * top_k * 8);
+    int32_t *ids = (int32_t *)(weights + m * top_k);
+    pagewire_route(&e->router, at(s, o->in2), o->in2.stride, weights, ids, m);
     pagewire_experts(e, weights, ids, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue == ADD);
 }
 
+/* The rows of the matrix for ids + shift, [m][k]; zeros for ids that it has no row for. places: memory for m ids. */
+static void look_up(const Operation *o, const int64_t *ids, int64_t *places, float *out, long m)
+{
+    long n = o->matrix->n, k = o->matrix->k;
+    for (long i = 0; i < m; i++)
+        places[i] = ids[i] + o->shift < 0 ? 0 : ids[i] + o->shift < n ? ids[i] + o->shift : n - 1;
+    pagewire_lookup(o->matrix, places, out, m);
+    for (long i = 0; i < m; i++)
+        if (places[i] != ids[i] + o->shift)
+            memset(out + i * k, 0, k * 4);
+}
+
+static void add_positions(const Operation *o, const Step *s)
+{
+    long m = s->tokens, k = o->matrix->k;
+    int64_t *places = pagewire_scratch(SLOT_STEP, m * (8 + 4 * k));
+    Numbers rows = {(float *)(places + m), k}, out = numbers(s, o->out);
+    look_up(o, s->positions, places, rows.x, m);
+    pagewire_map(&(Map){.x = out, .y = rows, .out = out, .kind = MAP_ADD, .width = k, .alpha = 1, .beta = 1}, m);
+}
+
+/* Ends early if a sum over the ranks does; the caller knows that from `gives_up`. */
 void pagewire_program(const Operation *ops, long count, const Step *s)
 {
     long m = s->tokens;
     for (const Operation *o = ops; o < ops + count; o++)
         switch (o->kind) {
         case OP_EMBED:
-            pagewire_lookup(o->matrix, s->ids, at(s, o->out), m);
+            look_up(o, s->ids, pagewire_scratch(SLOT_STEP, m * 8), at(s, o->out), m);
             break;
         case OP_PRODUCT:
             pagewire_product(o->matrix, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue);
@@ -150,7 +206,7 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_MAP:
             pagewire_map(&(Map){numbers(s, o->in), numbers(s, o->in2), numbers(s, o->out), o->weight, o->map, o->width,
-                                o->act, o->alpha, o->beta, o->limit},
+                                o->size, o->act, o->alpha, o->beta, o->limit},
                          m);
             break;
         case OP_NORM:
@@ -166,6 +222,16 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_MIX:
             recur(o, s);
+            break;
+        case OP_POSITIONS:
+            add_positions(o, s);
+            break;
+        case OP_LATENT:
+            attend_latent(o, s);
+            break;
+        case OP_SUM:
+            if (!pagewire_sum(o->sum, at(s, o->in), m * o->width))
+                return;
             break;
         }
 }

@@ -10,11 +10,14 @@ class Pages(ctypes.Structure):
 
     _fields_ = (
         *((name, _P) for name in ("keys", "values")),
-        *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
+        *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window", "chunk")),
         *((name, _F) for name in ("scale", "softcap")),
         *((name, _I) for name in ("bf16", "rounds")),
         ("sinks", _P),
         ("page_stride", _L),
+        ("slopes", _P),
+        ("slope_scale", _F),
+        ("rounds_slopes", _I),
     )
 
 
@@ -28,12 +31,25 @@ class MatrixFields(ctypes.Structure):
     )
 
 
+class RouterFields(ctypes.Structure):
+    """`Router` of experts.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("correction", "expert_scale")),
+        *((name, _L) for name in ("num", "top_k", "score", "groups", "top_groups")),
+        *((name, _L) for name in ("by_two", "renormalize", "adds_floor")),
+        *((name, _F) for name in ("floor", "scale", "jitter")),
+    )
+
+
 class ExpertsFields(ctypes.Structure):
     """`Experts` of experts.h."""
 
     _fields_ = (
         *((name, _P) for name in ("gate_up", "down")),
-        *((name, _L) for name in ("num_experts", "top_k", "renormalize")),
+        ("router", RouterFields),
+        *((name, _L) for name in ("num_experts", "scales_input", "map", "act")),
+        *((name, _F) for name in ("alpha", "limit")),
     )
 
 
@@ -51,7 +67,8 @@ class Operation(ctypes.Structure):
         *((name, Columns) for name in ("x", "x2", "x3", "out")),
         *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
         *((name, _L) for name in ("every", "shift")),
-        *((name, _P) for name in ("matrix", "experts", "weight", "weight2", "cos", "sin", "pages", "mixer")),
+        *((name, _P) for name in ("matrix", "experts", "latent", "weight", "weight2", "cos", "sin")),
+        *((name, _P) for name in ("pages", "sum", "mixer")),
         *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
     )
 
@@ -180,13 +197,4 @@ class LatentFields(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("keys", "values")),
         *((name, _L) for name in ("heads", "nope", "rope", "rank", "value", "width")),
-    )
-
-
-class LatentCacheFields(ctypes.Structure):
-    """`LatentCache` of latent.h."""
-
-    _fields_ = (
-        ("pages", _P),
-        *((name, _L) for name in ("block_size", "page_stride", "rank", "rope", "width", "bf16")),
     )

@@ -12,6 +12,7 @@
    after WAIT_S so that the caller can look whether the other ranks still exist; the caller then calls again for the same
    round, and the rank sleeps at once. The supervisor takes a rank for hung that uses no CPU time, so a rank that waits
    for long must use next to none. */
+#include "sums.h"
 #include "vectors.h"
 #include <sched.h>
 #include <time.h>
@@ -32,7 +33,7 @@ typedef struct {
     char unused[120];
 } Flag;
 
-typedef struct {
+typedef struct Ranks {
     Flag *flags;
     char *slots; /* two sets of `size` slots of `slot_bytes`, which is a multiple of 64 */
     long rank, size, slot_bytes;
@@ -150,5 +151,19 @@ int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long s
     else
         add(ranks, slots, out, bytes / (kind == SUM_BFLOAT16 ? 2 : 4), kind == SUM_BFLOAT16);
     ranks->round = round;
+    return 1;
+}
+
+int pagewire_sum(const Sum *a, float *x, long count)
+{
+    long most = a->ranks->slot_bytes / 4;
+    for (long i = 0; i < count; i += most) {
+        long bytes = 4 * (count - i < most ? count - i : most), is_begun = 0;
+        while (!pagewire_exchange(a->ranks, x + i, x + i, bytes, 0, SUM_FLOAT32, is_begun)) {
+            is_begun = 1;
+            if (a->gives_up())
+                return 0;
+        }
+    }
     return 1;
 }

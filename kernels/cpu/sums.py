@@ -1,6 +1,7 @@
 """`sums.c`: sums and copies between the ranks of one machine, through memory that they share."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Literal
 
 FLAG_BYTES = 128
@@ -28,6 +29,12 @@ def memory_bytes(size: int) -> int:
     return size * (FLAG_BYTES + 2 * SLOT_BYTES)
 
 
+class SumFields(ctypes.Structure):
+    """`Sum` of sums.h."""
+
+    _fields_ = (("ranks", _P), ("gives_up", ctypes.CFUNCTYPE(_I)))
+
+
 class Exchange:
     """This rank's side. All ranks call in the same order with tensors of one shape."""
 
@@ -41,3 +48,12 @@ class Exchange:
     def round(self, x: int, out: int, num_bytes: int, stride: int, kind: Kind, *, is_begun: bool) -> bool:
         """`pagewire_exchange`: whether the round is done. If not, call again with `is_begun`."""
         return bool(self._call(self._at, x, out, num_bytes, stride, _KINDS[kind], is_begun))
+
+    @property
+    def number(self) -> int:
+        """Rounds that are done, modulo 2³²."""
+        return int(self._ranks.round)
+
+    def in_c(self, gives_up: Callable[[], bool]) -> SumFields:
+        """For the C program; valid as long as this object. gives_up: must not raise."""
+        return SumFields(self._at, type(SumFields().gives_up)(gives_up))

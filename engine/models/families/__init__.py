@@ -9,6 +9,7 @@ from functools import cache
 from ..description import Decoder, Head
 from ..fields import Fields, NotDescribedError
 from ..registry import PAGES, Page
+from .wrappers import DEFAULTS
 
 
 @cache
@@ -26,7 +27,7 @@ def text_fields(c: Fields) -> Fields:
         return c
     types = {name: c.raw[name] for name in ("dtype", "torch_dtype") if name in c}
     tied = {name: c.raw[name] for name in ("tie_word_embeddings",) if name in c}  # the wrapper's heads are in question
-    return Fields(types | inner.raw | tied, c.file)
+    return Fields(DEFAULTS.get(inner.text("model_type", ""), {}) | types | inner.raw | tied, c.file)
 
 
 def describe(architecture: str, c: Fields) -> Decoder | None:

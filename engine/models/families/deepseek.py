@@ -1,7 +1,10 @@
-"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), also Kimi-K2 and Moonlight, and GLM-4.7-Flash: multi-head latent
-attention, and experts of which some serve all tokens."""
+"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), also Kimi-K2 and Moonlight, GLM-4.7-Flash and Mistral 4:
+multi-head latent attention, and experts of which some serve all tokens. Youtu and MiniCPM3 have no experts."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
 
 from ..description import Block, Decoder, LatentAttention, LowRank, Mlp, Moe, Router, Weight
 from ..fields import Fields, NotDescribedError
@@ -13,10 +16,13 @@ from ..pieces import (
     layer_types,
     matrix,
     mlp,
+    num_layers,
     prenorm,
     rms,
     rope,
     sigmoid_router,
+    stacked_experts,
+    temperature,
     yarn_mscale,
 )
 from ..registry import family
@@ -74,6 +80,56 @@ def glm4_moe_lite(c: Fields) -> Decoder:
     return _decoder(c, feed_forward, (768, 512, 192, 64, 256), is_adjacent=c.flag("rope_interleave", True))
 
 
+@family("Mistral4ForCausalLM")
+def mistral4(c: Fields) -> Decoder:
+    num_experts, top_k = experts_of(c, "n_routed_experts", "num_local_experts", default=128, top_k=4)
+
+    def router(at: str) -> Router:
+        """As DeepSeek-V3's, with other scores and no correction."""
+        found = sigmoid_router(c, at, num_experts, top_k)
+        return replace(found, score="softmax", correction=None, is_float32=False)
+
+    first = c.count("first_k_dense_replace")
+    feed_forward = _experts(c, router, num_experts, 2048, 1, lambda layer: layer >= first, is_stacked=True)
+    sizes, is_adjacent = (1024, 256, 64, 64, 128), c.flag("rope_interleave", True)
+    return _decoder(c, feed_forward, sizes, is_adjacent=is_adjacent, is_heated=True)
+
+
+@family("YoutuForCausalLM")
+def youtu(c: Fields) -> Decoder:
+    """No experts."""
+    is_adjacent = c.flag("rope_interleave", True)
+    return _decoder(_tied(c), _dense(c), (1536, 512, 128, 64, 128), is_adjacent=is_adjacent)
+
+
+@family("MiniCPM3ForCausalLM")
+def minicpm3(c: Fields) -> Decoder:
+    """No experts; factors of embeddings, of what is added to the stream, and of logits."""
+    h, heads, count = c.size("hidden_size"), c.size("num_attention_heads"), num_layers(c)
+    c = _tied(Fields({"rms_norm_eps": 1e-5} | c.raw, c.file))
+    found = _decoder(c, _dense(c), (768, 256, 64, 32, h // heads), is_adjacent=False)
+    # null says that there is no factor.
+    beta = c.number("scale_depth", math.sqrt(count) if "scale_depth" in c.raw else 1.4) / math.sqrt(count)
+    base = c.number("dim_model_base", h if "dim_model_base" in c.raw else 256)
+    blocks = (replace(b, sublayers=tuple(replace(each, beta=beta) for each in b.sublayers)) for b in found.blocks)
+    return replace(
+        found,
+        blocks=tuple(blocks),
+        embedding=replace(found.embedding, scale=c.number("scale_emb", 12.0)),
+        head=replace(found.head, scale=base / h),
+    )
+
+
+def _tied(c: Fields) -> Fields:
+    """The same, with tied heads by default."""
+    return Fields({"tie_word_embeddings": True} | c.raw, c.file)
+
+
+def _dense(c: Fields) -> Callable[[str, int], Mlp]:
+    h, act, width = c.size("hidden_size"), activation(c, "silu"), c.size("intermediate_size")
+    return lambda at, _: mlp(at, h, width, act, bias=c.flag("mlp_bias", False))
+
+
 def _experts(
     c: Fields,
     router: Callable[[str], Router],
@@ -81,8 +137,10 @@ def _experts(
     width: int,
     num_shared: int,
     has_experts: Callable[[int], bool],
+    *,
+    is_stacked: bool = False,
 ) -> Callable[[str, int], Mlp | Moe]:
-    """width, num_shared: defaults of the fields."""
+    """width, num_shared: defaults of the fields. is_stacked: a tensor holds all experts."""
     h, act, bias = c.size("hidden_size"), activation(c, "silu"), c.flag("mlp_bias", False)
     width = c.size("moe_intermediate_size", default=width)
     shared = width * c.size("n_shared_experts", default=num_shared)
@@ -90,10 +148,15 @@ def _experts(
     def feed_forward(at: str, layer: int) -> Mlp | Moe:
         if not has_experts(layer):
             return mlp(at, h, c.size("intermediate_size"), act, bias=bias)
+        if is_stacked:
+            name = at + "experts."
+            experts = stacked_experts(name + "gate_up_proj", name + "down_proj", h, width, num_experts, act)
+        else:
+            experts = mlp(at + "experts.{e}.", h, width, act, experts=num_experts)
         return Moe(
             num_experts,
             router(at),
-            mlp(at + "experts.{e}.", h, width, act, experts=num_experts),
+            experts,
             mlp(at + "shared_experts.", h, shared, act, bias=bias),
         )
 
@@ -106,9 +169,10 @@ def _decoder(
     sizes: tuple[int, int, int, int, int],
     *,
     is_adjacent: bool,
+    is_heated: bool = False,
 ) -> Decoder:
     """sizes: defaults of the ranks of queries and of the cache, and of the parts of a head: without positions, with
-    positions, value."""
+    positions, value. is_heated: queries grow with their positions (Mistral 4), whose rope fields count a whole head."""
     h, eps, bias = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6), c.flag("attention_bias", False)
     heads = c.size("num_attention_heads")
     # null says that queries have no low rank.
@@ -116,7 +180,9 @@ def _decoder(
     rank = c.size("kv_lora_rank", default=sizes[1])
     nope, turned = c.size("qk_nope_head_dim", default=sizes[2]), c.size("qk_rope_head_dim", default=sizes[3])
     value, width = c.size("v_head_dim", default=sizes[4]), heads * (nope + turned)
-    turn = rope(c, turned, pairs="adjacent" if is_adjacent else "halves")
+    pairs: Literal["adjacent", "halves"] = "adjacent" if is_adjacent else "halves"
+    each = nope + turned
+    turn = rope(c, each, share=turned / each, pairs=pairs) if is_heated else rope(c, turned, pairs=pairs)
 
     def queries(at: str) -> Weight | LowRank:
         if not low:
@@ -140,6 +206,7 @@ def _decoder(
             kv_b=matrix(inner + "kv_b_proj", heads * (nope + value), rank),
             o=matrix(inner + "o_proj", h, heads * value, bias),
             rope=turn,
+            temperature=temperature(c) if is_heated else None,
         )
         return prenorm(
             (rms(at + "input_layernorm", h, eps), attention),

@@ -1,20 +1,26 @@
-"""EXAONE 4: norms of what a sublayer adds, and of the heads of queries and keys. Where some layers have windows, the
-others have no position embedding."""
+"""EXAONE 4 and its mixture of experts: norms of the heads of queries and keys, in EXAONE 4 also of what a sublayer
+adds. Where some layers have windows, the others have no position embedding."""
 
-from ..description import Block, Decoder
+from dataclasses import replace
+
+from ..description import Block, Decoder, Mlp, Moe, Part
 from ..fields import Fields
 from ..pieces import (
     FULL,
     activation,
     attention,
     decoder,
+    experts_of,
     heads_of,
+    later_layers,
     layer_types,
     mlp,
     postnorm,
+    prenorm,
     qkvo,
     rms,
     rope,
+    sigmoid_router,
     window_of,
 )
 from ..registry import family
@@ -44,6 +50,47 @@ def exaone4(c: Fields) -> Decoder:
         )
 
     return decoder(c, block, rms("norm", h, eps))
+
+
+@family("ExaoneMoeForCausalLM")
+def exaone_moe(c: Fields) -> Decoder:
+    """Norms before sublayers, and experts as in DeepSeek-V3."""
+    h, eps, sizes = c.size("hidden_size"), c.number("rms_norm_eps", 1e-5), heads_of(c)
+    act, width, dim = activation(c, "silu"), c.size("intermediate_size"), sizes[2]
+    num_experts, top_k = experts_of(c, "num_experts", "num_local_experts", default=64, top_k=8)
+    inner, num_shared = c.size("moe_intermediate_size", default=1024), c.count("num_shared_experts", 1)
+    has_windows, first = "sliding_window" in c, c.count("first_k_dense_replace", 1)
+    every = _pattern(c) if has_windows else 1
+    kinds = layer_types(c, lambda layer: "sliding_attention" if (layer + 1) % every else "full_attention")
+    forms = layer_types(c, lambda layer: "sparse" if layer >= first else "dense", "mlp_layer_types")
+
+    def feed_forward(at: str, layer: int) -> Mlp | Moe:
+        if forms[layer] == "dense":
+            return mlp(at, h, width, act)
+        router = sigmoid_router(c, at, num_experts, top_k, scale=2.5)
+        return Moe(
+            num_experts,
+            replace(router, correction=Part(at + "e_score_correction_bias", num_experts)),
+            mlp(at + "experts.{e}.", h, inner, act, experts=num_experts),
+            mlp(at + "shared_experts.", h, inner * num_shared, act) if num_shared else None,
+        )
+
+    def block(layer: int) -> Block:
+        at, is_near = f"layers.{layer}.", kinds[layer] == "sliding_attention"
+        mixer = attention(
+            sizes,
+            qkvo(at + "self_attn.", h, *sizes),
+            rope=rope(c, dim) if is_near or not has_windows else None,
+            reach=window_of(c) if is_near else FULL,
+            q_norm=rms(at + "self_attn.q_norm", dim, eps),
+            k_norm=rms(at + "self_attn.k_norm", dim, eps),
+        )
+        return prenorm(
+            (rms(at + "input_layernorm", h, eps), mixer),
+            (rms(at + "post_attention_layernorm", h, eps), feed_forward(at + "mlp.", layer)),
+        )
+
+    return decoder(c, block, rms("norm", h, eps), ignored=(later_layers(c), r"mtp\..*"))
 
 
 def _pattern(c: Fields) -> int:

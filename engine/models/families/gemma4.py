@@ -1,18 +1,22 @@
-"""Gemma 4 (dense): layers with windows and full layers with larger heads, of which the last may read the keys and
-values of earlier layers, and inputs for each layer."""
+"""Gemma 4: layers with windows and full layers with larger heads, of which the last may read the keys and values of
+earlier layers, inputs for each layer, and in some models experts beside the dense feed-forward layers."""
 
 import math
 
 from ..description import (
     Attention,
     Block,
+    Branch,
     Decoder,
     Embedding,
+    Moe,
     Norm,
     Part,
     PerLayerEmbedding,
     PerLayerInput,
     Rope,
+    Router,
+    Sublayer,
     Weight,
 )
 from ..fields import Fields, NotDescribedError
@@ -20,6 +24,7 @@ from ..pieces import (
     FULL,
     TOWERS,
     activation,
+    experts_of,
     head,
     layer_types,
     layers,
@@ -29,7 +34,8 @@ from ..pieces import (
     qkvo,
     rms,
     rope,
-    sandwich,
+    stacked_experts,
+    vector,
     window_of,
 )
 from ..registry import family
@@ -40,8 +46,6 @@ _FULL = "full_attention"
 
 @family("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 def gemma4(c: Fields) -> Decoder:
-    if c.flag("enable_moe_block", False):
-        raise NotDescribedError("experts beside dense feed-forward layers")
     if c.raw.get("use_bidirectional_attention") == "all":
         raise NotDescribedError("bidirectional attention")
     h, eps, vocab = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6), c.size("vocab_size")
@@ -51,6 +55,7 @@ def gemma4(c: Fields) -> Decoder:
     kinds = (*kinds[:-1], _FULL)  # as transformers, whatever the field says
     first_shared = count - c.count("num_kv_shared_layers")
     is_wide, per_layer = c.flag("use_double_wide_mlp", False), c.count("hidden_size_per_layer_input", 256)
+    has_experts = c.flag("enable_moe_block", False)
 
     def norm(name: str, size: int = h) -> Norm:
         return rms(name, size, eps)
@@ -88,22 +93,39 @@ def gemma4(c: Fields) -> Decoder:
             act,
         )
 
+    def experts(at: str) -> Moe:
+        """The router reads the stream, with a norm of its own."""
+        num_experts, top_k = experts_of(c, "num_experts", top="top_k_experts", default=128, top_k=8)
+        inner = c.size("moe_intermediate_size", "expert_intermediate_size")
+        router = Router(
+            matrix(at + "router.proj", num_experts, h),
+            top_k,
+            renorm=True,
+            expert_scale=Part(at + "router.per_expert_scale", num_experts),
+            reads_stream=True,
+            norm=Norm(h, vector(at + "router.scale", h), eps=eps),
+            scale_in=h**-0.5,
+            rounds_weights=False,
+        )
+        name = at + "experts."
+        return Moe(
+            num_experts, router, stacked_experts(name + "gate_up_proj", name + "down_proj", h, inner, num_experts, act)
+        )
+
     def block(layer: int) -> Block:
         at = f"layers.{layer}."
         wide = 2 * width if is_wide and layer >= first_shared else width
-        found = sandwich(
-            (
-                norm(at + "input_layernorm"),
-                mixer(at + "self_attn.", layer),
-                norm(at + "post_attention_layernorm"),
-            ),
-            (
-                norm(at + "pre_feedforward_layernorm"),
-                mlp(at + "mlp.", h, wide, act),
-                norm(at + "post_feedforward_layernorm"),
-            ),
-        )
-        return Block(found.sublayers, extra(at) if per_layer else None, Part(at + "layer_scalar", 1))
+        before, after = norm(at + "pre_feedforward_layernorm"), norm(at + "post_feedforward_layernorm")
+        dense = mlp(at + "mlp.", h, wide, act)
+        if has_experts:
+            first, second = (norm(f"{at}post_feedforward_layernorm_{i}") for i in (1, 2))
+            with_experts = Branch(experts(at), norm(at + "pre_feedforward_layernorm_2"), second)
+            feed_forward = Sublayer((Branch(dense, before, first), with_experts), post=after)
+        else:
+            feed_forward = Sublayer((Branch(dense),), before, after)
+        first_norm, post = norm(at + "input_layernorm"), norm(at + "post_attention_layernorm")
+        mixed = Sublayer((Branch(mixer(at + "self_attn.", layer)),), first_norm, post)
+        return Block((mixed, feed_forward), extra(at) if per_layer else None, Part(at + "layer_scalar", 1))
 
     inputs = None
     if per_layer:

@@ -1,9 +1,25 @@
 """GLM and GLM-4 (dense): adjacent features turn in half of each head, and gates and ups are one tensor. GLM-4 also
 norms what a sublayer adds."""
 
+from dataclasses import replace
+
 from ..description import Block, Decoder
 from ..fields import Fields
-from ..pieces import activation, attention, decoder, fused_mlp, heads_of, prenorm, qkvo, rms, rope, sandwich
+from ..pieces import (
+    TOWERS,
+    WRAPPED,
+    activation,
+    attention,
+    decoder,
+    fused_mlp,
+    heads_of,
+    later_layers,
+    prenorm,
+    qkvo,
+    rms,
+    rope,
+    sandwich,
+)
 from ..registry import family
 
 
@@ -15,6 +31,16 @@ def glm(c: Fields) -> Decoder:
 @family("Glm4ForCausalLM")
 def glm4(c: Fields) -> Decoder:
     return _glm(c, is_sandwich=True)
+
+
+@family("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration")
+def glm4v(c: Fields) -> Decoder:
+    """The text part, with heads of another default size."""
+    each = c.divided("hidden numbers", c.size("hidden_size"), "heads", c.size("num_attention_heads"))
+    bias = c.text("model_type", "") != "glm_ocr_text"
+    fields = {"head_dim": each, "rms_norm_eps": 1e-5, "attention_bias": bias, "partial_rotary_factor": 1.0}
+    found = _glm(Fields(fields | c.raw, c.file), is_sandwich=True)
+    return replace(found, prefixes=WRAPPED, ignored=(*TOWERS, later_layers(c)))
 
 
 def _glm(c: Fields, *, is_sandwich: bool) -> Decoder:

@@ -1,10 +1,11 @@
 """Llama 1 to 3, and models with the same layers, which differ in biases, windows, rotations and factors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from ..description import Attention, Block, Body, Branch, Decoder, Reach, Rope, Sublayer, Temperature
-from ..fields import MAX_POSITIONS, Fields
+from ..description import Attention, Block, Body, Branch, Decoder, Part, Reach, Rope, Sublayer, Temperature
+from ..fields import Fields
 from ..pieces import (
     FULL,
     TOWERS,
@@ -20,6 +21,7 @@ from ..pieces import (
     qkvo,
     rms,
     rope,
+    temperature,
     window_of,
 )
 from ..registry import family
@@ -27,7 +29,7 @@ from ..registry import family
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 
 
-@family("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
+@family("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 def llama(c: Fields) -> Decoder:
     kind = c.text("model_type", "")
     sizes = heads_of(c, dim=128) if kind == "ministral3" else heads_of(c)
@@ -35,16 +37,8 @@ def llama(c: Fields) -> Decoder:
     bias = c.flag("attention_bias", False)
     return _layers(
         c, sizes, lambda _: rope(c, sizes[2]), lambda _: reach, bias=bias, out_bias=bias,
-        mlp_bias=c.flag("mlp_bias", False), temperature=_temperature(c) if kind == "ministral3" else None,
+        mlp_bias=c.flag("mlp_bias", False), heat=temperature(c) if kind == "ministral3" else None,
     )  # fmt: skip
-
-
-def _temperature(c: Fields) -> Temperature | None:
-    given = c.part("rope_parameters") or c.part("rope_scaling") or Fields({}, c.file)
-    if "llama_4_scaling_beta" not in given:
-        return None
-    original = given.size("original_max_position_embeddings", most=MAX_POSITIONS)
-    return Temperature(given.number("llama_4_scaling_beta", 0.1), original)
 
 
 @family("MinistralForCausalLM")
@@ -120,6 +114,40 @@ def granite(c: Fields) -> Decoder:
     return _scaled(c, c.number("attention_multiplier", 1.0), 1.0 / c.number("logits_scaling", 1.0), is_sandwich=False)
 
 
+@family("GraniteSWAForCausalLM")
+def granite_swa(c: Fields) -> Decoder:
+    """With windows, sinks and a base of its own for each layer, 0 for a layer without a rotary embedding."""
+    kinds = layer_types(c, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
+    given = c.raw.get("layer_rope_theta")
+    bases = given if isinstance(given, list) and len(given) == len(kinds) else [None] * len(kinds)
+    c = Fields({"sliding_window": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5} | c.raw, c.file)
+    found = _scaled(c, c.number("attention_multiplier", 1.0), 1.0 / c.number("logits_scaling", 1.0), is_sandwich=False)
+
+    def changed(block: Block, layer: int) -> Block:
+        first, second = block.sublayers
+        body, base = first.branches[0].body, bases[layer]
+        assert isinstance(body, Attention) and body.rope is not None
+        turn = body.rope if not isinstance(base, int | float) else replace(body.rope, theta=float(base))
+        body = replace(
+            body,
+            rope=None if base == 0 else turn,
+            reach=window_of(c) if kinds[layer] == "sliding_attention" else FULL,
+            sinks=Part(f"layers.{layer}.self_attn.sinks", body.heads),
+        )
+        return replace(block, sublayers=(replace(first, branches=(Branch(body),)), second))
+
+    return replace(found, blocks=tuple(changed(block, layer) for layer, block in enumerate(found.blocks)))
+
+
+@family("CwmForCausalLM")
+def cwm(c: Fields) -> Decoder:
+    sizes = heads_of(c, dim=128)
+    kinds = layer_types(c, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
+    c = Fields({"sliding_window": 8192, "rms_norm_eps": 1e-5} | c.raw, c.file)
+    turn = rope(c, sizes[2], theta=1e6)
+    return _layers(c, sizes, lambda _: turn, lambda i: window_of(c) if kinds[i] == "sliding_attention" else FULL)
+
+
 @family("HyperCLOVAXForCausalLM")
 def hyperclovax(c: Fields) -> Decoder:
     scale = c.number("attention_multiplier", heads_of(c)[2] ** -0.5)
@@ -170,7 +198,7 @@ def _layers(
     out_bias: bool = False,
     mlp_bias: bool = False,
     tied: bool = False,
-    temperature: Temperature | None = None,
+    heat: Temperature | None = None,
     has_late_norms: bool = False,
     form: Literal["gated", "plain"] = "gated",
 ) -> Decoder:
@@ -189,7 +217,7 @@ def _layers(
             **qkvo(at, h, heads, kv_heads, dim, bias, out_bias=out_bias),
             rope=turn(layer),
             reach=reach(layer),
-            temperature=temperature,
+            temperature=heat,
             q_norm=rms(at + "query_layernorm", dim, eps) if has_late_norms else None,
             k_norm=rms(at + "key_layernorm", dim, eps) if has_late_norms else None,
             norm_after_rope=has_late_norms,

@@ -10,8 +10,6 @@ from ..registry import family
 
 @family("PhimoeForCausalLM", "PhiMoEForCausalLM")
 def phimoe(c: Fields) -> Decoder:
-    if c.flag("lm_head_bias", False):
-        raise NotDescribedError("a head with a bias")
     h, eps = c.size("hidden_size"), c.number("rms_norm_eps", 1e-5)
     heads, kv_heads, dim = heads_of(c)
     num_experts, top_k = experts_of(c, "num_local_experts", default=16, top_k=2)
@@ -42,7 +40,7 @@ def phimoe(c: Fields) -> Decoder:
             ),
         )  # fmt: skip
 
-    return decoder(c, block, layer_norm("norm", h, eps))
+    return decoder(c, block, layer_norm("norm", h, eps), head_bias=c.flag("lm_head_bias", False))
 
 
 def _rope(c: Fields, dim: int) -> Rope:

@@ -2,10 +2,13 @@
 normed; Qwen2-MoE and Qwen3-MoE have experts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..description import Attention, Block, Decoder, Mlp, Moe, Reach, Router
 from ..fields import Fields
 from ..pieces import (
+    TOWERS,
+    WRAPPED,
     activation,
     decoder,
     experts_of,
@@ -18,6 +21,7 @@ from ..pieces import (
     qkvo,
     rms,
     rope,
+    stacked_experts,
     window_of,
 )
 from ..registry import family
@@ -67,11 +71,22 @@ def qwen3_moe(c: Fields) -> Decoder:
     return _decoder(c, dim, feed_forward, reaches, bias=bias, out_bias=bias, has_norms=True)
 
 
+@family("Qwen3VLMoeForConditionalGeneration")
+def qwen3_vl_moe(c: Fields) -> Decoder:
+    """The text part."""
+    c = Fields({"rope_theta": 500_000.0, "norm_topk_prob": True, "tie_word_embeddings": True} | c.raw, c.file)
+    _, _, dim = heads_of(c)
+    feed_forward = _experts(c, num_experts=60, top_k=4, width=1408, is_stacked=True)
+    bias, reaches = c.flag("attention_bias", False), (Reach(),) * num_layers(c)
+    found = _decoder(c, dim, feed_forward, reaches, bias=bias, out_bias=bias, has_norms=True)
+    return replace(found, prefixes=WRAPPED, ignored=TOWERS)
+
+
 def _experts(
-    c: Fields, *, num_experts: int, top_k: int, width: int, shared: int | None = None
+    c: Fields, *, num_experts: int, top_k: int, width: int, shared: int | None = None, is_stacked: bool = False
 ) -> Callable[[str, int], Mlp | Moe]:
     """The feed-forward part of each layer. The numbers are defaults. shared: the width of the expert of all tokens;
-    None: there is none."""
+    None: there is none. is_stacked: a tensor holds the transposed weights of all experts."""
     h, act = c.size("hidden_size"), activation(c, "silu")
     num_experts, top_k = experts_of(c, "num_experts", "num_local_experts", default=num_experts, top_k=top_k)
     step, dense = c.size("decoder_sparse_step", default=1), c.integers("mlp_only_layers") or ()
@@ -83,7 +98,11 @@ def _experts(
             return mlp(at, h, c.size("intermediate_size"), act)
         router = Router(matrix(at + "gate", num_experts, h), top_k, renorm=renorm)
         inner = c.size("moe_intermediate_size", default=width)
-        experts = mlp(at + "experts.{e}.", h, inner, act, experts=num_experts)
+        if is_stacked:
+            names = at + "experts.gate_up_proj", at + "experts.down_proj"
+            experts = stacked_experts(*names, h, inner, num_experts, act, is_transposed=True)
+        else:
+            experts = mlp(at + "experts.{e}.", h, inner, act, experts=num_experts)
         if shared is None:
             return Moe(num_experts, router, experts)
         common = mlp(at + "shared_expert.", h, c.size("shared_expert_intermediate_size", default=shared), act)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.engine.attention.base import Alibi
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.operations import page_stride
 from pagewire.kernels.cpu.structs import Pages
+from pagewire.kernels.reference import alibi_bias
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
 
@@ -74,17 +76,24 @@ class Case:
     table: Tensor  # [sequences, blocks] int32
     rounds: bool = False
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
+    alibi: Alibi | None = None
     scale: float = 0.3
 
     def attend(self, library: ctypes.CDLL, rows: list[tuple[int, int, int]]) -> list[Tensor]:
         """The results of the positions [first, last) of a sequence, for each (sequence, first, last)."""
         heads, dim = self.query.shape[2:]
+        slopes = None if self.alibi is None else self.alibi.slopes
         pages = Pages(
-            self.keys.data_ptr(), self.values.data_ptr(), heads, *self.keys.shape[2:], self.keys.shape[1],
-            self.window or 0, self.scale, self.softcap or 0.0, self.keys.dtype == torch.bfloat16, self.rounds,
-            None if self.sinks is None else self.sinks.data_ptr(), page_stride(self.keys),
+            keys=self.keys.data_ptr(), values=self.values.data_ptr(), heads=heads, kv_heads=self.keys.shape[2],
+            dim=dim, block_size=self.keys.shape[1], window=self.window or 0, chunk=self.chunk or 0, scale=self.scale,
+            softcap=self.softcap or 0.0, bf16=self.keys.dtype == torch.bfloat16, rounds=self.rounds,
+            sinks=None if self.sinks is None else self.sinks.data_ptr(), page_stride=page_stride(self.keys),
+            slopes=None if slopes is None else slopes.data_ptr(),
+            slope_scale=self.scale if self.alibi is not None and self.alibi.before_scale else 1.0,
+            rounds_slopes=self.alibi is not None and self.alibi.rounded,
         )  # fmt: skip
         query = torch.cat([self.query[row, first:last] for row, first, last in rows])
         query = torch.nn.functional.pad(query.flatten(1), (0, 48))  # queries lie apart, as in the decoder
@@ -101,7 +110,8 @@ class Case:
     def expected(self, row: int, position: int) -> Tensor:
         """One position's result by the definition, in float64."""
         group = self.query.shape[2] // self.keys.shape[2]
-        seen = slice(0 if self.window is None else max(0, position + 1 - self.window), position + 1)
+        first = 0 if self.window is None else max(0, position + 1 - self.window)
+        seen = slice(first if self.chunk is None else position - position % self.chunk, position + 1)
         blocks = self.table[row, : position // self.keys.shape[1] + 1].long()
         keys, values = (pages[blocks].flatten(0, 1)[seen].double() for pages in (self.keys, self.values))
         query = self.query[row, position]
@@ -109,6 +119,10 @@ class Case:
         scores = torch.einsum("hd,khd->hk", query, keys.repeat_interleave(group, 1)) * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.alibi is not None:
+            at = torch.arange(seen.start, seen.stop)[None]
+            bias = alibi_bias(self.alibi.slopes, at, torch.tensor([[position]]), self.alibi.rounded)[:, 0]
+            scores = scores + bias * (self.scale if self.alibi.before_scale else 1.0)
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks[:, None].double()), 1)
         weights = scores.softmax(1)[:, : len(keys)]
@@ -137,6 +151,12 @@ def _case(
     )
 
 
+def _alibi(kind: str, heads: int) -> Alibi:
+    slopes = 0.5 ** torch.linspace(0.5, 8, heads)
+    slopes = slopes.bfloat16().float() if kind == "rounded" else slopes
+    return Alibi(slopes, before_scale=kind == "before the scale", rounded=kind == "rounded")
+
+
 _TYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 _types = pytest.mark.parametrize(("dtype", "rounds"), _TYPES, ids=["float32", "bfloat16", "rounded"])
 
@@ -148,12 +168,18 @@ _types = pytest.mark.parametrize(("dtype", "rounds"), _TYPES, ids=["float32", "b
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 1}, {"window": 70}, {"softcap": 2.0}, {"sinks": True}, {"window": 20, "sinks": True}],
+    [
+        {}, {"window": 1}, {"window": 70}, {"softcap": 2.0}, {"sinks": True}, {"window": 20, "sinks": True},
+        {"chunk": 1}, {"chunk": 50}, {"chunk": 64, "sinks": True},
+        {"alibi": "plain"}, {"alibi": "rounded"}, {"alibi": "before the scale", "softcap": 2.0, "chunk": 30},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_agrees_with_the_definition(library, dtype, rounds, heads, dim, block_size, options):
     if options.get("sinks"):
         options = options | {"sinks": torch.linspace(-2, 3, heads[0])}
+    if kind := options.get("alibi"):
+        options = options | {"alibi": _alibi(kind, heads[0])}
     case = _case(
         sequences=5, positions=150, heads=heads, dim=dim, block_size=block_size, dtype=dtype, rounds=rounds, **options
     )
@@ -164,22 +190,34 @@ def test_agrees_with_the_definition(library, dtype, rounds, heads, dim, block_si
 
 
 @_types
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 100}, {"softcap": 5.0}, {"chunk": 1030}, {"alibi": "rounded"}], ids=str
+)
 def test_long_contexts_agree_with_the_definition(library, dtype, rounds, options):
+    if "alibi" in options:
+        options = {"alibi": _alibi(options["alibi"], 3)}
     case = _case(positions=2100, heads=(3, 1), dtype=dtype, rounds=rounds, **options)
+    # Slope · position is some 1,000, beside which a score in float32 has fewer digits.
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if rounds else {"atol": 3e-4, "rtol": 1e-4} if "alibi" in options else {}
     for first, last in ((2099, 2100), (1000, 1050), (2040, 2050)):
         (ours,) = case.attend(library, [(0, first, last)])
         expected = torch.stack([case.expected(0, position) for position in range(first, last)])
-        torch.testing.assert_close(ours, expected, **({"atol": 1e-2, "rtol": 1e-2} if rounds else {}))
+        torch.testing.assert_close(ours, expected, **tolerance)
 
 
 @_types
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((7, 1), 48), ((2, 2), 64)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 65}, {"window": 1023, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 1}, {"window": 65}, {"window": 1023, "softcap": 3.0}, {"chunk": 100}, {"alibi": "plain"}],
+    ids=str,
+)
 def test_the_bits_of_a_query_depend_on_nothing_else(library, dtype, rounds, heads, dim, options):
     """Alone, in a chunk of any size, beside other rows, and with any number of threads."""
     rng = random.Random(f"{heads} {options}")
     positions = 1200
+    if "alibi" in options:
+        options = {"alibi": _alibi(options["alibi"], heads[0])}
     case = _case(sequences=3, positions=positions, heads=heads, dim=dim, dtype=dtype, rounds=rounds, **options)
     whole = case.attend(library, [(row, 1000, positions) for row in range(3)])
     edges = [1000, 1007, 1008, 1009, 1022, 1023, 1024, 1025, 1039, 1040, 1087, 1088, 1089, 1199]

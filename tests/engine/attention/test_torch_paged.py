@@ -171,7 +171,7 @@ def test_layers_of_different_sizes_and_lifetimes_share_pages(kind):
         Tile(1, 24, 8),
         Tile(2, 16, 16, Lifetime("chunk", 9)),
         Tile(2, 16, 16, Lifetime("window", 6)),
-        Tile(1, 40, 0),
+        Tile(1, 48, 0),
         Tile(4, 16, 16, Lifetime("window", 6)),
     )
     states = (StateTile((3, 8, 8)), StateTile((5, 7), torch.bfloat16))
@@ -204,11 +204,8 @@ def test_the_c_kernels_say_what_they_lack():
     cache = KvCache(shape=shape, num_pages=2, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     backend = _backend("native", cache)
     assert isinstance(backend, NativePagedAttention)
-    sinks = torch.zeros(4)
-    assert backend.lacks(0, AttentionParameters(scale=1.0, window=5, softcap=2.0, sinks=sinks)) is None
+    assert all(backend.lacks(0, AttentionParameters(scale=1.0, **kind)) is None for kind in KINDS.values())
     lacking = {
-        backend.lacks(0, AttentionParameters(scale=1.0, chunk=5)): "chunked attention",
-        backend.lacks(0, AttentionParameters(scale=1.0, alibi=Alibi(SLOPES))): "ALiBi",
         backend.lacks(1, AttentionParameters(scale=1.0)): "a head size that is no multiple of 16 (24)",
         backend.lacks(2, AttentionParameters(scale=1.0)): "values of another size than keys (16, 32)",
     }

@@ -251,12 +251,12 @@ def test_reading_a_spec_does_not_import_torch_or_numpy():
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("llama", True), ("gemma4_text", True), ("gpt_oss", True), ("bloom", False), ("llama4_text", False),
-     ("deepseek_v3", False)],
+    ("kind", "changes", "expected"),
+    [("llama", {}, True), ("llama", {"head_dim": 24}, False), ("gemma4_text", {}, True), ("gpt_oss", {}, True),
+     ("bloom", {}, True), ("llama4_text", {}, True), ("deepseek_v3", {}, True)],
 )  # fmt: skip
-def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, expected, tmp_path):
-    config = families.tiny_config(kind)
+def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, changes, expected, tmp_path):
+    config = {**families.tiny_config(kind), **changes}
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [names]}))
     spec = read_spec(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from pagewire.engine.models.cut import cut, share
 from pagewire.engine.models.description import Attention, Block, Branch, Decoder, Mlp, Moe, Sublayer
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import mamba1, rms
+from pagewire.engine.models.pieces import layer_norm, mamba1, rms
 from pagewire.errors import ConfigError
 
 
@@ -91,7 +91,20 @@ def test_bodies_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot divide layers of the kind Mamba1 among ranks"):
         cut(replace(llama(), blocks=(Block((Sublayer((Branch(mamba),)),)),)), 0, 2)
     attention = next(body for body in bodies(llama()) if isinstance(body, Attention))
-    wide = replace(attention, q_norm=rms("q_norm", 64, 1e-6))
+    wide = replace(attention, q_norm=layer_norm("q_norm", 64, 1e-6))
     blocks = (replace(first, sublayers=(Sublayer((Branch(wide),)),)),)
-    with pytest.raises(ConfigError, match="norms over all heads cannot be divided among ranks"):
+    with pytest.raises(ConfigError, match="layer norms over all heads cannot be divided among ranks"):
         cut(replace(llama(), blocks=blocks), 0, 2)
+
+
+def test_a_norm_over_all_heads_counts_the_elements_of_other_ranks() -> None:
+    (first, *_) = llama().blocks
+    attention = next(body for body in bodies(llama()) if isinstance(body, Attention))
+    width = attention.heads * attention.head_dim
+    wide = replace(attention, q_norm=rms("q_norm", width, 1e-6))
+    whole = replace(llama(), blocks=(replace(first, sublayers=(Sublayer((Branch(wide),)),)),))
+    for rank in range(2):
+        norm = next(body for body in bodies(cut(whole, rank, 2)) if isinstance(body, Attention)).q_norm
+        assert norm is not None and norm.weight is not None and (norm.size, norm.ranks) == (width // 2, 2)
+        (part,) = norm.weight.parts
+        assert (part.first, part.rows) == (rank * width // 2, width // 2)

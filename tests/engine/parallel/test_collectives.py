@@ -1,5 +1,6 @@
 """Ranks that are real processes and share memory: sums against torch, and ranks that end."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -83,6 +84,20 @@ def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
     (folder / f"met-{rank}").touch()
     while True:
         group.all_reduce(torch.ones(1000))
+
+
+def sum_in_c_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
+    """As the C program does. A slot of the shared memory has room for less than the tensor."""
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    assert isinstance(group, SharedMemoryGroup)
+    add = build.find().load().pagewire_sum
+    add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)
+    (folder / f"met-{rank}").touch()
+    while True:
+        x = torch.ones(200_000)
+        if not add(ctypes.addressof(group.sum_in_c), x.data_ptr(), len(x)):
+            group.check()
+        assert x.eq(size).all()
 
 
 def sum_once(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -200,8 +215,9 @@ def test_ranks_add_with_the_kernels_of_the_engine(tmp_path: Path) -> None:
             assert process.returncode == 0, text
 
 
-def test_a_rank_that_is_killed_ends_the_sums_of_the_others(tmp_path: Path) -> None:
-    with ranks(tmp_path, *["sum_for_ever"] * 3) as processes:
+@pytest.mark.parametrize("role", ["sum_for_ever", "sum_in_c_for_ever"])
+def test_a_rank_that_is_killed_ends_the_sums_of_the_others(role: str, tmp_path: Path) -> None:
+    with ranks(tmp_path, *[role] * 3) as processes:
         until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(3)), "the ranks have met", 60.0)
         processes[1].kill()
         # One of the others notices it first and ends, and the last one may notice either of them.

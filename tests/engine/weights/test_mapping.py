@@ -67,6 +67,14 @@ def test_runs_and_strided_parts_of_one_tensor() -> None:
     assert source.run == (6, 18) and source.indices() == list(range(6, 18)), "adjacent turns are one run"
 
 
+def test_rows_that_are_apart_are_within_a_span_at_which_stored_matrices_can_be_cut() -> None:
+    for first, span in ((0, (0, 128)), (127, (0, 256)), (300, (256, 400))):
+        target = Matrix("m", (rows_of("q", 1, 8, first=first, every=5, times=18),))
+        (source,) = names("model.embed.weight").sources(target)
+        assert source.run is None and source.span(400) == span
+        assert span[0] % 128 == 0 and span[0] <= min(source.indices()) and max(source.indices()) < span[1]
+
+
 def test_parts_of_two_tensors_in_one_weight() -> None:
     weight = Weight((Part("a", 2, 1), Part("a", 1, 5), Part("b", 3)), 8)
     found = names().sources(Matrix("m", (weight,)))

@@ -7,8 +7,9 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.dense import NativeMatrix
-from pagewire.kernels.cpu.experts import NativeExperts
+from pagewire.kernels.cpu.experts import SOFTMAX, NativeExperts
 from pagewire.kernels.cpu.quantized import NativeFp8Matrix, NativeGroupedMatrix
+from pagewire.kernels.cpu.structs import RouterFields
 from pagewire.kernels.grouped_weight import GroupedWeight, quantize
 from pagewire.kernels.quantized_weight import Fp8Weight
 
@@ -57,12 +58,16 @@ class Layer:
             down = make(kernels, kinds[(i // 2) % len(kinds)], HIDDEN, INNER, is_gated=False)
             pairs.append((gate_up, down))
         ours, self._specified = ([(gate_up[i], down[i]) for gate_up, down in pairs] for i in range(2))
-        self._experts = NativeExperts(ours, top_k=TOP_K, renormalize=True)
+        router = RouterFields(num=EXPERTS, top_k=TOP_K, score=SOFTMAX, groups=1, renormalize=True, scale=1.0)
+        self._experts = NativeExperts(*zip(*ours, strict=True), router)
 
     def forward(self, x, logits):
         m = len(x)
         weights, ids, out = torch.empty(m, TOP_K), torch.empty(m, TOP_K, dtype=torch.int32), torch.empty_like(x)
-        self._kernels.route(logits.data_ptr(), weights.data_ptr(), ids.data_ptr(), m, EXPERTS, TOP_K, 1)
+        self._kernels.route(
+            ctypes.addressof(self._experts.fields.router), logits.data_ptr(), logits.stride(0), weights.data_ptr(),
+            ids.data_ptr(), m,
+        )  # fmt: skip
         self._kernels.experts(
             ctypes.addressof(self._experts.fields), weights.data_ptr(), ids.data_ptr(), x.data_ptr(), x.stride(0),
             out.data_ptr(), out.stride(0), m, 0,

@@ -1,7 +1,6 @@
 """MLA by the C kernels against the reference, and its bits in steps that cut a sequence in other ways."""
 
 import random
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -30,7 +29,9 @@ def layer(level, shape, dtype=torch.float32):
     heads, nope, rope, rank, value = shape
     weight = (torch.randn(heads * (nope + value), rank) * rank**-0.5).to(dtype)
     keys, values = reference.split_kv_b(weight, heads, nope)
-    return NativeLatent(level, keys, values, rope, partial(NativeMatrix, level)), keys.float(), values.float()
+    in_latents = [NativeMatrix(level, part.t().contiguous()) for part in keys]
+    native = NativeLatent(level, in_latents, [NativeMatrix(level, part.contiguous()) for part in values], rope)
+    return native, keys.float(), values.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
