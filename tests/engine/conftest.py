@@ -1,4 +1,4 @@
-"""Checkpoints for the tests that run models."""
+"""Checkpoints and runners for the tests that run models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 import checkpoints
 import pytest
+from runner_driver import Driver, Request, engine_config
+
+from pagewire.engine.runner.runner import Runner
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +23,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def driver() -> Callable[..., Driver]:
+    """folder, and flags → a driver of a runner with an open cache."""
+
+    def start(folder: Path, *, num_blocks: int = 384, **flags: Any) -> Driver:
+        runner = Runner.load(engine_config(folder, **flags))
+        runner.open_cache(num_blocks)
+        return Driver(runner, num_blocks)
+
+    return start
+
+
+@pytest.fixture
+def make_request() -> type[Request]:
+    return Request
