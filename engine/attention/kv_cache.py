@@ -128,7 +128,7 @@ class KvCache:
             self.pages.append((keys, self._view(after_keys, (*inner, tile.value_dim), shape.dtype)))
 
     def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
-        """As of `AttentionBackend`."""
+        """Where the states of a layer lie: see `AttentionBackend.state_tiles`."""
         key = first, count, per_tile
         if key not in self._state_tiles:
             begin = len(self.shape.layers) + first

@@ -1,4 +1,4 @@
-"""Finds a model's files: the demo model in this package, a local folder or GGUF file, or the Hub's cache."""
+"""Finds a model's files: a demo model in this package, a local folder or GGUF file, or the Hub's cache."""
 
 import os
 import re
@@ -8,7 +8,12 @@ from ...errors import ConfigError
 from .gguf import SUFFIX, is_gguf, parts_of, split_stem
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
-DEMO_NAME = "pagewire-demo"
+HYBRID_MODEL = Path(__file__).parents[2] / "demo_hybrid"
+_DEMOS = {
+    "": (DEMO_MODEL, "pagewire-demo"),
+    "demo": (DEMO_MODEL, "pagewire-demo"),
+    "demo-hybrid": (HYBRID_MODEL, "pagewire-demo-hybrid"),
+}
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _QUANT = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -17,18 +22,19 @@ _FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
 
 
 def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
-    """The path and the name of `model`; an empty `model` is the demo model. Raises ConfigError with what to do.
+    """The path and the name of `model`: an empty one or `demo` is the demo model, `demo-hybrid` the one with recurrent
+    layers, unless there are such folders. Raises ConfigError with what to do.
 
     The path is that of a folder, or of a GGUF file, of several parts the first. A name that is no path is looked up on
     the Hub, with a progress bar; huggingface_hub itself reads HF_HOME, HF_TOKEN and HF_HUB_OFFLINE. Only configs,
     tokenizers and, with `weights`, safetensors are fetched. `NAME:QUANT`, where NAME is a folder or a name on the Hub,
     is the GGUF file in it whose name ends in QUANT, such as Q4_K_M, and only that is fetched.
     """
-    if not model:
-        return DEMO_MODEL, DEMO_NAME
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path.resolve(), path.resolve().name
+    if model in _DEMOS:
+        return _DEMOS[model]
     if path.exists():
         if not is_gguf(path):
             raise ConfigError(

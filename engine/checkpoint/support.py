@@ -14,16 +14,16 @@ Config = Mapping[str, object]
 _MODALITIES = {"vision": "images", "image": "images", "audio": "audio", "speech": "audio", "video": "video"}
 
 ENCODER_DECODER = "it is an encoder-decoder model, and pagewire serves decoder-only models"
-_RECURRENT = "it has layers with a recurrent state ({}), and pagewire has no description of this family"
-_CHUNKED = "it uses chunked attention, and pagewire computes full and sliding-window attention only"
-_SINKS = "it uses attention sinks, which pagewire's attention does not compute"
-_ALIBI = "it adds position biases (ALiBi) to its attention scores, which pagewire's attention does not compute"
-_MLA = "it uses multi-head latent attention (MLA), whose keys and values have different sizes, and pagewire's KV cache \
-has one size for both"
-_SIZES = "its keys have {} numbers per head and its values {}, and pagewire's KV cache has one size for both"
+_UNKNOWN = "and pagewire has no description of this family"
+_RECURRENT = f"it has layers with a recurrent state ({{}}), {_UNKNOWN}"
+_CHUNKED = f"it uses chunked attention, {_UNKNOWN}"
+_SINKS = f"it uses attention sinks, {_UNKNOWN}"
+_ALIBI = f"it adds position biases (ALiBi) to its attention scores, {_UNKNOWN}"
+_MLA = f"it uses multi-head latent attention (MLA), {_UNKNOWN}"
+_SIZES = f"its keys have {{}} numbers per head and its values {{}}, {_UNKNOWN}"
 _SPARSE = "it uses sparse attention (an indexer chooses which keys a token reads), which pagewire does not compute"
-_SHARED = "its last {} layers share the keys and values of earlier ones, and pagewire caches those of each layer"
-_TWO_SIZES = "its layers have heads of different sizes ({} and {}), and pagewire's KV cache has one size for all layers"
+_SHARED = f"its last {{}} layers share the keys and values of earlier ones, {_UNKNOWN}"
+_TWO_SIZES = f"its layers have heads of different sizes ({{}} and {{}}), {_UNKNOWN}"
 
 # model_type → the reason, where the config does not show it or has fields of its own for it.
 _BY_TYPE = {

@@ -60,7 +60,7 @@ class Loads:
         return found
 
     def available(self, request: Request, items: Sequence[Item]) -> Sequence[bool]:
-        """As `prefix.Tiers` has it."""
+        """Which of these items the tiers can load for the request. Raises Undecided while they do not know."""
         answer = self._connector.available(request, items)
         if answer is None:
             raise Undecided
@@ -71,7 +71,7 @@ class Loads:
         return has + [False] * (len(items) - len(has))
 
     def standing(self, request: Request, behind: bytes, place: int) -> Mapping[bytes, int]:
-        """As `prefix.Tiers` has it."""
+        """The states behind a block that the tiers can load: key → how many positions after the block."""
         group = self._pool.groups.state
         assert group is not None, "states of a model that has none"
         standing = self._connector.standing(request, behind, place)

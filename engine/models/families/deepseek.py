@@ -85,7 +85,7 @@ def mistral4(c: Fields) -> Decoder:
     num_experts, top_k = experts_of(c, "n_routed_experts", "num_local_experts", default=128, top_k=4)
 
     def router(at: str) -> Router:
-        """As DeepSeek-V3's, with other scores and no correction."""
+        """The routing of DeepSeek-V3 with other scores and no correction."""
         found = sigmoid_router(c, at, num_experts, top_k)
         return replace(found, score="softmax", correction=None, is_float32=False)
 

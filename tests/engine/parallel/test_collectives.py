@@ -87,7 +87,7 @@ def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
 
 
 def sum_in_c_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
-    """As the C program does. A slot of the shared memory has room for less than the tensor."""
+    """Sums in the way of the C program. A slot of the shared memory has room for less than the tensor."""
     group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
     assert isinstance(group, SharedMemoryGroup)
     add = build.find().load().pagewire_sum
