@@ -41,7 +41,8 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         _doc(
             "model",
-            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty: the demo model of pagewire",
+            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty or demo: the demo model of pagewire; "
+            "demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None

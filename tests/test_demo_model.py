@@ -1,4 +1,4 @@
-"""The embedded demo model: its answers, and the consistency of its files."""
+"""The embedded demo models: their answers, and the consistency of their files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pagewire.tools.demo_model import conversations, evaluate, template
+from pagewire import LLM, SamplingParams
+from pagewire.tools.demo_model import conversations, evaluate, network, template
+from pagewire.tools.demo_model.hybrid import HybridShape
 
-FOLDER = Path(__file__).resolve().parents[1] / "demo_model"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = [ROOT / "demo_model", ROOT / "demo_hybrid"]
 WEATHER = {
     "type": "function",
     "function": {
@@ -30,10 +34,10 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference() -> evaluate.Reference:
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def reference(request: pytest.FixtureRequest) -> evaluate.Reference:
     pytest.importorskip("transformers")
-    return evaluate.Reference(FOLDER)
+    return evaluate.Reference(request.param)
 
 
 def ask(reference: evaluate.Reference, *texts: str, tools: list[Any] | None = None) -> str:
@@ -66,12 +70,13 @@ def chats_of_all_sorts() -> list[tuple[list[dict[str, Any]], list[Any] | None]]:
     ]
 
 
-def test_template_equals_those_of_jinja_and_transformers() -> None:
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_template_equals_those_of_jinja_and_transformers(folder: Path) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    text = json.loads((FOLDER / "tokenizer_config.json").read_text())["chat_template"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     assert text == template.CHAT_TEMPLATE
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     plain = environment.from_string(text)
@@ -124,6 +129,20 @@ def test_held_out_accuracy(reference: evaluate.Reference) -> None:
     assert total.accuracy >= 0.95, wrong
 
 
+def test_the_engine_answers_as_transformers_does(reference: evaluate.Reference) -> None:
+    rng = random.Random(3)
+    chats = [conversations.held_out_chat(rng, kind) for kind in conversations.ALL_KINDS]
+    asked = [conversations.Chat(chat.messages[:-1], chat.tools) for chat in chats]
+    asked.append(evaluate.long_prompt(reference, rng, 700))
+    expected = dict(reference.answers(asked))
+    llm = LLM(str(reference.folder), dtype="float32", max_model_len=2048)
+    params = SamplingParams(temperature=0, max_tokens=evaluate.MAX_ANSWER)
+    for _ in range(2):  # the second time with prefixes from the cache
+        for i, chat in enumerate(asked):
+            (output,) = llm.chat(chat.messages, params, tools=chat.tools, use_tqdm=False)
+            assert output.outputs[0].text == expected[i].text
+
+
 def test_it_says_what_it_is(reference: evaluate.Reference) -> None:
     assert "demo model" in ask(reference, "Who are you?")
     assert "demo model" in ask(reference, "hello!")
@@ -152,19 +171,37 @@ def test_it_answers_after_a_long_chat(reference: evaluate.Reference) -> None:
     assert answer == evaluate.Answer("3 + 4 = 7", True)
 
 
-def test_the_files_are_at_most_6_mb() -> None:
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 6_000_000
+@pytest.mark.parametrize(("folder", "num_bytes"), [(FOLDERS[0], 6_000_000), (FOLDERS[1], 4_100_000)])
+def test_the_files_are_small(folder: Path, num_bytes: int) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= num_bytes
+
+
+def test_the_network_of_the_hybrid_is_that_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    made = network.Network(shape := HybridShape(context=256))
+    for parameter in made.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    network.save_network(made, shape, tmp_path, eos=1, pad=0)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, shape.vocabulary, (2, 150))  # more than two chunks
+    cos, sin = (table[None, None, :150] for table in network.rotary_table(shape))
+    with torch.inference_mode():
+        logits = made(ids, cos, sin) @ made.embed_tokens.weight.T
+        torch.testing.assert_close(logits, reference(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_training_is_deterministic_from_its_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_training_is_deterministic_from_its_seed(hybrid: bool, tmp_path: Path) -> None:
     small = ["--stop-after", "3", "--short-rows", "4", "--short-length", "64"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # the compiler only costs time here
     runs = []
+    kind = ["--hybrid"] if hybrid else []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         command = [sys.executable, "-m", "pagewire.tools.demo_model.train", "--out", str(tmp_path / name), *small]
-        runs.append(subprocess.Popen([*command, "--seed", seed], env=environment, stderr=subprocess.DEVNULL))
+        runs.append(subprocess.Popen([*command, *kind, "--seed", seed], env=environment, stderr=subprocess.DEVNULL))
     assert [run.wait(120) for run in runs] == [0, 0, 0]
 
     def files(name: str) -> list[bytes]:

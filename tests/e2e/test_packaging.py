@@ -44,9 +44,10 @@ def test_the_wheel_contains_only_the_package(dist: Path) -> None:
     folders = {name.split("/")[1] for name in names if name.startswith("pagewire/")}
     assert not folders & {"tests", "bench", "tools", "docs"}
     assert {"api", "engine", "ipc", "kernels", "procs", "demo_model", "cli.py", "py.typed"} <= folders
-    assert {"pagewire/demo_model/model.safetensors", "pagewire/demo_model/tokenizer.json"} <= set(names)
+    for demo in ("demo_model", "demo_hybrid"):
+        assert {f"pagewire/{demo}/model.safetensors", f"pagewire/{demo}/tokenizer.json"} <= set(names)
     assert "pagewire/api/web/static/index.html" in names
-    assert wheel.stat().st_size < 8 * 2**20
+    assert wheel.stat().st_size < 12 * 2**20
 
 
 def test_the_sdist_contains_the_sources_and_the_demo_model(dist: Path) -> None:
@@ -55,6 +56,7 @@ def test_the_sdist_contains_the_sources_and_the_demo_model(dist: Path) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"LICENSE", "CHANGELOG.md", "SECURITY.md"} <= names
     assert {"pyproject.toml", "README.md", "engine/core/scheduler.py", "demo_model/model.safetensors"} <= names
+    assert "demo_hybrid/model.safetensors" in names
 
 
 def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        self.folder = folder
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

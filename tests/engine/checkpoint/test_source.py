@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.engine.checkpoint.source import DEMO_MODEL, DEMO_NAME, locate
+from pagewire.engine.checkpoint.source import DEMO_MODEL, HYBRID_MODEL, locate
 from pagewire.errors import ConfigError
 
 
 def test_an_empty_name_is_the_demo_model() -> None:
-    assert locate("", None) == (DEMO_MODEL, DEMO_NAME)
+    assert locate("", None) == locate("demo", None) == (DEMO_MODEL, "pagewire-demo")
+    assert locate("demo-hybrid", None) == (HYBRID_MODEL, "pagewire-demo-hybrid")
 
 
 def test_a_path_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
