@@ -27,7 +27,7 @@ from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import ServerConfig
 from ..config.flags import make_config
-from ..ipc.messages import Pulse, Snapshot, Swapped, TierSnapshot
+from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
 from ..procs.prepare import prepare_server
@@ -272,7 +272,8 @@ def engine_metrics() -> list[Metric]:
     """Every metric family of a server."""
     gateway = Gateway(lambda message: None)
     nothing = Histogram(SECONDS).report()
-    core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
+    groups = (GroupSnapshot("full", 0, 0, 0, 0),)
+    core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),), groups=groups)
     gateway.handle([core, Pulse("core", nothing)])
     return list(text_string_to_metric_families(Metrics(gateway, config().engine).render().decode()))
 

@@ -54,7 +54,9 @@ def test_chat_with_a_split_file(tmp_path: Path, start: Callable[..., Server]) ->
 
 def test_a_quantized_file_of_a_cached_repository_on_two_ranks(tmp_path: Path, start: Callable[..., Server]) -> None:
     """huggingface_hub's cache: the name in it is a link to a blob without a suffix."""
-    folder = make(tmp_path / "folder", **{**gguf_files.QUANTIZED_SIZES, "intermediate_size": 512})
+    # Half of the columns of each matrix are whole superblocks: within one, ranks would round activations otherwise.
+    halves = {"intermediate_size": 512, "head_dim": 128}
+    folder = make(tmp_path / "folder", **{**gguf_files.QUANTIZED_SIZES, **halves})
     repo = tmp_path / "hub" / "models--someone--tiny-GGUF"
     snapshot = repo / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
@@ -109,6 +111,6 @@ def test_doctor_and_explain(tmp_path: Path) -> None:
         )
         said[command[0]] = done.stdout + done.stderr
         assert done.returncode == 0, said
-    assert "ok    weights: 1 GGUF file, " in said["doctor"] and "ok    model: model: LlamaForCausalLM" in said["doctor"]
+    assert "ok    weights: 1 GGUF file, " in said["doctor"] and "ok    model: model: " in said["doctor"]
     assert "with a working chat template" in said["doctor"]
     assert str(file) in said["serve"]

@@ -98,7 +98,7 @@ def test_concatenation_keeps_all_weights(parts):
     [
         ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of 16"),
         ([_fp8(16, 40, (16, 32)), _fp8(16, 40)], "blocks differ"),
-        ([_fp8(16, 64), _grouped(8, 64, 32)], "some are floats of 8 bits and some integers"),
+        ([_fp8(16, 64), _grouped(8, 64, 32)], "quantized in different ways"),
         ([_grouped(8, 64, 64), _grouped(8, 64, 32)], "groups, tables or numbers of bits differ"),
         ([_grouped(8, 64, 32), _grouped(8, 64, 32, torch.arange(64).flip(0).int())], "ordered differently"),
     ],

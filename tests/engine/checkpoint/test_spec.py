@@ -147,6 +147,7 @@ def test_configs_that_transformers_writes_are_read(kind, tmp_path):
         "qwen2-sliding": (0, 24, 24),
         "qwen3_moe-sparse": (24,) * 3,
         "mixtral": (40,) * 3,
+        "gemma3": (40, 0, 40),
     }
     if kind != "gemma2":
         reaches = tuple(attention.reach.positions for attention in _bodies(spec, Attention))
