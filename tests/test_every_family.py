@@ -113,9 +113,9 @@ def little_memory(case: Case, groups: Groups) -> LLM:
     """An engine whose memory holds little more than the longest request, with a host tier."""
     size = 16 * 2**20
     page_bytes = size // case.load(kv_cache_memory=size)._engine.scheduler.pool.num_pages
-    num_pages = groups.num_pages(0, case.longest, 256, 16) + 4 * groups.unit
+    num_pages = groups.num_pages(0, case.longest, 32, 16) + 6 * groups.unit
     return case.load(
-        kv_cache_memory=num_pages * page_bytes, max_num_batched_tokens=256, kv_connector=("host,size=16M,eviction=lru",)
+        kv_cache_memory=num_pages * page_bytes, max_num_batched_tokens=32, kv_connector=("host,size=16M,eviction=lru",)
     )
 
 
