@@ -20,7 +20,7 @@ from pagewire.engine.runner.runner import Runner
 
 MAX_LEN = 640
 MAX_TOKENS = 40
-NUM_PAGES = 512
+NUM_PAGES = 1600  # enough for the models that have many pages a block
 
 
 def make_prompts(folder: Path, num: int) -> list[list[int]]:

@@ -226,9 +226,9 @@ def test_a_folder_of_gguf_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["diffllama", "llava"])
+@pytest.mark.parametrize("kind", ["diffllama", "paligemma"])
 def test_a_real_server_ends_with_the_same_sentence(kind: str, tmp_path: Path) -> None:
-    """diffllama is refused by the worker, and llava before any process starts."""
+    """diffllama is refused by the worker, and paligemma before any process starts."""
     folder = families.make_family(tmp_path, kind)
     environment = os.environ | {"PYTHONPATH": str(_ROOT / ".typing")}
     command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--port", "0"]
