@@ -60,6 +60,7 @@ class Planner:
         self._groups = pool.groups
         self._unit = pool.groups.unit
         self.block_size = block_size
+        self._max_budget = max_num_batched_tokens
         self.budget = max_num_batched_tokens  # of a step; `OomRecovery` makes it smaller for a while
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
@@ -299,18 +300,22 @@ class Planner:
         builder.sample.append(int(samples))
 
     def _keep(self, builder: PlanBuilder, request: Request, start: int) -> None:
-        """Has the plan keep the recurrent states of a request that others are likely to need, while there is room."""
+        """Has the plan keep the recurrent states of a request that others are likely to need, while there is room.
+
+        While steps are short of memory, also the one that a chunk of a prompt ends with: a pass that is dropped spoils
+        the state, and the request would begin again."""
         groups, pool = self._groups, self._pool
         if groups.state is None or not self._prefix.enabled:
             return
         interval = groups.interval(self.block_size)
-        for position in request.keep_positions(start, request.num_planned, interval):
+        is_short = self.budget < self._max_budget
+        for position in request.keep_positions(start, request.num_planned, interval, with_end=is_short):
             key = key_at(request, position)
             reserve = self._unit * len(self._table.running)
             if pool.find(key, groups.state) is not None or pool.num_free < groups.state_pages + reserve:
                 continue
             (slot,) = pool.allocate(1, groups.state)
-            is_grid = position % interval == 0 and position != request.junction
+            is_grid = (is_short or position % interval == 0) and position != request.junction
             builder.keep(Kept(request, position, key, slot, is_grid), pool.pages([slot]))
             builder.fresh.add(state_name(key))
 

@@ -458,16 +458,19 @@ class Request:
         table = self.tables[item.group]
         return table.blocks[item.place - table.first]
 
-    def keep_positions(self, start: int, end: int, interval: int) -> list[int]:
+    def keep_positions(self, start: int, end: int, interval: int, *, with_end: bool) -> list[int]:
         """After how many positions a pass from `start` to `end` is to keep a state: at the junction, at marks, before
         the last position if other choices or, with one token to sample, another engine wait for it, and at regular
-        intervals. At a mark others go on differently: they find the whole blocks before it."""
+        intervals; with_end: and at the end. At a mark others go on differently: they find the whole blocks before
+        it."""
         end = min(end, len(self.ids))
         size = self.block_size if self.tables else 1
         wanted = {self.junction, *(mark // size * size for mark in self.asked.marks)}
         if self.asked.n > 1 or self.max_len == self.num_prompt + 1:
             wanted.add(self.num_prompt - 1)
         wanted.update(range(start // interval * interval + interval, end + 1, interval))
+        if with_end:
+            wanted.add(end)
         return sorted(num for num in wanted if start < num <= end)
 
     def blocks_from(self, place: int) -> list[int]:

@@ -502,7 +502,7 @@ def _advance_over_all_draft_tokens(self: FakeWorker, state: FakeRow, draft_token
     return tokens
 
 
-def _keep_too_far(self: Request, start: int, end: int, interval: int) -> list[int]:
+def _keep_too_far(self: Request, start: int, end: int, interval: int, *, with_end: bool) -> list[int]:
     return [end + 1] if end < len(self.ids) else []
 
 
