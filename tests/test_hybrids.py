@@ -220,7 +220,7 @@ def bits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
 
 @pytest.mark.usefixtures("c_kernels")
 def test_deterministic_results_have_the_same_bits(case: Case, load: Load) -> None:
-    """Alone, all at once, in chunks, after a preemption, and behind a cached state."""
+    """Alone, all at once in chunks, and behind a cached state."""
     prompts = case.prompts[:10]
     alone = load(deterministic=True, enable_prefix_caching=False)
     expected = [bits(alone, [prompt])[0] for prompt in prompts]

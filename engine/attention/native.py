@@ -38,11 +38,6 @@ class NativePagedAttention:
         self._counts = self._contexts
 
     @property
-    def num_tables(self) -> int:
-        """Block tables of a row."""
-        return self._cache.groups.num_tables
-
-    @property
     def states(self) -> StateRows | None:
         return self._reference.states
 

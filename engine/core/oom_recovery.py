@@ -35,16 +35,15 @@ class OomRecovery:
         self._planner = planner
         self._loads = loads
         self._counters = counters
-        self._max_budget = planner.budget
         self._num_tries = 0  # faults since the last good step
         self._lost_until = 0  # the last step that was in flight when a fault was reported
         self.is_untold = False  # a fault was reported, and no plan was sent since
 
     def passed(self, flight: InFlight) -> None:
         """A step had enough memory."""
-        if (self._num_tries or self._planner.budget < self._max_budget) and flight.num_positions:
+        if (self._num_tries or self._planner.budget < self._planner.max_budget) and flight.num_positions:
             self._num_tries = 0
-            self._planner.budget = min(self._max_budget, self._planner.budget + 1)
+            self._planner.budget = min(self._planner.max_budget, self._planner.budget + 1)
 
     def take_back(self, flight: InFlight, later: deque[InFlight]) -> None:
         """The worker has dropped `flight`, the oldest plan in flight, and will drop the `later` ones."""

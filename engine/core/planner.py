@@ -60,7 +60,7 @@ class Planner:
         self._groups = pool.groups
         self._unit = pool.groups.unit
         self.block_size = block_size
-        self._max_budget = max_num_batched_tokens
+        self.max_budget = max_num_batched_tokens
         self.budget = max_num_batched_tokens  # of a step; `OomRecovery` makes it smaller for a while
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
@@ -308,7 +308,7 @@ class Planner:
         if groups.state is None or not self._prefix.enabled:
             return
         interval = groups.interval(self.block_size)
-        is_short = self.budget < self._max_budget
+        is_short = self.budget < self.max_budget
         for position in request.keep_positions(start, request.num_planned, interval, with_end=is_short):
             key = key_at(request, position)
             reserve = self._unit * len(self._table.running)

@@ -45,7 +45,7 @@ _tables: "WeakKeyDictionary[StateRows, _Table]" = WeakKeyDictionary()
 
 
 def _table(rows: StateRows) -> _Table:
-    """The table of a step, which all its layers share."""
+    """The table of a step, which all its layers share: made of the index tensors on the host, and copied once."""
     if rows not in _tables:
         device, k = rows.memory.device, rows.read.shape[1]
         row_chunks: list[int] = []

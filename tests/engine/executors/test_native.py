@@ -13,6 +13,7 @@ import decoders
 import numpy as np
 import pytest
 import torch
+from tensor_files import load_tensors, save_tensors
 from torch import Tensor
 
 from pagewire.bench.engine.step import opened, plan
@@ -258,7 +259,7 @@ def take_part(rank: int, fd: int, folder: Path) -> None:
             states = check(engine)
             found += [*states, *(engine.model.logits(state) for state in states)]
             assert engine.parts == "C"
-    torch.save(found, folder / f"rank-{rank}.pt")
+    save_tensors(found, folder / f"rank-{rank}.safetensors")
 
 
 def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
         states = whole.states(in_c=True)
         expected += [*states, *(whole.model.logits(state) for state in states)]
     for rank in range(2):
-        for ours, theirs in zip(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), expected, strict=True):
+        for ours, theirs in zip(load_tensors(tmp_path / f"rank-{rank}.safetensors"), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

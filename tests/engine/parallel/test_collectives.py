@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensor_files import load_tensors, save_tensors
 from waiting import until
 
 from pagewire.config.machine import machine_facts
@@ -66,7 +67,7 @@ def take_part(rank: int, size: int, fd: int, folder: Path) -> None:
     for _ in range(2000):  # so that ranks are often a round apart
         group.all_reduce(many)
         many.fmod_(97.0)
-    torch.save([*got, many], folder / f"rank-{rank}.pt")
+    save_tensors([*got, many], folder / f"rank-{rank}.safetensors")
 
 
 def sum_at_a_level(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -196,7 +197,7 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
                 expected.append(total.to(dtype))
         expected.append(torch.stack([part(r, NUM_GATHERED, torch.float64).view(7, -1) for r in range(size)]))
     for rank in range(size):
-        *got, many = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
+        *got, many = load_tensors(tmp_path / f"rank-{rank}.safetensors")
         assert len(got) == len(expected)
         for found, wanted in zip(got, expected, strict=True):
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
