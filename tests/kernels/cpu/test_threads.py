@@ -208,7 +208,7 @@ def test_weights_are_packed_by_all_threads():
         assert library.pagewire_num_threads() == 3
 
 
-def test_threads_ask_for_long_slices():
+def test_threads_ask_for_short_slices():
     """All threads of a process whose loops have three, and none of one whose loops have one."""
     call = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
     if call is None or not sys.platform.startswith("linux"):
@@ -234,7 +234,7 @@ before = slices()
 NativeMatrix(kernels, torch.randn(512, 512)).product(torch.randn(4, 512), None)
 print(*before, *slices())
 """
-    for threads, expected in ((1, None), (3, 8_000_000)):
+    for threads, expected in ((1, None), (3, 200_000)):
         command = [sys.executable, "-c", code, str(threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         before, *after = map(int, done.stdout.split())
