@@ -276,9 +276,10 @@ def softmax_step(acc, most, total, scores, v):
 def load_tile(pages, at, inside, written, dtype: tl.constexpr):
     """Numbers of a tile. inside: [keys, dim] offsets from `at`; written: [keys] which keys to load; None: all."""
     if written is None:
-        return tl.load(pages + at + inside).to(dtype)
+        numbers = tl.load(pages + at + inside)
     else:
-        return tl.load(pages + at + inside, mask=written[:, None], other=0.0).to(dtype)
+        numbers = tl.load(pages + at + inside, mask=written[:, None], other=0.0)
+    return numbers.to(dtype)
 
 
 @triton.jit
