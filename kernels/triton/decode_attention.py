@@ -292,6 +292,7 @@ def add_tile(
     k_pages,
     v_pages,
     at,
+    of_head,
     written,
     seen,
     score_scale,
@@ -301,10 +302,10 @@ def add_tile(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Adds a tile to a running softmax (see `softmax_step`). at: the tile's first number. written: [KEYS], keys that
+    """Adds a tile to a running softmax (see `softmax_step`). at, of_head: their sum is the tile's first number. written: [KEYS], keys that
     any query sees; others are not loaded, since a NaN in a stale page would spoil the sums even with a weight of 0.
     seen: [rows or 1, KEYS]. Both None: every query sees all keys."""
-    line = tl.arange(0, KEYS)[:, None] * WIDTH
+    line = of_head + tl.arange(0, KEYS)[:, None] * WIDTH
     inside = line + tl.arange(0, HEAD_DIM)[None, :]
     k = load_tile(k_pages, at, inside, written, q.dtype)
     k_rope = None
@@ -394,13 +395,13 @@ def _decode_kernel(
         # not pipelined.
         next_block = tl.load(table + first // TILES, mask=first < last, other=0)
         for tile in range(first, last):
-            at = next_block.to(tl.int64) * page_stride + (kv_head * BLOCK_SIZE + tile % TILES * KEYS) * WIDTH
+            at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
             next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
             position = tile * KEYS + offsets
             seen = (position >= start) & (position < stop)
             acc, most, total = add_tile(
-                acc, most, total, q, q_rope, k_pages, v_pages, at, seen, seen[None, :], score_scale, cap, HEAD_DIM,
-                ROPE_DIM, WIDTH, KEYS,
+                acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), seen, seen[None, :],
+                score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
             )  # fmt: skip
 
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]

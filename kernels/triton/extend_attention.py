@@ -154,7 +154,7 @@ def _add_tiles(
     # One iteration ahead, see `_decode_kernel`.
     next_block = tl.load(table + first // TILES, mask=first < last, other=0)
     for tile in range(first, last):
-        at = next_block.to(tl.int64) * page_stride + (kv_head * BLOCK_SIZE + tile % TILES * KEYS) * WIDTH
+        at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
         next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
         written = None
         seen = None
@@ -165,8 +165,8 @@ def _add_tiles(
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
         acc, most, total = add_tile(
-            acc, most, total, q, q_rope, k_pages, v_pages, at, written, seen, score_scale, cap, HEAD_DIM, ROPE_DIM,
-            WIDTH, KEYS,
+            acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), written, seen, score_scale,
+            cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
         )  # fmt: skip
     return acc, most, total
 
