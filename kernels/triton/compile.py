@@ -200,7 +200,7 @@ def failures(plan: Plan, architecture: int, report: Report, before: Report | Non
         found.append(f"{report.buffers} buffers, {plan.buffers} planned")
     if report.shared > 1024 * MAX_SHARED.get(architecture, math.inf):
         found.append(f"{report.shared} bytes of shared memory, more than sm_{architecture} has")
-    if report.stack and same_compiler and not plan.may_spill:
+    if plan.stack is not None and report.stack > plan.stack and same_compiler:
         found.append(f"{report.stack} bytes of stack")
     if before and same_compiler and report.registers > _MORE_REGISTERS * before.registers:
         found.append(f"{report.registers} registers, {before.registers} before")

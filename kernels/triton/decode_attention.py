@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tuned import tuned
-from .variant import GRID, Plan, Variant, shaped
+from .variant import GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 CHUNK = 256  # positions; doubled until a row has at most `MAX_CHUNKS` chunks
 MAX_CHUNKS = 64  # per row: bounds the memory for partial results and the work of a merge
@@ -169,7 +169,9 @@ def tile_layout(query: Tensor, query_rope: Tensor | None, k_pages: Tensor, v_pag
     if query_rope is not None:
         assert query_rope.dtype == query.dtype and query_rope.stride(2) == 1, (query_rope.dtype, query_rope.stride())
         rope_dim, rope_stride = query_rope.shape[2], query_rope.stride(1)
-    assert (v_pages is None) == (query_rope is not None), "keys that hold the values have further numbers, and no others"
+    assert (v_pages is None) == (query_rope is not None), (
+        "keys that hold the values have further numbers, and no others"
+    )
     assert width >= head_dim + rope_dim, (k_pages.shape, query.shape, rope_dim)
     fitting = _TILE_BYTES // (head_dim * query.element_size() * (1 if v_pages is None else 2))
     return {
@@ -195,7 +197,8 @@ def stages_of(rows: int, layout: dict[str, int], itemsize: int) -> int:
 
 def _options(layout: dict[str, int], itemsize: int) -> dict[str, int]:
     """The compile-time options. Those of 16-bit types are tuned."""
-    rule = {"num_warps": NUM_WARPS, "num_stages": stages_of(TILE_ROWS, layout, itemsize)}
+    warps = NUM_WARPS if layout["HEAD_DIM"] <= 256 else 2 * NUM_WARPS  # the result is spread over their registers
+    rule = {"num_warps": warps, "num_stages": stages_of(TILE_ROWS, layout, itemsize)}
     return tuned("decode_attention", layout["HEAD_DIM"], **rule) if itemsize == 2 else rule
 
 
@@ -302,9 +305,10 @@ def add_tile(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Adds a tile to a running softmax (see `softmax_step`). at, of_head: their sum is the tile's first number. written: [KEYS], keys that
-    any query sees; others are not loaded, since a NaN in a stale page would spoil the sums even with a weight of 0.
-    seen: [rows or 1, KEYS]. Both None: every query sees all keys."""
+    """Adds a tile to a running softmax (see `softmax_step`). at, of_head: their sum is the tile's first number.
+
+    written: [KEYS], keys that any query sees; others are not loaded, since a NaN in a stale page would spoil the sums
+    even with a weight of 0. seen: [rows or 1, KEYS]. Both None: every query sees all keys."""
     line = of_head + tl.arange(0, KEYS)[:, None] * WIDTH
     inside = line + tl.arange(0, HEAD_DIM)[None, :]
     k = load_tile(k_pages, at, inside, written, q.dtype)
@@ -474,7 +478,7 @@ def _variant(
 
     opcodes = ("HMMA", "LDGSTS")
     buffers = _options(layout, dtype.itemsize)["num_stages"] - 1
-    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers) if dtype.itemsize == 2 else Plan(may_spill=True)
+    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers) if dtype.itemsize == 2 else NO_TENSOR_CORES
     return Variant(
         name=f"decode_attention {name} {heads}/{kv_heads} D{head_dim}",
         launch=launch,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .decode_attention import add_tile, score_factors, stages_of, stride_of_pages, tile_layout
 from .tuned import tuned
-from .variant import GRID, Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
 _QUERY_BYTES = 32 << 10  # of the queries of a program
@@ -165,8 +165,8 @@ def _add_tiles(
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
         acc, most, total = add_tile(
-            acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), written, seen, score_scale,
-            cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
+            acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), written, seen,
+            score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
         )  # fmt: skip
     return acc, most, total
 
@@ -305,11 +305,12 @@ def _variant(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
         buffers=_options(layout, tile_rows, dtype.itemsize)["num_stages"] - 1,
+        stack=0 if head_dim <= 128 else FEW_BYTES,
     )
     return Variant(
         name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}",
         launch=launch,
-        plans={"_extend_kernel": plan if dtype.itemsize == 2 else Plan(may_spill=True)},
+        plans={"_extend_kernel": plan if dtype.itemsize == 2 else NO_TENSOR_CORES},
         architecture=89 if fp8 else 80,
         architectures=architectures,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .decode_attention import NUM_STAGES, DecodeWorkspace, decode_attention, workspace_decode
 from .extend_attention import TILE_ROWS, extend_attention
-from .variant import GRID, Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 NUM_WARPS = 4
 
@@ -133,17 +133,17 @@ def attend_latent(
     per_tile: int | None = None,
     num_programs: int,
 ) -> None:
-    """One layer of a step: writes the cache, and attends. Its arguments are the registers of `AttendLatent` and those of
-    a step's other attention.
+    """One layer of a step: writes the cache, and attends. Its arguments are the registers of `AttendLatent` and those
+    of a step's other attention.
 
-    out: [tokens, heads · value_dim]; query: [tokens, heads · (nope_dim + rope_dim)], the last rope_dim numbers of a head
-    rotated; latent, key, pages, slots: as in `write_latent`, and pages are the keys of the layer's tile in a head-major
-    cache. The rows that decode attention takes come first: block_table: [rows, max blocks] int32; context_lens: [rows]
-    int32, for `work`; workspace: of `LatentLayer.workspace`, planned with `plan_decode` for the rows of one token. work:
-    the tiles of the other rows (see `extend_attention`), or None without them; of a group of all heads, or of `per_tile`
-    tokens.
+    out: [tokens, heads · value_dim]; query: [tokens, heads · (nope_dim + rope_dim)], the last rope_dim numbers of a
+    head rotated; latent, key, pages, slots: as in `write_latent`, and pages are the keys of the layer's tile in a
+    head-major cache. The rows that decode attention takes come first. block_table: [rows, max blocks] int32;
+    context_lens: [rows] int32, for `work`; workspace: of `LatentLayer.workspace`, planned with `plan_decode` for the
+    rows of one token; work: the tiles of the other rows (see `extend_attention`), of a group of all heads or of
+    `per_tile` tokens; None: there are no other rows.
     """
-    heads, nope_dim, rank = layer.keys.shape
+    heads, nope_dim, _ = layer.keys.shape
     write_latent(latent, key, pages, slots)
     by_head = query.unflatten(1, (heads, nope_dim + layer.rope_dim))
     in_latents, query_rope = absorb(by_head[..., :nope_dim], layer.keys), by_head[..., nope_dim:]
@@ -196,27 +196,23 @@ def _decode_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16) 
             pages,
             None,
             shaped(rows, 33, dtype=torch.int32),
-            workspace_decode(
-                rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, device="meta"
-            ),
+            workspace_decode(rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, device="meta"),
             scale=_NOPE_DIM**-0.5,
             query_rope=query_rope,
             num_programs=132,
-        )  # fmt: skip
+        )
 
     opcodes = ("HMMA", "LDGSTS")
-    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=NUM_STAGES - 1)
+    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=NUM_STAGES - 1, stack=FEW_BYTES)
     return Variant(
         name=f"latent decode {name} H{heads}",
         launch=launch,
-        plans={"_decode_kernel": plan if dtype.itemsize == 2 else Plan(may_spill=True)},
+        plans={"_decode_kernel": plan if dtype.itemsize == 2 else NO_TENSOR_CORES},
         architectures=GRID,
     )
 
 
-def _extend_variant(
-    name: str, heads: int, dtype: torch.dtype = torch.bfloat16, tile_rows: int = TILE_ROWS
-) -> Variant:  # fmt: skip
+def _extend_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16, tile_rows: int = TILE_ROWS) -> Variant:
     def launch(rows: int) -> None:
         query, query_rope, pages = _queries(rows, heads, dtype)
         extend_attention(
@@ -233,14 +229,13 @@ def _extend_variant(
         )
 
     opcodes = ("HMMA", "LDGSTS")
+    plan = Plan(sm_80=opcodes, sm_90=opcodes, stack=FEW_BYTES)
     return Variant(
         name=f"latent extend {name} H{heads}",
         launch=launch,
-        plans={
-            "_extend_kernel": Plan(sm_80=opcodes, sm_90=opcodes) if dtype.itemsize == 2 else Plan(may_spill=True)
-        },
+        plans={"_extend_kernel": plan if dtype.itemsize == 2 else NO_TENSOR_CORES},
         architectures=GRID,
-    )  # fmt: skip
+    )
 
 
 def _write_variant(name: str, dtype: torch.dtype) -> Variant:

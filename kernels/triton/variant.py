@@ -21,11 +21,17 @@ class Plan:
     sm_80: tuple[str, ...] = ()  # SASS mnemonics that must appear, for example ("HMMA", "LDGSTS")
     sm_90: tuple[str, ...] = ()  # for example ("HGMMA",)
     buffers: int | None = None  # pipelining buffers of K (ttgir local_alloc); None: not checked
-    may_spill: bool = False  # float32 has no tensor cores, and its products need more registers than there are
+    stack: int | None = 0  # bytes a thread may use, for spilled registers; None: any number
 
 
 WIDE = Plan(sm_80=("LDG.E.128", "STG.E.128"), sm_90=("LDG.E.128", "STG.E.128"))
 """Each thread reads and writes 16 bytes at a time."""
+
+NO_TENSOR_CORES = Plan(stack=None)
+"""float32, whose products need more registers than there are. Only its shared memory is checked."""
+
+FEW_BYTES = 64
+"""A stack that costs little: values that are spilled outside the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)

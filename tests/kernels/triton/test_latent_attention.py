@@ -121,7 +121,7 @@ def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_latents_and_keys_are_written_to_their_slots(dtype, device):
-    if FP8 == dtype and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+    if dtype == FP8 and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("a type of sm_89")
     sizes = Sizes(heads=1, rank=20, rope_dim=6)  # with padding
     whole = torch.randn(6, 3 + 20 + 6, device=device)  # columns of a wider tensor
@@ -156,7 +156,10 @@ def test_a_layer_equals_its_definition(name, tile_rows, device):
     sizes, rows = SMALL.get(name, (DEEPSEEK, FEW))
     counts, contexts = [row[0] for row in rows], [row[1] for row in rows]
     num_decode = next(i for i, count in enumerate(counts) if count > 1)
-    cache, layer = Cache(sizes, [max(row) for row in rows], torch.float32, device), layer_of(sizes, torch.float32, device)
+    cache, layer = (
+        Cache(sizes, [max(row) for row in rows], torch.float32, device),
+        layer_of(sizes, torch.float32, device),
+    )
     for row, (count, context) in enumerate(rows):
         cache.write(row, 0, max(0, context - count))
     query = torch.randn(sum(counts), sizes.heads * (sizes.nope_dim + sizes.rope_dim), device=device)
@@ -261,7 +264,7 @@ class Filled:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
 @pytest.mark.parametrize("name", [*SMALL, "DeepSeek"])
 def test_rounded_types(name, dtype, device):
-    if FP8 == dtype and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+    if dtype == FP8 and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("a type of sm_89")
     sizes, _ = SMALL.get(name, (DEEPSEEK, FEW))
     rows = [(1, 1), (1, 63), (1, 64), (1, 65), (1, 131)]
