@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..reference_scans import Act
-from ..states import LANES, StateRows, Tiles
+from ..lanes import LANES
+from ..states import StateRows, Tiles
 from .library import Call, Kernels
 from .structs import (
     ConvFields,
