@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...kernels import reference_scans
 from ...kernels.states import Tiles
 from ...kernels.triton import scans
+from ...kernels.triton.gated_norm import gated_norm
 from ...kernels.triton.scans import StateTable
 from ..attention.kv_cache import KvCache
 from ..executors.mixers import Mixer, Mixers
@@ -23,14 +23,14 @@ Mix = Callable[[list[Tensor]], Tensor]
 
 
 class DeviceScans:
-    """The functions of `reference_scans` for rows on the device."""
+    """The functions of `reference_scans` for rows on the device. Results have the type of the activations."""
 
     conv = staticmethod(scans.conv)
     scan_delta = staticmethod(scans.scan_delta)
     scan_mamba1 = staticmethod(scans.scan_mamba1)
     scan_mamba2 = staticmethod(scans.scan_mamba2)
     scan_lightning = staticmethod(scans.scan_lightning)
-    gated_norm = staticmethod(reference_scans.gated_norm)
+    gated_norm = staticmethod(gated_norm)
 
 
 class DeviceMixers:

@@ -1,4 +1,4 @@
-"""Recurrent mixers on a GPU, with the functions of `reference_scans`.
+"""Recurrent mixers on a GPU, with the functions of `reference_scans`. Results have the type of the activations.
 
 `conv`, `scan_mamba1` and the scans of linear attention by steps take one position after another, as the reference does,
 so their bits do not depend on how a sequence is cut. `scan_delta`, `scan_mamba2` and `scan_lightning` compute steps
@@ -419,7 +419,7 @@ def _conv(
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, act: Act, rows: StateTable, tiles: Tiles) -> Tensor:
     taps, channels = weight.shape
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     states = _states(rows, tiles)
     block = min(triton.next_power_of_2(channels), 128)
     grid = (rows.num_rows, triton.cdiv(channels, block))
@@ -436,7 +436,7 @@ def scan_mamba1(
     rows: StateTable, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
     channels, n = x.shape[1], b.shape[1]
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     states = _states(rows, tiles)
     grid = (rows.num_rows, triton.cdiv(channels, 64))
     if grid[0]:
@@ -471,7 +471,7 @@ def _linear(
     d: Tensor | None, limits: tuple[float, float], rows: StateTable, tiles: Tiles, kind: tl.constexpr,
 ) -> Tensor:  # fmt: skip
     heads, keys, values = v.shape[1], q.shape[2], v.shape[2]
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states = _states(rows, tiles)
     block_k, block_v = max(triton.next_power_of_2(keys), 16), min(max(triton.next_power_of_2(values), 16), 32)
     grid = (rows.num_rows, heads, triton.cdiv(values, block_v))
@@ -497,7 +497,7 @@ def _linear(
     }
     added = seen = None
     if kind == _DELTA:
-        added, seen = torch.empty_like(out), out.new_empty((v.shape[0], heads, keys))
+        added, seen = (v.new_empty((v.shape[0], heads, n), dtype=torch.float32) for n in (values, keys))
         whole_v = max(triton.next_power_of_2(values), 16)
         _prepare_chunk[(rows.num_rows + v.shape[0] // CHUNK, heads)](
             k, v, beta, decay, a, dt_bias, added, seen, states.place, k.stride(0), v.stride(0), beta_stride,
