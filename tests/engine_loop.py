@@ -19,7 +19,13 @@ class Loop:
     """Runs requests. `serve` may be called several times and keeps the prefix cache."""
 
     def __init__(
-        self, folder: Path, *, queue: Queue | None = None, sleeps: Sequence[int] = (), num_pages: int = NUM_BLOCKS, **flags: Any
+        self,
+        folder: Path,
+        *,
+        queue: Queue | None = None,
+        sleeps: Sequence[int] = (),
+        num_pages: int = NUM_BLOCKS,
+        **flags: Any,
     ) -> None:
         """`sleeps`: steps after which `sleep` is called once nothing is in flight. `num_pages`: of the cache."""
         config = engine_config(folder, pipeline_depth=2, **flags)

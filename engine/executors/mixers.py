@@ -48,7 +48,9 @@ class Scans(Protocol[Rows_contra]):
     @property
     def scan_mamba1(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Rows_contra, Tiles], Tensor]: ...
+    ) -> Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Rows_contra, Tiles], Tensor
+    ]: ...
     @property
     def scan_mamba2(
         self,

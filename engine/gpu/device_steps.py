@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...kernels.states import StateRows
 from ...kernels.triton.extend_attention import extend_work, max_tiles, tile_tokens
 from ...kernels.triton.logprobs import MAX_BEST
-from ...kernels.states import StateRows
 from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
@@ -90,9 +90,7 @@ class _Pending:
     sampled: Sampled | None = None  # set once the host has read the ids
 
 
-def limits_of(
-    config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1, state_pages: int = 0
-) -> Limits:
+def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1, state_pages: int = 0) -> Limits:
     """The largest step that the core may plan. group: query heads per kv head; draft_tokens: the most per row; tables:
     of a row; state_pages: of a row's recurrent state."""
     rows = config.max_num_seqs
@@ -322,8 +320,8 @@ class DeviceSteps:
         samples: Samples,
         states: StateRows | None,
     ) -> tuple[StepShape, list[tuple[int, SampleShape]]]:
-        """Sends a step's packet. states: of a model with recurrent layers. Returns the shapes to run: of the pass, and of
-        each part of its samples."""
+        """Sends a step's packet. states: of a model with recurrent layers. Returns the shapes to run: of the pass, and
+        of each part of its samples."""
         shape, num_step = self._fill(packet, picked, counts, starts)
         if states is not None:
             num_step += fill_states(packet.step[num_step:], states)

@@ -1,7 +1,7 @@
 """Recurrent layers on the device: the operations of `executors/mixers.py` with the scans of Triton.
 
-What a step does with states is in its packet, as the table of `kernels/triton/scans.py`. So the kernels can be recorded,
-and the host waits for nothing.
+What a step does with states is in its packet, as the table of `kernels/triton/scans.py`. So the kernels can be
+recorded, and the host waits for nothing.
 """
 
 from collections.abc import Callable

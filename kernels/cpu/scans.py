@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..reference_scans import Act
 from ..lanes import LANES
+from ..reference_scans import Act
 from ..states import StateRows, Tiles
 from .library import Call, Kernels
 from .structs import (

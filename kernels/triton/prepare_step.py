@@ -4,7 +4,7 @@ The state of the rows stays on the device: the id each row sampled last, and its
 each group of the cache. So the host can describe a step before the previous one has ended: it names the rows, their
 positions and their new blocks. A packet is one int32 array, sent in one copy:
 
-    rows, tokens, offset of the ids, offset of the pages, offset of the table of states from here, new blocks of all rows
+    rows, tokens, offset of the ids, offset of the pages, offset of the table of states from here, new blocks in all
     a record for each row: row, first token, tokens, position of the first, index of its first new block in its
         tables, number of new blocks, offset of these among a table's new blocks
     an id for each token; -1: the id that the row sampled last

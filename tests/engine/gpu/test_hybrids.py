@@ -1,5 +1,5 @@
-"""Models with recurrent layers in the step of a GPU: the tokens of transformers, in any chunks, and whatever is found in
-the prefix cache, preempted or drafted."""
+"""Models with recurrent layers in the step of a GPU: the tokens of transformers, in any chunks, and whatever is found
+in the prefix cache, preempted or drafted."""
 
 import random
 from pathlib import Path
@@ -52,9 +52,7 @@ def greedy(rid: int, prompt: list[int], max_tokens: int, **changes: Any) -> Enqu
     return structs.replace(asked, sampling=Sampling(temperature=0, **changes))
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)]
-)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
 def test_greedy_tokens_are_those_of_transformers(kind: str, checkpoint: Any, driver: Any) -> None:
     """Prompts in chunks beside decode rows, and rows that several requests use one after another."""
     folder = checkpoint(kind, **(KINDS | OTHERS)[kind])
