@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import reference_scans
 from ...kernels.ops import Matrix
+from ...kernels.states import StateRows
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..models.description import Norm, Rope
@@ -100,7 +102,7 @@ class Reference:
         self.program, self.weights = program, weights
         self._weight_dtype, self._device, self.group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
-        self.mixers = Mixers(weights, device)
+        self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
         self.rotary: Mapping[Rope, RotaryTable] = {
             rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes

@@ -209,7 +209,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
-        assert cache.groups.num_tables == self._limits.tables, (cache.groups, self._limits)
+        assert cache.groups.num_tables - cache.groups.state_pages == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:

@@ -174,11 +174,13 @@ def _on_device(
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept)
     fill(loaded)
     heads = program.attention[0].heads
+    groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
         group=heads // tile.kv_heads,
         draft_tokens=num_draft_tokens(config),
-        tables=shape.groups(config.block_size).num_tables,
+        tables=groups.num_tables - groups.state_pages,
+        state_pages=groups.state_pages,
     )
     triton = TritonDecoder(
         program,
