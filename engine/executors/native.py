@@ -49,7 +49,7 @@ from ..parallel.collectives import SharedMemoryGroup
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers, Step
+from .reference import Reference, ReferenceModel, Registers
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
@@ -100,19 +100,22 @@ class NativeModel:
         self._compiler: _Compiler | None = None
         self._work = torch.empty(0)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
-            return self._alone.hidden(ids, positions, attention)
+            return self._alone.hidden(ids, positions, attention, regimes)
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
             self._work = torch.empty(tokens * self._layout.size)
+        step, registers = self._reference.step(ids, positions, attention, regimes), None
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        fields.places = step.places.data_ptr()
         if attention.states is not None:
             states = rows_fields(attention.states)
             fields.states = ctypes.addressof(states)
-        step, registers = Step(ids, positions, attention), None
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))

@@ -392,6 +392,9 @@ class Decoder(Data):
     head: Head
     prefixes: tuple[str, ...]  # of the body's names; the first under which the embedding's table exists
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
+    # Longrope: all positions of a sequence of more tokens have the `long_divisors`, and a sequence that grows beyond is
+    # computed again. None: such sequences are not served.
+    regime_limit: int | None = None
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -407,7 +410,10 @@ class Decoder(Data):
 
     @property
     def most_positions(self) -> int | None:
-        """The length beyond which longrope uses other frequencies, for all positions; None: there is none."""
+        """The longest sequence that can be served where longrope uses other frequencies for longer ones, and the model
+        does not say when it changes them; None: of any length."""
+        if self.regime_limit is not None:
+            return None
         ropes = (body.rope for body in self.bodies if isinstance(body, Attention | LatentAttention))
         limits = {rope.original for rope in ropes if rope is not None and rope.kind == "longrope"}
         return min(limits, default=None)

@@ -120,6 +120,7 @@ class _Lowering:
             hidden=decoder.hidden,
             vocab=decoder.vocab,
             states=tuple(self._states),
+            regime_limit=decoder.regime_limit,
         )
 
     # Registers and operations.

@@ -320,6 +320,7 @@ class Program(Data):
     hidden: int
     vocab: int
     states: tuple[State, ...] = ()
+    regime_limit: int | None = None  # of the decoder
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
