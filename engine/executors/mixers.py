@@ -34,7 +34,7 @@ class Scans(Protocol):
     @property
     def scan_delta(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows, Tiles], Tensor]: ...
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows, Tiles, float], Tensor]: ...
     @property
     def scan_mamba1(
         self,
@@ -89,7 +89,7 @@ class Mixers:
                 assert a is not None and dt_bias is not None
                 if args.decay_per == "channel":
                     decay, dt_bias = _heads(decay, args.value_heads), dt_bias.view(args.value_heads, args.key_dim)
-                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
+                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles, args.beta_scale)
             case ScanMamba1():
                 x, dt, b, c = ins
                 a = self.groups(args.a)

@@ -46,6 +46,7 @@ from ..models.program import (
     layout,
 )  # fmt: skip
 from ..parallel.collectives import SharedMemoryGroup
+from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
@@ -56,7 +57,7 @@ from .vocabulary import Vocabulary
 _EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _XIELU = range(11)
 _ACTS = {
     name: number
     for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
@@ -237,6 +238,9 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
             case Scale(vector=vector) if vector is not None:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
+            case Activate(weights=vector) if vector is not None:
+                positive, negative = xielu_factors(self._reference.weights.vectors[vector.key]).tolist()
+                return [self._operation(op, _MAP, map=_XIELU, alpha=positive, beta=negative)]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
             case Glu() as args:

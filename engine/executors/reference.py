@@ -37,7 +37,7 @@ from ..models.program import (
 )
 from ..parallel.collectives import Group
 from .experts import mixture
-from .functions import activate, glu, normalize
+from .functions import activate, glu, normalize, xielu
 from .mixers import MIXERS, Mixers
 from .rotary import RotaryTable, places_of
 from .vocabulary import Vocabulary
@@ -213,7 +213,8 @@ class Reference:
     def _activate(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Activate)
-        return activate(registers.get(op.ins[0]), args.act)
+        x, weights = registers.get(op.ins[0]), self.weights.vector(args.weights)
+        return activate(x, args.act) if weights is None else xielu(x, weights)
 
     def _glu(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args

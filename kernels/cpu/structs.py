@@ -123,6 +123,7 @@ class ScanDeltaFields(ctypes.Structure):
         *((name, _P) for name in ("a", "dt_bias")),
         *((name, _L) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "per_channel")),
         ("tiles", TilesFields),
+        ("beta_scale", _F),
     )
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference_scans
 from ..reference_scans import Act
 from ..states import LANES, StateRows, Tiles
 from .variant import Plan, Variant, shaped
@@ -382,8 +383,10 @@ def scan_mamba1(
 
 def scan_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, a: Tensor, dt_bias: Tensor, rows: StateRows,
-    tiles: Tiles, *, deterministic: bool = False,
+    tiles: Tiles, beta_scale: float = 1.0, *, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
+    if beta_scale != 1.0:
+        return reference_scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles, beta_scale)
     kind = _DELTA if decay.dim() == 2 else _DELTA_BY_KEY
     return _linear(q, k, v, beta, decay, a, dt_bias, None, (0.0, 0.0), rows, tiles, kind, deterministic)
 
