@@ -14,8 +14,8 @@ class Model(Protocol):
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
     ) -> Tensor:
-        """The forward pass over a step's tokens. ids, positions: [tokens] int64; regimes: the same, see `RowOpen`; None:
-        all are 0 → [tokens, hidden_size]."""
+        """The forward pass over a step's tokens. ids, positions, regimes (see `RowOpen`; None: all 0): [tokens] int64 →
+        [tokens, hidden_size]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [positions, hidden_size], any selection of the hidden states → float32 [positions, vocab_size]."""

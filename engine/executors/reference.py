@@ -132,9 +132,7 @@ class Reference:
         value = self._functions[type(op.args)](op, registers, step)
         registers.put_adjacent(op.outs, self.program.widths[op.outs[0].register], value)
 
-    def step(
-        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
-    ) -> Step:
+    def step(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None) -> Step:
         """The tokens of a step. All are [tokens] int64."""
         return Step(ids, positions, attention, places_of(positions, regimes, self.program.regime_limit))
 

@@ -104,5 +104,5 @@ class RotaryTable:
 
 
 def places_of(positions: Tensor, regimes: Tensor | None, regime_limit: int | None) -> Tensor:
-    """Where the tables of a model hold the positions of tokens in these regimes (None: all 0). All are [tokens] int64."""
+    """Where the tables of a model hold the positions of tokens in these regimes (None: all 0). All [tokens] int64."""
     return positions if regimes is None or regime_limit is None else positions + regimes * regime_limit

@@ -114,7 +114,9 @@ class Client:
         self.beyond = (
             []
             if ask.constraint
-            else expected_output(ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups, regime_limit=regime_limit)
+            else expected_output(
+                ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups, regime_limit=regime_limit
+            )
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # ids of the prompt positions whose log-probabilities arrived

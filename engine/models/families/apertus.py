@@ -1,4 +1,4 @@
-"""Apertus (arXiv 2509.14233): Llama's layers with norms of queries and keys and a feed-forward part without gates, whose
+"""Apertus (arXiv 2509.14233): Llama's layers with norms of queries and keys. The feed-forward part has no gates, and its
 activation has two learned factors in each layer."""
 
 from dataclasses import replace
@@ -32,9 +32,7 @@ def apertus(c: Fields) -> Decoder:
     def block(layer: int) -> Block:
         at = f"layers.{layer}."
         norms = tuple(rms(f"{at}self_attn.{name}_norm", sizes[2], eps) for name in "qk")
-        mixer = attention(
-            sizes, qkvo(at + "self_attn.", h, *sizes, bias), rope=turn, q_norm=norms[0], k_norm=norms[1]
-        )
+        mixer = attention(sizes, qkvo(at + "self_attn.", h, *sizes, bias), rope=turn, q_norm=norms[0], k_norm=norms[1])
         return prenorm(
             (rms(at + "attention_layernorm", h, eps), mixer),
             (rms(at + "feedforward_layernorm", h, eps), feed_forward(at + "mlp.")),

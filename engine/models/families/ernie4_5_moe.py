@@ -47,6 +47,4 @@ def ernie4_5_moe(c: Fields) -> Decoder:
             (rms(at + "post_attention_layernorm", h, eps), feed_forward(at + "mlp.", layer)),
         )  # fmt: skip
 
-    return decoder(
-        c, block, rms("norm", h, eps), tied=is_tied, head_bias=bias, ignored=(r"(.*\.)?mtp_.*",)
-    )
+    return decoder(c, block, rms("norm", h, eps), tied=is_tied, head_bias=bias, ignored=(r"(.*\.)?mtp_.*",))

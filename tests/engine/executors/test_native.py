@@ -67,7 +67,9 @@ def test_one_c_call_gives_the_states_of_the_reference(kind, options, dtype, tmp_
             logits, greedy = staticmethod(inner.logits), staticmethod(inner.greedy)
 
             @staticmethod
-            def hidden(ids, positions, attention, regimes=None, inner: NativeModel | ReferenceModel = inner, to=outputs):
+            def hidden(
+                ids, positions, attention, regimes=None, inner: NativeModel | ReferenceModel = inner, to=outputs
+            ):
                 to.append(inner.hidden(ids, positions, attention, regimes))
                 return to[-1]
 

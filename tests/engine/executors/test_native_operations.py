@@ -104,9 +104,7 @@ CASES: dict[str, Sublayer] = {
     "partial rope": Sublayer((Branch(replace(ATTENTION, rope=Rope(6))),)),
     "longrope": Sublayer((Branch(replace(ATTENTION, rope=LONGROPE)),)),
     "partial longrope": Sublayer(
-        (
-            Branch(replace(ATTENTION, rope=replace(LONGROPE, dims=6, divisors=(1.5,) * 3, long_divisors=(3.0,) * 3))),
-        )
+        (Branch(replace(ATTENTION, rope=replace(LONGROPE, dims=6, divisors=(1.5,) * 3, long_divisors=(3.0,) * 3))),)
     ),
     "no rope": Sublayer((Branch(replace(ATTENTION, rope=None, temperature=Temperature(0.1, 4, 1))),)),
     "gate": Sublayer((Branch(replace(ATTENTION, gate=matrix("g", HEADS * DIM, HIDDEN))),)),

@@ -98,7 +98,9 @@ def test_ntk_alpha_enlarges_the_base():
 
 
 def test_a_table_holds_both_regimes_of_longrope():
-    rope = Rope(8, 100.0, "longrope", original=4, divisors=(1.0, 2.0, 3.0, 4.0), long_divisors=(5.0,) * 4, cos_scale=2.0)
+    rope = Rope(
+        8, 100.0, "longrope", original=4, divisors=(1.0, 2.0, 3.0, 4.0), long_divisors=(5.0,) * 4, cos_scale=2.0
+    )
     device = torch.device("cpu")
     table = RotaryTable(rope, max_len=9, dtype=torch.float32, device=device, regime_limit=4)
     positions, regimes = torch.tensor([3, 3, 8, 0]), torch.tensor([0, 1, 1, 1])
