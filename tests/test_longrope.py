@@ -1,5 +1,5 @@
-"""Longrope beyond the original length: greedy tokens equal transformers' `generate`, whether a prompt is short, is long or
-gets long while it is answered. The whole engine except HTTP and sockets, on a tiny random Phi-3 in float32."""
+"""Longrope beyond the original length: greedy tokens equal transformers' `generate` for short and long prompts, and for
+some that get long. The whole engine except HTTP and sockets, on a tiny random Phi-3 in float32."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Apertus (arXiv 2509.14233): Llama's layers with norms of queries and keys, and a feed-forward part without gates whose
+"""Apertus (arXiv 2509.14233): Llama's layers with norms of queries and keys, and a feed-forward part without gates. Its
 activation has two learned factors in each layer."""
 
 from dataclasses import replace
