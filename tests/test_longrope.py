@@ -13,6 +13,7 @@ import vocabulary
 from family_kinds import LONGROPE, make_kind
 
 from pagewire import LLM, SamplingParams
+from pagewire.engine.core.cost import CAUTIOUS, CostModel
 
 pytestmark = pytest.mark.slow
 
@@ -61,8 +62,8 @@ def load(case: Case) -> Iterator[Load]:
         llm.close()
 
 
-def tokens(llm: LLM, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def tokens(llm: LLM, prompts: list[list[int]], max_tokens: int = MAX_TOKENS, **more: Any) -> list[list[int]]:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more})
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -101,13 +102,16 @@ def test_all_requests_at_once(case: Case, load: Load, chunk: int, kernels: str) 
     assert pool.num_held == 0 and pool.num_free == pool.num_pages
 
 
-def test_draft_tokens_end_at_the_limit(case: Case, load: Load) -> None:
-    llm = load(speculative="ngram", pipeline_depth=2)
-    rng = random.Random(3)
-    repeating = [(some(rng, 5) * 20)[:num] for num in (30, 40, 61, 90)]
-    expected = checkpoints.reference_greedy(case.folder, repeating, 60)
-    assert tokens(llm, repeating, 60) == expected
-    assert llm._engine.scheduler.counters.num_draft_tokens > 0
+def test_draft_tokens_end_at_the_limit(case: Case, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CostModel, "break_even", lambda self, work: CAUTIOUS)  # whatever they cost on this machine
+    # The random model repeats itself now and then if it has few tokens to choose from.
+    few = {"logit_bias": {40: 100.0, 41: 100.0}, "temperature": 4.0, "seed": 3}
+    plain, drafting = load(), load(speculative="ngram,tokens=3", pipeline_depth=2)
+    prompts = case.prompts[:5] * 3
+    assert tokens(drafting, prompts, 50, **few) == tokens(plain, prompts, 50, **few)
+    counters = drafting._engine.scheduler.counters
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens and counters.num_regime_changes == 9
+    assert tokens(drafting, case.prompts) == case.expected
 
 
 def test_with_so_little_memory_that_requests_are_preempted(case: Case, load: Load) -> None:
@@ -157,7 +161,7 @@ def test_a_long_prompt_leaves_nothing_for_its_beginning(case: Case, load: Load) 
     assert tokens(llm, [text[:50]]) == checkpoints.reference_greedy(case.folder, [text[:50]], MAX_TOKENS)
     assert num_cached(llm) == 0
     assert tokens(llm, [text]) == case.expected[-1:]
-    assert num_cached(llm) == len(text) - 1
+    assert num_cached(llm) >= 192  # its full blocks
 
 
 @pytest.mark.parametrize("limit", [ORIGINAL, ORIGINAL - 1])
