@@ -214,6 +214,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in spec.decoder.bodies),
         sampling=spec.sampling,
         purpose=spec.purpose,
+        regime_limit=None if spec.decoder is None else spec.decoder.regime_limit,
     )
 
 

@@ -37,7 +37,7 @@ _BY_TYPE = {
             "Mamba": (
                 "zamba", "zamba2",
             ),
-            "linear attention": ("bailing_hybrid", "olmo_hybrid"),
+            "linear attention": ("bailing_hybrid",),
             "RWKV": ("rwkv",),
             "xLSTM": ("xlstm",),
             "RG-LRU": ("recurrent_gemma",),

@@ -44,7 +44,7 @@ class Scans(Protocol[Rows_contra]):
     @property
     def scan_delta(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rows_contra, Tiles], Tensor]: ...
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rows_contra, Tiles, float], Tensor]: ...
     @property
     def scan_mamba1(
         self,
@@ -103,7 +103,7 @@ class Mixers(Generic[Rows]):
                 assert a is not None and dt_bias is not None
                 if args.decay_per == "channel":
                     decay, dt_bias = _heads(decay, args.value_heads), dt_bias.view(args.value_heads, args.key_dim)
-                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
+                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles, args.beta_scale)
             case ScanMamba1():
                 x, dt, b, c = ins
                 a = self.groups(args.a)

@@ -48,7 +48,7 @@ def mixer_fields(
             sizes = args.key_heads, args.value_heads, args.key_dim, args.value_dim
             is_per_channel = args.decay_per == "channel"
             weights = vector(args.a), vector(args.dt_bias)
-            fields = scans.delta_fields(*weights, sizes, is_per_channel, tiles(args.states))
+            fields = scans.delta_fields(*weights, sizes, is_per_channel, tiles(args.states), args.beta_scale)
         case ScanMamba1():
             kind, views = "mamba1", (*ins[:2], out, *ins[2:])
             bias = None if args.dt_bias is None else vector(args.dt_bias)

@@ -278,6 +278,9 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
+    limit = config.model.regime_limit
+    if limit is not None and config.max_model_len > limit:
+        return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     try:
         layers_of(program_of(spec, 0, config.tensor_parallel_size))
     except UnknownLayerError as error:
@@ -287,7 +290,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
 
 def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
-    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
+    num = config.max_model_len + (config.model.regime_limit or 0)
+    table = 6 * 4 * num * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
     if table > (free := available_memory()):
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: the rotary tables of that many positions take {size(table)} "

@@ -40,6 +40,7 @@ class StepInputs:
     sampled: "Samples"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
+    regimes: Tensor | None  # [tokens] int64; None: all are 0
     fresh_pages: Tensor | None  # [n] int64: pages that this step begins and leaves partly empty
     attention: AttentionStep
 
@@ -79,6 +80,7 @@ def step_inputs(
     partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
     begun = rows.tables[:, planned[partly], ends[partly] // block_size]
     fresh = begun.astype(np.int64).flatten()
+    regimes = rows.regime[row_of_token]
     return StepInputs(
         order=order,
         rows=planned,
@@ -87,6 +89,7 @@ def step_inputs(
         sampled=samples_of(planned, ends, bounds, order, samples[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
+        regimes=torch.from_numpy(regimes).to(device) if regimes.any() else None,
         fresh_pages=torch.from_numpy(fresh).to(device) if len(fresh) else None,
         attention=AttentionStep(
             num_decode=int(np.count_nonzero(counts == 1)),

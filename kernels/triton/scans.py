@@ -171,8 +171,8 @@ def _decays(head, token, decay, decay_stride, a, dt_bias, low, high, inside, KIN
 
 @triton.jit
 def _step_scan(
-    q, k, v, beta, decay, a, dt_bias, d, out, q_stride, k_stride, v_stride, beta_stride, decay_stride, scale, low, high,
-    table, memory, page_words, shelves, offsets, per_tile, num_pages,
+    q, k, v, beta, decay, a, dt_bias, d, out, q_stride, k_stride, v_stride, beta_stride, decay_stride, scale,
+    beta_scale, low, high, table, memory, page_words, shelves, offsets, per_tile, num_pages,
     HEADS: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +212,7 @@ def _step_scan(
             if KIND >= _DELTA:
                 query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6) * scale
                 key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-                rate = tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
+                rate = beta_scale * tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
                 change = (value - tl.sum(state * key[:, None], axis=0)) * rate
             state += key[:, None] * change[None, :]
             result = tl.sum(state * query[:, None], axis=0)
@@ -226,7 +226,7 @@ def _step_scan(
 
 @triton.jit
 def _prepare_chunk(
-    k, v, beta, decay, a, dt_bias, added, seen, table, k_stride, v_stride, beta_stride, decay_stride,
+    k, v, beta, decay, a, dt_bias, added, seen, table, k_stride, v_stride, beta_stride, decay_stride, beta_scale,
     HEADS: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +242,8 @@ def _prepare_chunk(
         inside = first + n < end
         log, _ = _decays(head, first + n, decay, decay_stride, a, dt_bias, 0.0, 0.0, inside, KIND)
         total = tl.cumsum(tl.where(inside, log, 0.0), axis=0)
-        rate = tl.sigmoid(tl.load(beta + token * beta_stride + head, mask=inside, other=0.0).to(tl.float32))
+        rate = tl.load(beta + token * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
+        rate = beta_scale * tl.sigmoid(rate)
         mask = inside[:, None] & (i < KEYS)[None, :]
         address = k + token[:, None] * k_stride + (head // SHARE) * KEYS + i[None, :]
         key = tl.load(address, mask=mask, other=0.0).to(tl.float32)
@@ -449,10 +450,10 @@ def scan_mamba1(
 
 def scan_delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, a: Tensor, dt_bias: Tensor, rows: StateTable,
-    tiles: Tiles,
+    tiles: Tiles, beta_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     kind = _DELTA if decay.dim() == 2 else _DELTA_BY_KEY
-    return _linear(q, k, v, beta, decay, a, dt_bias, None, (0.0, 0.0), rows, tiles, kind)
+    return _linear(q, k, v, beta, decay, a, dt_bias, None, (0.0, 0.0), rows, tiles, kind, beta_scale)
 
 
 def scan_mamba2(
@@ -469,6 +470,7 @@ def scan_lightning(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rows: StateTa
 def _linear(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, a: Tensor | None, dt_bias: Tensor | None,
     d: Tensor | None, limits: tuple[float, float], rows: StateTable, tiles: Tiles, kind: tl.constexpr,
+    beta_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     heads, keys, values = v.shape[1], q.shape[2], v.shape[2]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -485,7 +487,7 @@ def _linear(
     if not rows.is_long or kind == _DELTA_BY_KEY:
         _step_scan[grid](
             q, k, v, beta, decay, a, dt_bias, d, out, q.stride(0), k.stride(0), v.stride(0), beta_stride, decay_stride,
-            scale, low, high, *states, BLOCK_V=block_v, **shape,
+            scale, beta_scale, low, high, *states, BLOCK_V=block_v, **shape,
         )  # fmt: skip
         return out
     # Three products of tf32 are about as exact as one of float32. One has 3 bits more than activations of bfloat16.
@@ -501,7 +503,7 @@ def _linear(
         whole_v = max(triton.next_power_of_2(values), 16)
         _prepare_chunk[(rows.num_rows + v.shape[0] // CHUNK, heads)](
             k, v, beta, decay, a, dt_bias, added, seen, states.place, k.stride(0), v.stride(0), beta_stride,
-            decay_stride, BLOCK_V=whole_v, **shape, **chunks,
+            decay_stride, beta_scale, BLOCK_V=whole_v, **shape, **chunks,
         )  # fmt: skip
     _chunk_scan[grid](
         q, k, v, added, seen, decay, a, dt_bias, d, out, q.stride(0), k.stride(0), v.stride(0), decay_stride, scale,
