@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..config.machine import machine_facts
-from ..engine.gpu.layers import UnknownLayerError, layers_of
+from ..engine.gpu import rules
 from ..engine.models.cut import cut
 from ..engine.models.description import Decoder
 from ..engine.models.families import describe, pages
@@ -28,7 +28,7 @@ from ..engine.models.fields import Fields, NotDescribedError
 from ..engine.models.lower import lower
 from ..engine.models.program import Program
 from ..engine.runner.backend import Backend, compiled
-from ..engine.runner.served import group_names, operations_in_torch, shape_of
+from ..engine.runner.served import group_names, names, operations_in_torch, shape_of
 from ..errors import ConfigError
 from ..kernels.cpu.build import find
 
@@ -48,7 +48,8 @@ transformers' config class has by default; other sizes and options of a family m
 
 - **CPU**: "C" means that the whole program runs in C; otherwise torch computes the operations that are named, on the
   same memory. Without a compiler torch computes everything.
-- **GPU**: "Triton", or the reason why torch computes the model.
+- **GPU**: "Triton" means that kernels of Triton and the vendor's library compute the whole program; otherwise torch
+  computes the operations that are named, in the same recorded step. Or the reason why torch computes the whole model.
 - **Cache groups**: which keys and values live equally long.
 - **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes.
 - **Speed**: decoding with the C program, beside a Llama of as many parameters; 1.1 × means 1.1 times its time.
@@ -107,10 +108,10 @@ def _cells(decoder: Decoder, backend: Backend) -> Iterator[str]:
 
 def _gpu(program: Program) -> str:
     try:
-        layers_of(program)
-    except UnknownLayerError as error:
+        found = names(rules.in_torch(program))
+    except rules.UnknownLayerError as error:
         return f"torch: {error}"
-    return "Triton"
+    return f"Triton; torch: {', '.join(found)}" if found else "Triton"
 
 
 def _divides(decoder: Decoder, size: int) -> bool:

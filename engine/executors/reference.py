@@ -50,11 +50,16 @@ from .weights import Weights
 class Step:
     """The tokens of a step, row after row."""
 
-    ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    attention: AttentionBackend
-    places: Tensor  # [tokens] int64, of the positions in the rotary tables
+    ids: Tensor  # [tokens] int64 or int32
+    positions: Tensor  # [tokens] int64 or int32
+    backend: AttentionBackend | None  # None: an executor that attends itself
+    places: Tensor  # [tokens], of the positions in the rotary tables
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cosines and sines of the positions
+
+    @property
+    def attention(self) -> AttentionBackend:
+        assert self.backend is not None, "the executor attends itself"
+        return self.backend
 
 
 class Registers:

@@ -5,6 +5,7 @@ What only weights show is found after loading (`transformers_fallback.py`).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +24,11 @@ from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Weights
 from ..executors.weights import shape_of as shape_of_target
-from ..gpu.layers import UnknownLayerError, layers_of
+from ..gpu import rules
 from ..models.cut import cut, share
 from ..models.families import pages
 from ..models.lower import lower
-from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Op, Positions, Program, Rotate
+from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Normalize, Op, Positions, Program, Rotate
 from ..parallel.collectives import Alone
 from ..weights.loader import Found, check_weights
 from ..weights.reader import CheckpointReader, open_checkpoint
@@ -71,10 +72,12 @@ class Served:
 
     @cached_property
     def in_torch(self) -> tuple[str, ...]:
-        """The operations of a C program that torch computes on the same memory."""
-        if self.executor != "C" or self.program is None or self.backend is None:
+        """The operations of a C or Triton program that torch computes on the same memory."""
+        if self.program is None or self.backend is None:
             return ()
-        return operations_in_torch(self.program, self.kv_shape, self.backend)
+        if self.executor == "Triton":
+            return names(rules.in_torch(self.program))
+        return operations_in_torch(self.program, self.kv_shape, self.backend) if self.executor == "C" else ()
 
     @property
     def note(self) -> str:
@@ -200,8 +203,12 @@ def operations_in_torch(program: Program, shape: KvShape, backend: Backend) -> t
     from ..executors.native import NativeModel, in_torch
 
     assert isinstance(model, NativeModel) and isinstance(attention, NativePagedAttention)
-    found = (operation_name(op) for op in in_torch(model, attention) if not isinstance(op.args, AllReduce))
-    return tuple(dict.fromkeys(found))
+    return names(in_torch(model, attention))
+
+
+def names(ops: Iterable[Op]) -> tuple[str, ...]:
+    """In words, each once. Sums over ranks are left out: every executor has them."""
+    return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce)))
 
 
 def operation_name(op: Op) -> str:
@@ -221,6 +228,8 @@ def operation_name(op: Op) -> str:
             return "rotary embedding"
         case Positions():
             return "learned positions"
+        case Normalize():
+            return "layer norm" if args.norm.kind == "layer" else "RMS norm"
         case Embed():
             return "embedding"
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(args).__name__)
@@ -282,8 +291,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     try:
-        layers_of(program_of(spec, 0, config.tensor_parallel_size))
-    except UnknownLayerError as error:
+        rules.in_torch(program_of(spec, 0, config.tensor_parallel_size))
+    except rules.UnknownLayerError as error:
         return str(error)
     return None
 
