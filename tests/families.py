@@ -41,9 +41,10 @@ _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "
 _MLA = r"multi-head latent attention \(MLA\)"
 _SINKS = "attention sinks"
 _OWN_CODE = "computes attention in code of its own"
-_ENCODER_DECODER = r"has an encoder beside its decoder \(encoder-decoder model\), and pagewire does not describe this family"
+_NOT_DESCRIBED = ", and pagewire does not describe this family"
+_ENCODER_DECODER = r"has an encoder beside its decoder \(encoder-decoder model\)" + _NOT_DESCRIBED
 _BOTH_WAYS = r"tokens see those that follow them \(bidirectional attention\)"
-_IMAGES = r"has inputs other than text \(images\), and pagewire does not describe this family"
+_IMAGES = r"has inputs other than text \(images\)" + _NOT_DESCRIBED
 
 # model_type → (further fields of its config, SERVED or a pattern of the reason why it is refused).
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {

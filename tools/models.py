@@ -1,5 +1,5 @@
-"""Generates docs/models.md from the families' pages: who computes each architecture, in which cache groups, among how many
-ranks, and which quantized checkpoints are read.
+"""Generates docs/models.md from the families' pages: who computes each architecture, in which cache groups, among how
+many ranks, and which quantized checkpoints are read.
 
 `python -m pagewire.tools.models` writes the page; a test finds it out of date. Speeds come from
 `bench/results/families.json`, if `bench.engine.families` has measured them.
@@ -61,9 +61,9 @@ _SPEED = """\
 
 _TAIL = """\
 
-Every described family takes `--quantization int8` and `int4` on a CPU. [Features](features.md#models) says in which form each
-format is multiplied. Architectures without a page run in transformers with pagewire's attention, if a trial at start shows that
-their tokens are those of their own forward pass; `tests/families.py` lists what was tried.
+Every described family takes `--quantization int8` and `int4` on a CPU. [Features](features.md#models) says in which
+form each format is multiplied. Architectures without a page run in transformers with pagewire's attention, if a trial
+at start shows that their tokens are those of their own forward pass; `tests/families.py` lists what was tried.
 
 """
 

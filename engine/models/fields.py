@@ -13,7 +13,7 @@ _MAX_NUMBER = 1e12
 
 
 class NotDescribedError(Exception):
-    """A model that no page covers. The text says what the page of its family does not cover; empty: there is no page."""
+    """A model that no page covers. The text says what its family's page does not cover; empty: there is no page."""
 
     @property
     def why(self) -> str:

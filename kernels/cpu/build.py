@@ -141,8 +141,8 @@ def _run(command: Sequence[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise BuildError(
-            f"{command[0]} took longer than {_TIMEOUT_S:g} s for one file, as it may on a busy machine: start again when "
-            "it is less busy, or install a wheel of pagewire, which has the kernels compiled"
+            f"{command[0]} took longer than {_TIMEOUT_S:g} s for one file, as it may on a busy machine: start again "
+            "when it is less busy, or install a wheel of pagewire, which has the kernels compiled"
         ) from None
     if done.returncode:
         raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
