@@ -51,8 +51,8 @@ transformers' config class has by default; other sizes and options of a family m
 - **GPU**: "Triton", or the reason why torch computes the model.
 - **Cache groups**: which keys and values live equally long.
 - **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes.
-- **Quantized checkpoints**: formats that are read; int8, int4 and MXFP4 are those of compressed-tensors. Experts are not
-  read from them where the family's files have the experts of a layer in one tensor.
+- **Quantized checkpoints**: formats that are read; int8, int4 and MXFP4 are those of compressed-tensors. Experts are
+  not read from them where the family's files have the experts of a layer in one tensor.
 """
 
 _SPEED = """\

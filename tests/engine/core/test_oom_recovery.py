@@ -200,19 +200,19 @@ def serve_with_faults(groups: Groups, depth: int) -> None:
     engine.scheduler.add(enqueue(0, prompt, max_tokens=8, ignore_eos=True))
     engine.serve(most=200)
     assert engine.output == {0: expected_output(prompt, 8, 100, 0, True, groups=groups)}
-    assert engine.scheduler.counters.num_out_of_memory > 3
+    assert engine.scheduler.counters.num_out_of_memory >= 3
     assert sum(engine.sizes) < 4 * (len(prompt) + 8), "most positions are computed once"
     assert engine.scheduler.pool.num_free == 64
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("groups", HYBRIDS, ids=repr)
+@pytest.mark.parametrize("groups", HYBRIDS, ids=["full", "window", "states only"])
 def test_a_hybrid_goes_on_after_each_chunk_while_steps_are_short_of_memory(groups: Groups, depth: int) -> None:
     """Far from the interval at which a prompt leaves states behind: every chunk leaves one while memory is short."""
     serve_with_faults(groups, depth)
 
 
-@pytest.mark.parametrize("groups", HYBRIDS, ids=repr)
+@pytest.mark.parametrize("groups", HYBRIDS, ids=["full", "window", "states only"])
 def test_a_hybrid_without_these_states_would_begin_again_for_ever(groups: Groups) -> None:
     keep_positions = Request.keep_positions
 

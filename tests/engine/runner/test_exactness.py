@@ -106,9 +106,7 @@ OF_KIND = {
         for kernels in ("auto", "torch")
     ],
 )
-def test_bfloat16_logprobs_of_every_kind_of_layer(
-    family, kernels, driver, make_request, logprob_arrays, tmp_path
-):
+def test_bfloat16_logprobs_of_every_kind_of_layer(family, kernels, driver, make_request, logprob_arrays, tmp_path):
     folder = _family_of_16_bits(tmp_path, family)
     requests = [make_request(prompt, max_new=1, sampling=_scoring()) for prompt in _prompts(9)[-4:-1]]
     driver(folder, dtype="bfloat16", cpu_kernels=kernels).run(requests)
