@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         kind: ({**_DELTA, "num_hidden_layers": 4}, SERVED)
         for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     },
-    "olmo_hybrid": (_DELTA, SERVED),
+    "olmo_hybrid": ({**_DELTA, "linear_value_head_dim": 8}, SERVED),  # transformers writes equal parts
     "lfm3": ({}, _RECURRENT.format(r" \(short convolutions\)")),
     **{kind: ({}, _RECURRENT.format("")) for kind in ("recurrent_gemma", "rwkv", "xlstm")},
     "llama4_text": (
