@@ -147,6 +147,4 @@ _BY_THREE: list[Kind] = [
         },
     ),
 ]  # fmt: skip
-BY_THREE: dict[str, Kind] = {
-    f"{name}-by-three": kind for name, kind in zip(ids_of(_BY_THREE), _BY_THREE, strict=True)
-}
+BY_THREE: dict[str, Kind] = {f"{name}-by-three": kind for name, kind in zip(ids_of(_BY_THREE), _BY_THREE, strict=True)}

@@ -1,9 +1,9 @@
 """The part of a decoder that one rank of a tensor-parallel group holds: a description with fewer heads and columns.
 
 Projections into heads and feed-forward columns are cut by rows, those back to the hidden size by columns, so a sublayer
-needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3), and a second one in Mamba 1 and for norms
-over the heads of several ranks. Each expert is cut in the same way,
-and every rank has the whole router. The vocabulary's rows of embedding and head are divided in order.
+needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3), and a second one in Mamba 1 and for
+norms over the heads of several ranks. Each expert is cut in the same way, and every rank has the whole router. The
+vocabulary's rows of embedding and head are divided in order.
 """
 
 from dataclasses import replace

@@ -79,7 +79,8 @@ def lightning(heads: int) -> Lightning:
     return Lightning(
         heads, 10,
         qkv=matrix("qkv", 30 * heads, HIDDEN), decay=tuple(0.9 / (1 + head) for head in range(heads)),
-        norm=rms("norm", 10 * heads, 1e-6), gate=matrix("gate", 10 * heads, HIDDEN), out=matrix("out", HIDDEN, 10 * heads),
+        norm=rms("norm", 10 * heads, 1e-6), gate=matrix("gate", 10 * heads, HIDDEN),
+        out=matrix("out", HIDDEN, 10 * heads),
     )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def test_c_and_torch_agree_and_states_continue(kind: str) -> None:
 
 def shared_by(size: int) -> dict[str, Body]:
     """Mixers of which each of `size` ranks has a part."""
-    wide, spread = 14 * size, rms("norm", 14 * size, 1e-6)
+    wide = 14 * size
 
     def with_groups(groups: int) -> Mamba2:
         norm = rms("norm", wide // groups, 1e-6, total=wide)
@@ -204,9 +205,7 @@ def shared_by(size: int) -> dict[str, Body]:
         "mamba1": mamba1("", HIDDEN, 13 * size, 5, 3, 4, norms=(None, None, None)),
         "mamba1 normed": mamba1("", HIDDEN, 24 * size, 5, 3, 3, norms=_NORMS, bias=True, conv_bias=False),
         **{f"mamba2 in {groups} groups": with_groups(groups) for groups in (1, size // 2, size) if groups},
-        "mamba2 normed first": replace(
-            with_groups(1), norm=spread, norm_first=True, scales=(0.5, 2.0, 0.7, 1.2, 1.1)
-        ),
+        "mamba2 normed first": replace(with_groups(1), norm_first=True, scales=(0.5, 2.0, 0.7, 1.2, 1.1)),
         "mamba2 without a norm": replace(with_groups(1), norm=None),
         "short convolution": BODIES["short convolution"],
         "lightning": lightning(2 * size),
@@ -240,8 +239,8 @@ def test_ranks_have_the_states_of_one(size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (_MAMBA2, "2 and the model's 3 groups of Mamba: one must divide the other"),
-        (replace(_MAMBA2, groups=1), "2 and the 3 groups of the model's norms over recurrent layers: one must divide"),
+        (_MAMBA2, "and the model's 3 groups of Mamba: one must divide the other"),
+        (replace(_MAMBA2, groups=1), "and the 3 groups of the model's norms over recurrent layers: one must divide"),
         (replace(_MAMBA2, heads=9), "the model's 9 heads of Mamba cannot be divided evenly; choose a divisor"),
         (replace(_DELTA, key_heads=3, value_heads=6), "the model's 3 key heads of the delta rule cannot be divided"),
         (BODIES["mamba1"], "the model's 37 channels of Mamba cannot be divided evenly; choose a divisor"),

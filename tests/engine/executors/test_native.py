@@ -245,8 +245,7 @@ def with_wide_norms(body: Body) -> Body:
     """Over the heads of all ranks."""
     if not isinstance(body, Attention):
         return body
-    norms = (Norm(size, vector(name, size)) for name, size in (("q_norm", 64), ("k_norm", 32)))
-    return replace(body, q_norm=next(norms), k_norm=next(norms))
+    return replace(body, q_norm=Norm(64, vector("q_norm", 64)), k_norm=Norm(32, vector("k_norm", 32)))
 
 
 DIVIDED: dict[str, Callable[[Body], Body]] = {

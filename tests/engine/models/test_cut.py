@@ -9,7 +9,7 @@ from decoders import bodies, decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Block, Branch, Decoder, Mamba2, Mlp, Moe, Sublayer
+from pagewire.engine.models.description import Attention, Branch, Decoder, Mamba2, Mlp, Moe, Sublayer
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import layer_norm, rms
 from pagewire.errors import ConfigError

@@ -6,6 +6,7 @@ import pytest
 from decoders import bodies, decoders, llama
 from hypothesis import HealthCheck, given, settings
 
+from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import (
     Attention,
     Block,
@@ -23,7 +24,6 @@ from pagewire.engine.models.description import (
     Temperature,
     Weight,
 )
-from pagewire.engine.models.cut import cut
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import layer_norm, mamba2, matrix, mlp, qkvo, rms, rows_of
 from pagewire.engine.models.program import (
