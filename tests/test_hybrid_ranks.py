@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_the_next_turn_and_draft_tokens(folder: Path) -> None:
     """A turn finds the state at the end of the one before; those behind rejected draft tokens are taken back."""
-    prompts = random_prompts(1, 5, 40, 90)
+    prompts = random_prompts(4, 5, 40, 90)
     first = checkpoints.reference_greedy(folder, prompts, MAX_TOKENS)
     turns = [prompt + output + [7, 8, 9] for prompt, output in zip(prompts, first, strict=True)]
     second = checkpoints.reference_greedy(folder, turns, MAX_TOKENS)
