@@ -289,7 +289,7 @@ class Walker:
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
-            query = step.registers.get(op.ins[0]).unflatten(1, heads)
+            query = step.registers.get(op.ins[0]).view(-1, *heads)
             if len(op.ins) > 1:
                 query = query.new_empty(query.shape)
                 if joined is None:
@@ -301,7 +301,7 @@ class Walker:
                     states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
-            tables, attended = step.tables[table], step.registers.into(out).unflatten(1, heads)
+            tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
             rows = len(tables)
             decode_attention(
                 attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale, softcap=softcap,
