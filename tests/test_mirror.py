@@ -48,7 +48,6 @@ ELSEWHERE = {
     "commands.top": "commands/test_metrics.py: the numbers; e2e/test_terminal.py the screen",
     "engine.models.cut_mixers": "engine/executors/test_mixers.py: the ranks' parts add up",
     "engine.models.description": "engine/executors/test_family_exactness.py: what longrope excludes",
-    "engine.checkpoint.support": "test_families.py: every family that transformers knows",
     "engine.core.constraints": "test_constraints.py: with real grammars",
     "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",
     "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",

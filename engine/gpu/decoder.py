@@ -85,7 +85,7 @@ class TritonDecoder:
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
-        assert cache.groups.num_tables == self._limits.tables, (cache.groups, self._limits)
+        assert cache.groups.num_tables - cache.groups.state_pages == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
@@ -105,7 +105,7 @@ class TritonDecoder:
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
         step = Pass(
             registers=Registers(self._widths, self._walk.kept.register, self._states[:tokens]),
-            step=Step(ids, positions, None),
+            step=Step(ids, positions, None, positions),
             cache=cache,
             slots=slots,
             tables=tables,

@@ -174,11 +174,13 @@ def _on_device(
     spec, program, shape, dtype = served.spec, served.program, served.kv_shape, served.dtype
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept)
     fill(loaded)
+    groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
         group=largest_group(program),
         draft_tokens=num_draft_tokens(config),
-        tables=shape.groups(config.block_size).num_tables,
+        tables=groups.num_tables - groups.state_pages,
+        state_pages=groups.state_pages,
     )
     triton = TritonDecoder(
         program,
