@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..executors.mixers import MIXERS
 from ..models.program import (
     Add,
     AllReduce,
@@ -28,7 +29,9 @@ _DIMS = (16, 32, 64, 128, 256)  # head dimensions that the kernels support
 _MAX_GROUP = 16  # query heads per kv head that the kernels support
 _LONGEST = 5  # operations of a rule
 
-Kind = Literal["attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "sum", "torch"]
+Kind = Literal[
+    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "mix", "sum", "torch"
+]  # fmt: skip
 
 
 class UnknownLayerError(Exception):
@@ -89,8 +92,6 @@ def parts_of(program: Program, *, fuses: Callable[[Matrix], bool] = lambda matri
 def in_torch(program: Program) -> tuple[Op, ...]:
     """The operations that torch computes. Raises UnknownLayerError if an operation of a program needs the lengths of
     rows, and the kernels do not have it: then torch computes the whole program, on the host's numbers."""
-    if program.states:
-        raise UnknownLayerError("the kernels have no recurrent layers")
     for op in program.ops:
         if why := _lacks(op.args):
             raise UnknownLayerError(f"the kernels {why}")
@@ -107,6 +108,8 @@ def largest_group(program: Program) -> int:
 
 def kind_of(op: Op) -> Kind:
     """Of an operation by itself."""
+    if isinstance(op.args, MIXERS):
+        return "mix"
     match op.args:
         case Attend():
             return "attend"

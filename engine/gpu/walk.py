@@ -20,6 +20,7 @@ from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
 from ..executors.functions import normalize
+from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
@@ -28,6 +29,7 @@ from ..models.description import Rope
 from ..models.program import Attend, GatedProduct, Matrix, Mixture, Normalize, Op, Product, Program, Rotate, View
 from ..parallel.collectives import Group
 from .experts import Experts
+from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
@@ -118,6 +120,7 @@ class Walker:
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
+        self.mixers = DeviceMixers(self.weights, loaded.device)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -127,6 +130,7 @@ class Walker:
             "add norm": self._norm,
             "add": self._add,
             "experts": self._mixture,
+            "mix": self._mix,
             "sum": self._sum,
             "torch": self._torch,
         }
@@ -205,6 +209,13 @@ class Walker:
     def _torch(self, part: Part) -> Launch:
         (op,) = part.ops
         return lambda step: self.reference.run(op, step.registers, step.step)
+
+    def _mix(self, part: Part) -> Launch:
+        (op,) = part.ops
+        assert isinstance(op.args, MIXERS)
+        mix, out = self.mixers.operation(op.args), op.outs[0]
+        width = self._program.widths[out.register]
+        return lambda step: step.registers.put(out, width, mix([step.registers.get(view) for view in op.ins]))
 
     def _sum(self, part: Part) -> Launch:
         view = part.ops[0].ins[0]
