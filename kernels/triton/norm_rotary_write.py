@@ -219,6 +219,6 @@ VARIANTS = (
     _variant(16, 8, normed=True, fp8=True),
     _variant(32, 8, normed=False),
     _variant(32, 8, normed=False, fp8=True),
-    _variant(8, 4, normed=True, wide=True),  # like Gemma 3
+    _variant(32, 16, normed=True, wide=True),  # Gemma 3 27B
     _variant(96, 8, normed=True, turning=64),  # GLM-4.5
 )
