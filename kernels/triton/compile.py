@@ -56,6 +56,7 @@ MODULES = (
     "logprobs",
     "moe",
     "scans",
+    "gated_norm",
 )
 ARCHITECTURES = (80, 90)  # checked by default, besides those of a variant; --arch takes others
 _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has no kernel, but its table changes them
