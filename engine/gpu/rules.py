@@ -28,7 +28,10 @@ _DIMS = (16, 32, 64, 128, 256)  # head dimensions that the kernels support
 _MAX_GROUP = 16  # query heads per kv head that the kernels support
 _LONGEST = 5  # operations of a rule
 
-Kind = Literal["attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "sum", "torch"]
+Kind = Literal[
+    "attend", "attend latent", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "sum",
+    "torch",
+]  # fmt: skip
 
 
 class UnknownLayerError(Exception):
@@ -102,7 +105,8 @@ def in_torch(program: Program) -> tuple[Op, ...]:
 
 def largest_group(program: Program) -> int:
     """Query heads per kv head, of the layer that has most."""
-    return max((args.heads // args.kv_heads for args in program.attention), default=1)
+    latent = [op.args.heads for op in program.ops if isinstance(op.args, AttendLatent)]  # have one kv head
+    return max([1, *latent, *(args.heads // args.kv_heads for args in program.attention)])
 
 
 def kind_of(op: Op) -> Kind:
@@ -110,6 +114,8 @@ def kind_of(op: Op) -> Kind:
     match op.args:
         case Attend():
             return "attend"
+        case AttendLatent():
+            return "attend latent"
         case Product() | GatedProduct():
             return "product"
         case Normalize() if is_rms_norm(op):
@@ -139,8 +145,10 @@ def _is_weighted(args: Normalize) -> bool:
 def _lacks(args: Args) -> str:
     """Why a program with this operation cannot run on the kernels."""
     match args:
-        case AttendLatent():
-            return "have no multi-head latent attention (MLA)"
+        case AttendLatent() if not _are_powers(args.rank, args.rope_dim):
+            return (
+                f"take latents and their rotated keys by powers of two from 16 on, not {args.rank} and {args.rope_dim}"
+            )
         case Attend():
             return _lacks_attention(args)
         case Mixture() if args.down.columns % 32 or args.down.rows % 32:
@@ -148,6 +156,10 @@ def _lacks(args: Args) -> str:
         case Mixture() if args.router.zero_experts:
             return "have no experts that return their input"
     return ""
+
+
+def _are_powers(*sizes: int) -> bool:
+    return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _lacks_attention(args: Attend) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
+from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.rms_norm import rms_norm
@@ -25,7 +26,19 @@ from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
 from ..models.description import Rope
-from ..models.program import Attend, GatedProduct, Matrix, Mixture, Normalize, Op, Product, Program, Rotate, View
+from ..models.program import (
+    Attend,
+    AttendLatent,
+    GatedProduct,
+    Matrix,
+    Mixture,
+    Normalize,
+    Op,
+    Product,
+    Program,
+    Rotate,
+    View,
+)
 from ..parallel.collectives import Group
 from .experts import Experts
 from .packet import Limits
@@ -109,6 +122,7 @@ class Walker:
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
+        self._latent: list[LatentLayer] = []
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
@@ -120,6 +134,7 @@ class Walker:
         )  # fmt: skip
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
+            "attend latent": self._attend_latent,
             "product": self._product,
             "norm product": self._product,
             "product add": self._product,
@@ -282,7 +297,8 @@ class Walker:
         rope = ropes[0] if ropes else None
         pair = (norms[0].weight, norms[1].weight) if norms else None
         eps, rotary = norms[0].eps if norms else 0.0, self._rotary_of(rope, args.head_dim)
-        workspace, sinks = self._decode_of(args), self.weights.vector(args.sinks)
+        workspace = self._decode_of(args.reach.positions, args.heads, args.kv_heads, args.head_dim)
+        sinks = self.weights.vector(args.sinks)
         num_programs, softcap = self._num_programs(args.head_dim), args.softcap or None
         heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
         joined = _joined(op.ins)
@@ -316,6 +332,30 @@ class Walker:
 
         return launch
 
+    def _attend_latent(self, part: Part) -> Launch:
+        (op,) = part.ops
+        args = op.args
+        assert isinstance(args, AttendLatent)
+        layer = LatentLayer(
+            keys=self._loaded.values(args.keys).view(args.heads, args.nope_dim, args.rank),
+            values=self._loaded.values(args.values).view(args.heads, args.value_dim, args.rank),
+            rope_dim=args.rope_dim,
+            scale=args.scale,
+        )
+        self._latent.append(layer)
+        workspace, num_programs = self._decode_of(0, args.heads, 1, args.rank), self._num_programs(args.rank)
+
+        def launch(step: Pass) -> None:
+            (pages, _), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
+            query, latent, key = (step.registers.get(view) for view in op.ins)
+            attend_latent(
+                step.registers.into(op.outs[0]), query, latent, key, layer, pages, step.slots[table],
+                step.tables[table], step.context_lens, workspace, step.tiles, num_programs=num_programs,
+                tile_rows=step.tile_rows, per_tile=tile_tokens(self._largest_group, step.tile_rows),
+            )  # fmt: skip
+
+        return launch
+
     def _tile_rows(self, group: int, rows: int) -> int:
         """The step's tiles have as many tokens as `rows` rows of the layers with the largest group hold."""
         if group == self._largest_group:
@@ -332,12 +372,13 @@ class Walker:
             self._rotary[key] = rotary_table(angles.to(self._loaded.device), scale, max_len, head_dim)
         return self._rotary[key]
 
-    def _decode_of(self, args: Attend) -> DecodeWorkspace:
-        key = args.reach.positions, args.heads, args.kv_heads, args.head_dim
+    def _decode_of(self, window: int, heads: int, kv_heads: int, head_dim: int) -> DecodeWorkspace:
+        """window: 0: none."""
+        key = window, heads, kv_heads, head_dim
         if key not in self._decode:
             self._decode[key] = workspace_decode(
-                rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, window=args.reach.positions or None, device=self._loaded.device,
+                rows=self._limits.rows, max_context=self._max_len, heads=heads, kv_heads=kv_heads,
+                head_dim=head_dim, window=window or None, device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
 

@@ -252,6 +252,10 @@ def top_k(spec: ModelSpec) -> int:
     return max((op.args.router.top_k for op in program_of(spec, 0, 1).ops if isinstance(op.args, Mixture)), default=0)
 
 
+def _has_latents(spec: ModelSpec) -> bool:
+    return is_native(spec) and any(isinstance(op.args, AttendLatent) for op in program_of(spec, 0, 1).ops)
+
+
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Why a model on a GPU cannot use the Triton kernels; None if it can."""
     if not is_native(spec):
@@ -290,6 +294,7 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
         return
     for what, is_so in (
         ("a mixture of experts on a GPU", is_on_device and top_k(spec) > 0),
+        ("latent attention on a GPU", is_on_device and _has_latents(spec)),
         ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
         (backend.note, not is_on_device and not backend.is_compiled),
     ):

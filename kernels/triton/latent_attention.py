@@ -20,11 +20,6 @@ from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 NUM_WARPS = 4
 
 
-def supports_latent(rank: int, rope_dim: int) -> bool:
-    """Whether the kernels have latents of this rank and rotated keys of this size."""
-    return all(size >= 16 and size & (size - 1) == 0 for size in (rank, rope_dim))
-
-
 def write_latent(latent: Tensor, key: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Writes the step's latents, after their norm, and rotated keys to the cache.
 

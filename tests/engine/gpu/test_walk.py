@@ -16,6 +16,15 @@ LENGTHS = (1, 17, 29)
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
 WINDOW = {"sliding_window": 24, "num_hidden_layers": 2}
 NARROW = {"moe_intermediate_size": 32, "num_hidden_layers": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "head_dim": 16,
+}
 
 # Each with what torch computes.
 FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
@@ -52,6 +61,22 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
     (("Olmo2Config", {"num_hidden_layers": 2}), ()),
     (("GPTNeoXConfig", {"num_hidden_layers": 2}), ("layer norm", "activate")),
     (("Phi3Config", {"num_hidden_layers": 2, "sliding_window": 24, "partial_rotary_factor": 0.5}), ()),
+    (
+        (
+            "DeepseekV3Config",
+            {
+                **NARROW,
+                **LATENT,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "n_shared_experts": 1,
+                "n_group": 4,
+                "topk_group": 2,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        ("rotary embedding",),
+    ),
     (
         (
             "Glm4MoeConfig",

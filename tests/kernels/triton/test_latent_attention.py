@@ -14,7 +14,7 @@ from torch import Tensor
 from pagewire.kernels import reference_latent
 from pagewire.kernels.triton.decode_attention import decode_attention, plan_decode, workspace_decode
 from pagewire.kernels.triton.extend_attention import extend_attention, extend_work, tile_tokens
-from pagewire.kernels.triton.latent_attention import LatentLayer, attend_latent, supports_latent, write_latent
+from pagewire.kernels.triton.latent_attention import LatentLayer, attend_latent, write_latent
 
 BIG = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
@@ -139,11 +139,6 @@ def test_latents_and_keys_are_written_to_their_slots(dtype, device):
     expected[at // 16, 0, at % 16] = values.to(dtype).float()
     assert torch.equal(mine.float(), expected)
     assert (memory[:, 16 * sizes.width :].float() == 3).all()
-
-
-def test_supported_sizes():
-    assert supports_latent(512, 64) and supports_latent(32, 16)
-    assert not supports_latent(20, 64) and not supports_latent(512, 8) and not supports_latent(512, 48)
 
 
 STEP = [(1, 1), (1, 0), (1, 16), (1, 17), (1, 151), (1, 1), (5, 5), (15, 15), (17, 64), (3, 70), (33, 33)]
