@@ -82,7 +82,7 @@ def test_requests_go_on_after_they_were_preempted(folder: Path) -> None:
     """With pages for three requests that begin, and not for three that end."""
     prompts = prompts_of(4, 13, 14, 12)
     whole = Loop(folder, queue=QUEUE, **SMALL)
-    num_pages = 3 * (whole.scheduler.pool.groups.state_pages + 1) + 1
+    num_pages = 3 * (whole.scheduler.pool.groups.state_pages + 1) + 2
     loop = Loop(folder, queue=QUEUE, num_pages=num_pages, **SMALL)
     found = loop.serve([greedy(rid, prompt, 8) for rid, prompt in enumerate(prompts)])
     assert loop.scheduler.counters.num_preemptions > 0
