@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import LANES, StateRows, Tiles
+from .lanes import LANES
+from .states import StateRows, Tiles
 
 Act = Literal["none", "silu", "sigmoid"]
 ACTS: dict[Act, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}

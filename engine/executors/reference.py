@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import reference_scans
 from ...kernels.ops import Matrix
+from ...kernels.states import StateRows
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..models.description import Norm, Rope
@@ -48,11 +50,16 @@ from .weights import Weights
 class Step:
     """The tokens of a step, row after row."""
 
-    ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    attention: AttentionBackend
-    places: Tensor  # [tokens] int64, of the positions in the rotary tables
+    ids: Tensor  # [tokens] int64 or int32
+    positions: Tensor  # [tokens] int64 or int32
+    backend: AttentionBackend | None  # None: an executor that attends itself
+    places: Tensor  # [tokens], of the positions in the rotary tables
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cosines and sines of the positions
+
+    @property
+    def attention(self) -> AttentionBackend:
+        assert self.backend is not None, "the executor attends itself"
+        return self.backend
 
 
 class Registers:
@@ -101,7 +108,7 @@ class Reference:
         self.program, self.weights = program, weights
         self._weight_dtype, self._device, self.group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
-        self.mixers = Mixers(weights, device)
+        self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
         limit = program.regime_limit
         self.rotary: Mapping[Rope, RotaryTable] = {

@@ -5,6 +5,7 @@ from itertools import accumulate
 from math import prod
 from typing import Literal
 
+from ...kernels.lanes import LANES
 from .description import (
     Attention,
     Block,
@@ -66,7 +67,6 @@ from .program import (
     View,
 )
 
-CHANNELS = 16  # of a unit of Mamba 1's state
 _TILE_BYTES = 1 << 15  # small tiles fill pages better, and large ones are fewer
 
 
@@ -445,7 +445,7 @@ class _Lowering:
         dt = self._product(at + "dt", low, replace(m.dt, bias=()))
         out = self._register(m.channels)
         scan = ScanMamba1(
-            states=self._state_tiles(-(-m.channels // CHANNELS), (m.state_dim, CHANNELS)),
+            states=self._state_tiles(-(-m.channels // LANES), (m.state_dim, LANES)),
             channels=m.channels,
             state_dim=m.state_dim,
             a=self._float32(at + "a", m.a_log),

@@ -98,7 +98,7 @@ def step_inputs(
             tables=rows.tables[:, planned, : -(-int(ends.max()) // block_size)],
             slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             order=order,
-            states=_states(plan, rows, planned, starts, counts, cache.storage, draft_states)
+            states=states_of(plan, rows, planned, starts, counts, cache.storage, draft_states)
             if rows.has_states
             else None,
             extension=plan.extension,
@@ -106,7 +106,7 @@ def step_inputs(
     )
 
 
-def _states(
+def states_of(
     plan: StepPlan,
     rows: Rows,
     planned: NDArray[np.int64],
@@ -115,7 +115,7 @@ def _states(
     memory: Tensor,
     drafts: DraftStates | None,
 ) -> StateRows:
-    """The pages of the states of `planned` rows, which begin at `starts`."""
+    """The pages of the states of `planned` rows, which begin at `starts`. memory: the cache's."""
     num_pages = rows.state_written.shape[1]
     keep_pages = np.frombuffer(plan.keep_pages, "<i4").reshape(-1, num_pages)
     kept, positions = (np.frombuffer(column, "<i4") for column in (plan.keep_rows, plan.keep_positions))

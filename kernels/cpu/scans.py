@@ -5,8 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..lanes import LANES
 from ..reference_scans import Act
-from ..states import LANES, StateRows, Tiles
+from ..states import StateRows, Tiles
 from .library import Call, Kernels
 from .structs import (
     ConvFields,
