@@ -38,7 +38,7 @@ def make_prompts(folder: Path, num: int) -> list[list[int]]:
 def greedy_of(model: Any, prompt: list[int], output: list[int]) -> list[int]:
     """The greedy token of transformers' model at each position of the output. They equal the output if and only if it
     is what `generate` gives: the first that differs is computed from the same tokens."""
-    ids, tokens = prompt + output[:-1], []
+    ids, tokens = prompt + output[:-1], list[int]()
     # Longrope has other factors at all positions of longer sequences.
     limit = getattr(model.config, "original_max_position_embeddings", len(ids))
     for num in sorted({min(limit, len(ids)), len(ids)}):
