@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         kind: ({**_DELTA, "num_hidden_layers": 4}, SERVED)
         for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     },
-    "olmo_hybrid": ({}, _RECURRENT.format(r" \(linear attention\)")),
+    "olmo_hybrid": ({**_DELTA, "linear_value_head_dim": 8}, SERVED),  # transformers writes equal parts
     "lfm3": ({}, _RECURRENT.format(r" \(short convolutions\)")),
     "recurrent_gemma": ({}, _RECURRENT.format(r" \(linear attention\)")),
     **{kind: ({}, _RECURRENT.format("")) for kind in ("rwkv", "xlstm")},
@@ -159,7 +159,7 @@ ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
     "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "granite_swa", "minicpm3", "youtu",
+    "granite_swa", "minicpm3", "olmo_hybrid", "youtu",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

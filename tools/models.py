@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..engine.checkpoint.gguf_config import ARCHITECTURES
 from ..engine.checkpoint.quantization import FORMATS
+from ..engine.gpu import rules
 from ..engine.models.cut import cut
 from ..engine.models.description import Decoder
 from ..engine.models.families import describe, pages
@@ -28,7 +29,7 @@ from ..engine.models.fields import Fields, NotDescribedError
 from ..engine.models.in_c import operations_in_torch
 from ..engine.models.lower import lower
 from ..engine.models.program import Matrix, Program
-from ..engine.runner.served import group_names, lacks_in_triton, shape_of
+from ..engine.runner.served import group_names, lacks_in_triton, names, shape_of
 from ..engine.weights.mapping import Names
 from ..errors import ConfigError
 
@@ -48,7 +49,8 @@ transformers' config class has by default; other sizes and options of a family m
 
 - **CPU**: "C" means that the whole program runs in C; otherwise torch computes the operations that are named, on the
   same memory. Without a compiler torch computes everything.
-- **GPU**: "Triton", or the reason why torch computes the model.
+- **GPU**: "Triton" means that kernels of Triton and the vendor's library compute the whole program; otherwise torch
+  computes the operations that are named, in the same recorded step. Or the reason why torch computes the whole model.
 - **Cache groups**: which keys and values live equally long.
 - **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes.
 - **Quantized checkpoints**: formats that are read; int8, int4 and MXFP4 are those of compressed-tensors. Experts are
@@ -106,11 +108,17 @@ def _cells(architecture: str, decoder: Decoder) -> Iterator[str]:
     program = lower(decoder)
     in_torch = operations_in_torch(program)
     yield f"C; torch: {', '.join(in_torch)}" if in_torch else "C"
-    why = lacks_in_triton(program)
-    yield "Triton" if why is None else f"torch: {why}"
+    yield _gpu(program)
     yield ", ".join(group_names(shape_of(program, torch.float32).groups(_BLOCK_SIZE)))
     yield ", ".join(str(size) for size in _RANKS if _divides(decoder, size)) or "–"
     yield _formats(architecture, decoder, program)
+
+
+def _gpu(program: Program) -> str:
+    if (why := lacks_in_triton(program)) is not None:
+        return f"torch: {why}"
+    found = names(rules.in_torch(program))
+    return f"Triton; torch: {', '.join(found)}" if found else "Triton"
 
 
 class _Every(Container[str]):

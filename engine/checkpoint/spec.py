@@ -206,6 +206,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         has_states=program is not None and bool(program.states),
         sampling=spec.sampling,
         purpose=spec.purpose,
+        regime_limit=None if spec.decoder is None else spec.decoder.regime_limit,
     )
 
 

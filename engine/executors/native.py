@@ -48,17 +48,18 @@ from ..models.program import (
     layout,
 )  # fmt: skip
 from ..parallel.collectives import SharedMemoryGroup
+from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers, Step
+from .reference import Reference, ReferenceModel, Registers
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
 _EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _XIELU = range(11)
 _ACTS = {
     name: number
     for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
@@ -102,19 +103,22 @@ class NativeModel:
         self._compiler: _Compiler | None = None
         self._work = torch.empty(0)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
-            return self._alone.hidden(ids, positions, attention)
+            return self._alone.hidden(ids, positions, attention, regimes)
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
             self._work = torch.empty(tokens * self._layout.size)
+        step, registers = self._reference.step(ids, positions, attention, regimes), None
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        fields.places = step.places.data_ptr()
         if attention.states is not None:
             states = rows_fields(attention.states)
             fields.states = ctypes.addressof(states)
-        step, registers = Step(ids, positions, attention), None
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
@@ -237,6 +241,9 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
             case Scale(vector=vector) if vector is not None:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
+            case Activate(weights=vector) if vector is not None:
+                positive, negative = xielu_factors(self._reference.weights.vectors[vector.key]).tolist()
+                return [self._operation(op, _MAP, map=_XIELU, alpha=positive, beta=negative)]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
             case Glu() as args:

@@ -168,7 +168,9 @@ class TransformersModel:
         self._name, self._dtype, self._device = name, dtype, device
         self.kv_shape = KvShape(layers=(), dtype=dtype)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
         output = self._body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{_KEYWORD: attention})
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

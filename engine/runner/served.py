@@ -5,6 +5,7 @@ What only weights show is found after loading (`transformers_fallback.py`).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,12 +19,12 @@ from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..gpu.layers import UnknownLayerError, layers_of
+from ..gpu import rules
 from ..models.cut import cut, share
 from ..models.families import pages
 from ..models.in_c import operations_in_torch
 from ..models.lower import lower
-from ..models.program import Mixture, Program
+from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Normalize, Op, Positions, Program, Rotate
 from ..weights.loader import Found, check_weights
 from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
@@ -64,8 +65,13 @@ class Served:
 
     @property
     def in_torch(self) -> tuple[str, ...]:
-        """The operations of a C program that torch computes on the same memory."""
-        return operations_in_torch(self.program) if self.executor == "C" and self.program is not None else ()
+        """The operations of a C or Triton program that torch computes on the same memory."""
+        match self.executor, self.program:
+            case "C", Program() as program:
+                return operations_in_torch(program)
+            case "Triton", Program() as program:
+                return names(rules.in_torch(program))
+        return ()
 
     @property
     def note(self) -> str:
@@ -172,6 +178,35 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
+def names(ops: Iterable[Op]) -> tuple[str, ...]:
+    """In words, each once. Sums over ranks are left out: every executor has them."""
+    return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce)))
+
+
+def operation_name(op: Op) -> str:
+    """In the field's words."""
+    args = op.args
+    match args:
+        case Attend():
+            kinds = [f"{args.reach.kind} attention"] if args.reach.kind != "full" else ["attention"]
+            kinds += ["ALiBi"] if args.alibi is not None else []
+            return kinds[0] + (f" ({', '.join(kinds[1:])})" if kinds[1:] else "")
+        case AttendLatent():
+            return "multi-head latent attention (MLA)"
+        case Mixture():
+            return f"experts ({args.router.score.replace('_', ' ')} routing)"
+        case Rotate():
+            return "rotary embedding"
+        case Positions():
+            return "learned positions"
+        case Normalize():
+            return "layer norm" if args.norm.kind == "layer" else "RMS norm"
+        case Embed():
+            return "embedding"
+    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(args).__name__)
+    return words.strip()
+
+
 def group_names(groups: CacheGroups) -> list[str]:
     """full, window of 1024, chunk of 8192, state."""
     lifetimes = [group.lifetime for group in groups.groups]
@@ -223,21 +258,25 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
+    limit = config.model.regime_limit
+    if limit is not None and config.max_model_len > limit:
+        return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size))
 
 
 def lacks_in_triton(program: Program) -> str | None:
     """Why the Triton kernels cannot run a program; None: they can."""
     try:
-        layers_of(program)
-    except UnknownLayerError as error:
+        rules.in_torch(program)
+    except rules.UnknownLayerError as error:
         return str(error)
     return None
 
 
 def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
-    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
+    num = config.max_model_len + (config.model.regime_limit or 0)
+    table = 6 * 4 * num * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
     if table > (free := available_memory()):
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: the rotary tables of that many positions take {size(table)} "

@@ -24,7 +24,9 @@ def _rms_norm(x, residual, weight, out, x_stride, out_stride, eps, DIM: tl.const
         tl.store(address, total, mask=inside)
         values = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, axis=0) / DIM + eps)
-    normed = (values * factor).to(dtype).to(tl.float32)
+    normed = values * factor
+    if weight.dtype.element_ty == dtype:  # weights of float32 beside narrower states are applied before rounding
+        normed = normed.to(dtype).to(tl.float32)
     scaled = normed * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + columns, scaled.to(dtype), mask=inside)
 
@@ -33,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tenso
     """out = norm(x) · weight, or with `residual`: residual += x, out = norm(residual) · weight.
 
     x, out: [tokens, dim], whose rows may have any stride; out may be x. residual: [tokens, dim] contiguous.
-    weight: [dim]. All of one type.
+    weight: [dim]. All of one type, but the weight may be float32.
     """
     tokens, dim = x.shape
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous(), (x.stride(), out.stride())

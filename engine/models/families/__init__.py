@@ -44,7 +44,8 @@ def describe_body(architecture: str, c: Fields) -> Decoder:
     found = describe(architecture, c)
     if found.head.project is not None:
         raise NotDescribedError("a projection of its last hidden states")
-    heads = [] if found.head.weight is None else [*found.head.weight.parts, *found.head.weight.bias]
+    weights = [weight for weight in (found.head.weight, found.head.bias) if weight is not None]
+    heads = [part for weight in weights for part in (*weight.parts, *weight.bias)]
     names = tuple(r"(.*\.)?" + part.name.removeprefix("/").replace(".", r"\.") for part in heads)
     prefixes = dict.fromkeys((*found.prefixes, *(prefix.removeprefix("model.") for prefix in found.prefixes)))
     return replace(found, head=Head(), prefixes=tuple(prefixes), ignored=(*found.ignored, *names))
