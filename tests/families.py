@@ -125,7 +125,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     },
     "olmo_hybrid": ({**_DELTA, "linear_value_head_dim": 8}, SERVED),  # transformers writes equal parts
     "lfm3": ({}, _RECURRENT.format(r" \(short convolutions\)")),
-    **{kind: ({}, _RECURRENT.format("")) for kind in ("recurrent_gemma", "rwkv", "xlstm")},
+    "recurrent_gemma": ({}, _RECURRENT.format(r" \(linear attention\)")),
+    **{kind: ({}, _RECURRENT.format("")) for kind in ("rwkv", "xlstm")},
     "llama4_text": (
         {"intermediate_size_mlp": 80, "attention_chunk_size": 32, "no_rope_layer_interval": 2}, SERVED,
     ),

@@ -119,9 +119,9 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     config = whole if decoder is None else text_fields(whole)
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
     names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
-    num_layers = config.size(*names, most=MAX_LAYERS) if decoder is None else len(decoder.blocks)
+    num_layers = config.size(*names, default=1, most=MAX_LAYERS) if decoder is None else len(decoder.blocks)
     heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
-    # Recurrent models may have no heads; their number only serves estimates then.
+    # Models without such a field are recurrent, or have it under another name: the numbers only serve estimates.
     num_heads = config.size(*heads, default=max(1, hidden_size // 64))
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
