@@ -148,7 +148,7 @@ _BY_THREE: list[Kind] = [
         {**_TWELVE, **_ENDS, "mamba_n_groups": 3, "num_local_experts": 4, "shared_intermediate_size": 48},
     ),
     ("JambaConfig", {**_SIX, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8}),
-    ("Lfm2Config", {**_SIX, **_CONV}),
+    ("Lfm2Config", {**_SIX, **_CONV, "block_auto_adjust_ff_dim": False}),
     ("Mamba2Config", {"hidden_size": 96, "num_heads": 12, "head_dim": 16, "n_groups": 1, "state_size": 16}),
     ("MambaConfig", {"hidden_size": 96}),
     ("MiniMaxConfig", {**_SIX, **_ENDS, "num_local_experts": 4}),
