@@ -18,6 +18,7 @@ from pagewire.engine.models.description import Attention
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import Sampling
 
+_ENDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _EVERY_TIME = ("FalconH1Config", "JambaConfig", "Lfm2Config", "Mamba2Config", "OlmoHybridConfig", "Qwen3_5TextConfig")
 
 
