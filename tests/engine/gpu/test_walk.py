@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from family_kinds import Kind, make_kind
 from runner_driver import Request, arrays
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagewire.engine.executors.reference import Reference
+from pagewire.engine.models.program import Embed
 from pagewire.ipc.messages import Sampling
 
 LENGTHS = (1, 17, 29)
@@ -118,6 +121,35 @@ def test_greedy_tokens_are_those_of_transformers(kind, in_torch, tmp_path, drive
     requests = [Request(prompt, max_new=4) for prompt in prompts]
     served.run(requests, chunk=20, budget=32, rows=3)
     assert [request.output for request in requests] == expected
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Fails where torch would wait for numbers of a device."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "unique_dim", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.waiting, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Gemma4TextConfig", "GPTNeoXConfig"])
+def test_the_operations_of_torch_wait_for_nothing(kind, tmp_path, driver, monkeypatch):
+    """Except embeddings, which round their scale on the host."""
+    run, seen = Reference.run, set()
+
+    def watched(reference, op, registers, step):
+        if isinstance(op.args, Embed):
+            return run(reference, op, registers, step)
+        seen.add(type(op.args).__name__)
+        with _NoWaiting():
+            return run(reference, op, registers, step)
+
+    monkeypatch.setattr(Reference, "run", watched)
+    changes = dict(family for family, _ in FAMILIES)[kind]
+    served = driver(make_kind(tmp_path, kind, changes), **SMALL)
+    served.run([Request(prompts_of(kind)[0], max_new=2)], rows=3)
+    assert seen >= ({"Glu", "Rotate", "Normalize"} if kind == "Gemma4TextConfig" else {"Activate", "Normalize"})
 
 
 def test_fused_operations_give_the_numbers_of_single_ones(checkpoint, driver, monkeypatch):
