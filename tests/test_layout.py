@@ -28,7 +28,7 @@ ROOMS: dict[str, str] = {
     "config": "errors kernels.cpu",
     "ipc": "errors",
     "engine.core": "errors config ipc",
-    "engine.models": "errors kernels",
+    "engine.models": "errors kernels kernels.cpu",
     "engine.models.families": "engine.models",
     "engine.checkpoint": "errors config engine.models engine.models.families",
     "engine.text": "errors config ipc engine.checkpoint",

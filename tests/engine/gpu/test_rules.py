@@ -38,7 +38,7 @@ def changed(program: Program, **fields: object) -> Program:
     """With other fields of its attention."""
 
     def attend(op: Op) -> Op:
-        return replace(op, args=replace(op.args, **fields)) if isinstance(op.args, Attend) else op  # type: ignore[arg-type]  # a test's fields
+        return replace(op, args=replace(op.args, **fields)) if isinstance(op.args, Attend) else op
 
     return replace(program, ops=tuple(attend(op) for op in program.ops))
 
