@@ -11,7 +11,7 @@ Kind = tuple[str, dict[str, Any]]  # the config class, and fields that differ fr
 
 WINDOW = {"sliding_window": 24}
 
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "original_max_position_embeddings": 256,
     "rope_parameters": {

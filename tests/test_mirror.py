@@ -46,7 +46,7 @@ ELSEWHERE = {
     "commands.client": "commands/test_talk.py: with a server that answers",
     "commands.tokenize": "e2e/test_terminal.py: needs a server",
     "commands.top": "commands/test_metrics.py: the numbers; e2e/test_terminal.py the screen",
-    "engine.models.cut_mixers": "engine/executors/test_mixers.py: the ranks' parts add up",
+    "engine.models.cut_mixers": "engine/executors/test_mixers.py: ranks have the states of one",
     "engine.models.description": "engine/executors/test_family_exactness.py: what longrope excludes",
     "engine.core.constraints": "test_constraints.py: with real grammars",
     "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",

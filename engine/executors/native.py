@@ -34,6 +34,7 @@ from ..models.program import (
     Heat,
     Layout,
     Matrix,
+    MeanSquares,
     Mixture,
     Multiply,
     Normalize,
@@ -56,7 +57,8 @@ from .reference import Reference, ReferenceModel, Registers
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _SQUARES = range(8)
+_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(8, 14)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
 _COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _XIELU = range(11)
@@ -210,6 +212,8 @@ class _Compiler:
                 return self._embed(op, args)
             case Normalize() as args:
                 return [self._norm(op, args)]
+            case MeanSquares() as args:
+                return [self._operation(op, _SQUARES, size=args.groups, shift=args.group, alpha=args.count)]
             case Positions() as args:
                 matrix = self._matrix(args.table, None)
                 return [self._operation(op, _POSITIONS, x=op.outs[0], matrix=matrix, shift=args.offset)]

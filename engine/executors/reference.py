@@ -13,7 +13,7 @@ from ...kernels.ops import Matrix
 from ...kernels.states import StateRows
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
-from ..models.description import Norm, Rope
+from ..models.description import Rope
 from ..models.lower import latent_width
 from ..models.program import (
     Activate,
@@ -26,6 +26,7 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    MeanSquares,
     Mixture,
     Multiply,
     Normalize,
@@ -118,6 +119,7 @@ class Reference:
             Embed: self._embed,
             Positions: self._positions,
             Normalize: self._normalize,
+            MeanSquares: self._mean_squares,
             Product: self._product,
             GatedProduct: self._gated_product,
             Add: self._add,
@@ -173,20 +175,20 @@ class Reference:
     def _normalize(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Normalize)
-        x, norm = registers.get(op.ins[0]), args.norm
-        weight, bias = self.weights.vector(args.weight), self.weights.vector(args.bias)
-        if norm.ranks > 1:
-            return self._normalize_over_ranks(x, norm, weight)
-        return normalize(x, norm.size, norm.kind, norm.eps, weight, bias)
+        x, norm, weight = registers.get(op.ins[0]), args.norm, self.weights.vector(args.weight)
+        if len(op.ins) > 1:
+            normed = x.float() * torch.rsqrt(registers.get(op.ins[1]) + norm.eps)
+            return (normed if weight is None else normed * weight.float()).to(x.dtype)
+        return normalize(x, norm.size, norm.kind, norm.eps, weight, self.weights.vector(args.bias))
 
-    def _normalize_over_ranks(self, x: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
-        """Each rank has a part of the elements of each group; their squares are added in float32."""
-        groups = x.reshape(x.shape[0], -1, norm.size).float()
-        squares = groups.square().sum(dim=-1)
-        self.group.all_reduce(squares)
-        normed = groups * torch.rsqrt(squares / (norm.size * norm.ranks) + norm.eps)[:, :, None]
-        out = normed.flatten(1) if weight is None else normed.flatten(1) * weight.float()
-        return out.to(x.dtype)
+    def _mean_squares(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        """In float32."""
+        args = op.args
+        assert isinstance(args, MeanSquares)
+        x = registers.get(op.ins[0]).float()
+        out = x.new_zeros(x.shape[0], args.groups)
+        out[:, args.group] = x.square().sum(dim=-1) / args.count
+        return out
 
     def _product(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args

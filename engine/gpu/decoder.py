@@ -87,6 +87,7 @@ class TritonDecoder:
         """cache: head-major."""
         assert cache.groups.num_tables - cache.groups.state_pages == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
+        self._walk.mixers.open(cache)
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
         """Runs the packet's tokens through the layers; `hidden` and `logits` then give the results."""
@@ -103,6 +104,8 @@ class TritonDecoder:
         if shape.tile_rows:
             per_tile = tile_tokens(self.group, shape.tile_rows)
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
+        if packet.states is not None:
+            self._walk.mixers.begin(packet, num_rows=rows, is_long=shape.tile_rows == PROMPT_ROWS)
         step = Pass(
             registers=Registers(self._widths, self._walk.kept.register, self._states[:tokens]),
             step=Step(ids, positions, None, positions),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..executors.mixers import MIXERS
 from ..models.program import (
     Add,
     AllReduce,
@@ -28,7 +29,10 @@ _DIMS = (16, 32, 64, 128, 256)  # head dimensions that the kernels support
 _MAX_GROUP = 16  # query heads per kv head that the kernels support
 _LONGEST = 5  # operations of a rule
 
-Kind = Literal["attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "sum", "torch"]
+Kind = Literal[
+    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "latent", "mix", "sum",
+    "torch",
+]  # fmt: skip
 
 
 class UnknownLayerError(Exception):
@@ -89,8 +93,6 @@ def parts_of(program: Program, *, fuses: Callable[[Matrix], bool] = lambda matri
 def in_torch(program: Program) -> tuple[Op, ...]:
     """The operations that torch computes. Raises UnknownLayerError if an operation of a program needs the lengths of
     rows, and the kernels do not have it: then torch computes the whole program, on the host's numbers."""
-    if program.states:
-        raise UnknownLayerError("the kernels have no recurrent layers")
     for op in program.ops:
         if why := _lacks(op.args):
             raise UnknownLayerError(f"the kernels {why}")
@@ -101,12 +103,15 @@ def in_torch(program: Program) -> tuple[Op, ...]:
 
 
 def largest_group(program: Program) -> int:
-    """Query heads per kv head, of the layer that has most."""
-    return max((args.heads // args.kv_heads for args in program.attention), default=1)
+    """Query heads per kv head, of the layer that has most; of latent attention all heads."""
+    latent = [op.args.heads for op in program.ops if isinstance(op.args, AttendLatent)]
+    return max([args.heads // args.kv_heads for args in program.attention] + latent, default=1)
 
 
 def kind_of(op: Op) -> Kind:
     """Of an operation by itself."""
+    if isinstance(op.args, MIXERS):
+        return "mix"
     match op.args:
         case Attend():
             return "attend"
@@ -118,6 +123,8 @@ def kind_of(op: Op) -> Kind:
             return "add"
         case Mixture():
             return "experts"
+        case AttendLatent():
+            return "latent"
         case AllReduce():
             return "sum"
     return "torch"
@@ -139,8 +146,8 @@ def _is_weighted(args: Normalize) -> bool:
 def _lacks(args: Args) -> str:
     """Why a program with this operation cannot run on the kernels."""
     match args:
-        case AttendLatent():
-            return "have no multi-head latent attention (MLA)"
+        case AttendLatent() if not _is_power(args.rank) or not _is_power(args.rope_dim):
+            return f"have no latent attention of rank {args.rank} with rotated keys of {args.rope_dim} numbers"
         case Attend():
             return _lacks_attention(args)
         case Mixture() if args.down.columns % 32 or args.down.rows % 32:
@@ -148,6 +155,11 @@ def _lacks(args: Args) -> str:
         case Mixture() if args.router.zero_experts:
             return "have no experts that return their input"
     return ""
+
+
+def _is_power(size: int) -> bool:
+    """That kernels take at once."""
+    return size >= 16 and size & (size - 1) == 0
 
 
 def _lacks_attention(args: Attend) -> str:

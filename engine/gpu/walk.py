@@ -14,20 +14,35 @@ from torch import Tensor
 from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
+from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
 from ..executors.functions import normalize
+from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
 from ..models.description import Rope
-from ..models.program import Attend, GatedProduct, Matrix, Mixture, Normalize, Op, Product, Program, Rotate, View
+from ..models.program import (
+    Attend,
+    AttendLatent,
+    GatedProduct,
+    Matrix,
+    Mixture,
+    Normalize,
+    Op,
+    Product,
+    Program,
+    Rotate,
+    View,
+)
 from ..parallel.collectives import Group
 from .experts import Experts
+from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
@@ -109,6 +124,7 @@ class Walker:
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
+        self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
@@ -118,6 +134,7 @@ class Walker:
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
+        self.mixers = DeviceMixers(self.weights, loaded.device)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -127,6 +144,8 @@ class Walker:
             "add norm": self._norm,
             "add": self._add,
             "experts": self._mixture,
+            "latent": self._latent,
+            "mix": self._mix,
             "sum": self._sum,
             "torch": self._torch,
         }
@@ -205,6 +224,13 @@ class Walker:
     def _torch(self, part: Part) -> Launch:
         (op,) = part.ops
         return lambda step: self.reference.run(op, step.registers, step.step)
+
+    def _mix(self, part: Part) -> Launch:
+        (op,) = part.ops
+        assert isinstance(op.args, MIXERS)
+        mix, out = self.mixers.operation(op.args), op.outs[0]
+        width = self._program.widths[out.register]
+        return lambda step: step.registers.put(out, width, mix([step.registers.get(view) for view in op.ins]))
 
     def _sum(self, part: Part) -> Launch:
         view = part.ops[0].ins[0]
@@ -289,7 +315,7 @@ class Walker:
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
-            query = step.registers.get(op.ins[0]).unflatten(1, heads)
+            query = step.registers.get(op.ins[0]).view(-1, *heads)
             if len(op.ins) > 1:
                 query = query.new_empty(query.shape)
                 if joined is None:
@@ -301,7 +327,7 @@ class Walker:
                     states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
-            tables, attended = step.tables[table], step.registers.into(out).unflatten(1, heads)
+            tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
             rows = len(tables)
             decode_attention(
                 attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale, softcap=softcap,
@@ -313,6 +339,29 @@ class Walker:
                     window=workspace.window, softcap=softcap, sinks=sinks,
                     tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
+
+        return launch
+
+    def _latent(self, part: Part) -> Launch:
+        (op,) = part.ops
+        args = op.args
+        assert isinstance(args, AttendLatent)
+        keys, values = (self._loaded.values(each).view(args.heads, -1, args.rank) for each in (args.keys, args.values))
+        layer = LatentLayer(keys=keys, values=values, rope_dim=args.rope_dim, scale=args.scale)
+        self._latents.append(layer)
+        key = 0, args.heads, 1, args.rank
+        if key not in self._decode:
+            self._decode[key] = layer.workspace(rows=self._limits.rows, max_context=self._max_len)
+        workspace, num_programs = self._decode[key], self._num_programs(args.rank)
+
+        def launch(step: Pass) -> None:
+            query, latent, rotated = (step.registers.get(view) for view in op.ins)
+            (pages, _), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
+            attend_latent(
+                step.registers.into(op.outs[0]), query, latent, rotated, layer, pages, step.slots[table],
+                step.tables[table], step.context_lens, workspace, step.tiles, tile_rows=step.tile_rows,
+                per_tile=tile_tokens(self._largest_group, step.tile_rows), num_programs=num_programs,
+            )  # fmt: skip
 
         return launch
 

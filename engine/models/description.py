@@ -59,7 +59,9 @@ class Norm(Data):
     bias: Weight | None = None
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    ranks: int = 1  # that have a part of each group, of `size` elements; the mean is over all of them
+    ranks: int = 1  # more than 1: so many ranks share a group; this one has `size` elements of it
+    group: int = 0  # that this rank has a part of,
+    groups: int = 1  # of so many on all ranks
 
 
 class LowRank(Data):

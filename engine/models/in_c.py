@@ -4,7 +4,7 @@
 so they cannot differ. Imports without torch."""
 
 from ...kernels.cpu.limits import attention_lacks
-from .program import Args, Attend, Normalize, Program
+from .program import Args, Attend, Program
 
 
 def lacks(args: Args) -> str | None:
@@ -13,8 +13,6 @@ def lacks(args: Args) -> str | None:
         case Attend():
             what = attention_lacks(args.head_dim, args.value_dim)
             return None if what is None else f"attention with {what}"
-        case Normalize() if args.norm.ranks > 1:
-            return f"norms over the numbers of {args.norm.ranks} ranks"
     return None
 
 

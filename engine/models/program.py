@@ -69,11 +69,21 @@ class Positions(Data):
 
 
 class Normalize(Data):
-    """outs[0] = the norm of ins[0], which may be the same view."""
+    """outs[0] = the norm of ins[0], which may be the same view. ins[1]: the mean of the squares, of a norm over several
+    ranks."""
 
     norm: Norm
     weight: Vector | None
     bias: Vector | None
+
+
+class MeanSquares(Data):
+    """This rank's part of norms over several ranks: outs[0][group] = the sum of the squares of ins[0] / count, and the
+    other columns are 0. The sum over the ranks is the mean of each group."""
+
+    count: int
+    group: int
+    groups: int
 
 
 class Product(Data):
@@ -281,7 +291,7 @@ class AllReduce(Data):
 Args = (
     Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
     | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
-    | ScanLightning | GatedNormalize
+    | ScanLightning | GatedNormalize | MeanSquares
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
-from ..models.program import Mixture, layout
+from ..models.program import AttendLatent, Mixture, layout
 from ..parallel.collectives import Group
 from ..weights.loader import Sink, load_weights
 from ..weights.reader import open_checkpoint
@@ -197,6 +197,8 @@ def _on_device(
     # A step's temporary memory, in the graphs' pool: the registers, of which torch's operations take some twice, the
     # queries, the products of experts, and logits twice.
     queries = max((args.heads * args.head_dim for args in program.attention), default=0)
+    latent = [op.args for op in program.ops if isinstance(op.args, AttendLatent)]
+    queries = max([queries, *(2 * args.heads * args.rank for args in latent)])
     mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
     products = max((2 * args.router.top_k * args.gate_up.rows for args in mixtures), default=0)
     width = layout(program).size + max(program.widths) + queries + products

@@ -21,6 +21,7 @@ from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
 from ..gpu import rules
 from ..models.cut import cut, share
+from ..models.description import LatentAttention
 from ..models.families import pages
 from ..models.in_c import operations_in_torch
 from ..models.lower import lower
@@ -291,10 +292,15 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
     for what, is_so in (
         ("a mixture of experts on a GPU", is_on_device and top_k(spec) > 0),
         ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
+        ("latent attention on a GPU", is_on_device and _has_latent(spec)),
         (backend.note, not is_on_device and not backend.is_compiled),
     ):
         if is_so:
             raise ConfigError(f"--deterministic excludes {what}, whose sums depend on what else is served.")
+
+
+def _has_latent(spec: ModelSpec) -> bool:
+    return spec.decoder is not None and any(isinstance(body, LatentAttention) for body in spec.decoder.bodies)
 
 
 def no_kv(dtype: torch.dtype) -> KvShape:

@@ -147,7 +147,7 @@ static void normalize_rows(const void *about, long from, long to)
                     squares += ((double)x[i] - mean) * ((double)x[i] - mean);
                 by = 1 / sqrtf((float)(squares / size) + a->eps);
             } else {
-                by = inverse_rms(x, size, a->eps);
+                by = a->mean.stride ? 1 / sqrtf(*row(a->mean, r) + a->eps) : inverse_rms(x, size, a->eps);
             }
             for (long i = 0; i < size; i++) {
                 float v = (x[i] - mean) * by;
@@ -160,6 +160,20 @@ static void normalize_rows(const void *about, long from, long to)
 void pagewire_normalize(const Normalize *a, long m)
 {
     run_rows(normalize_rows, a, m, a->width);
+}
+
+static void mean_squares_rows(const void *about, long from, long to)
+{
+    const MeanSquares *a = about;
+    for (long r = from; r < to; r++) {
+        memset(row(a->out, r), 0, a->num * 4);
+        row(a->out, r)[a->place] = sum_of_squares(row(a->x, r), a->width) / a->count;
+    }
+}
+
+void pagewire_mean_squares(const MeanSquares *a, long m)
+{
+    run_rows(mean_squares_rows, a, m, a->width);
 }
 
 typedef struct {

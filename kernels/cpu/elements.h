@@ -40,9 +40,19 @@ typedef struct {
     const float *weight, *bias; /* [num_weights], or 0 */
     long width, size, num_weights, is_layer;
     float eps;
+    Numbers mean; /* of the squares of each row, one column for all groups; without a stride: that of each group */
 } Normalize;
 
 void pagewire_normalize(const Normalize *a, long m);
+
+/* out[place] = the sum of the squares of a row / count; the other columns of `num` are 0. */
+typedef struct {
+    Numbers x, out;
+    long width, num, place;
+    float count;
+} MeanSquares;
+
+void pagewire_mean_squares(const MeanSquares *a, long m);
 
 /* Rotates the first `dims` columns of each head. cos, sin: [positions][dims], the first half of the sines negated. */
 typedef struct {

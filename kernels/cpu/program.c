@@ -25,7 +25,8 @@ enum OpKind {
     OP_ATTEND,  /* in, in2, in3: queries, keys, values; or queries only, without strides of the others */
     OP_EXPERTS, /* out = or += the experts of in; in2: the router's product */
     OP_MAP,     /* out = one of MapKind of in and in2 */
-    OP_NORM,    /* out = norm of groups of in */
+    OP_NORM,    /* out = norm of groups of in; in2: nothing (no stride), or the mean of the squares of in */
+    OP_SQUARES, /* out: `size` columns; the one at `shift` = the squares of in / alpha, the others 0 */
     OP_TURN,    /* rotates heads of in, in place */
     OP_HEAT,    /* multiplies in by a factor of its position, in place */
     OP_POSITIONS, /* out += rows of the matrix for the positions + shift */
@@ -57,7 +58,7 @@ typedef struct {
     long width, size, heads, kv_heads, dim, dims;
     long table;           /* of OP_ATTEND and OP_LATENT */
     long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
-    long every, shift;    /* of OP_HEAT; shift: of OP_EMBED and OP_POSITIONS, too */
+    long every, shift;    /* of OP_HEAT; shift: of OP_EMBED, OP_POSITIONS and OP_SQUARES, too */
     const Matrix *matrix;
     const Experts *experts;
     const Latent *latent;
@@ -212,8 +213,13 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_NORM:
             pagewire_normalize(&(Normalize){numbers(s, o->in), numbers(s, o->out), o->weight, o->weight2, o->width,
-                                            o->size, o->dims, o->act, o->eps},
+                                            o->size, o->dims, o->act, o->eps, numbers(s, o->in2)},
                                m);
+            break;
+        case OP_SQUARES:
+            pagewire_mean_squares(&(MeanSquares){numbers(s, o->in), numbers(s, o->out), o->width, o->size, o->shift,
+                                                  o->alpha},
+                                  m);
             break;
         case OP_TURN:
             pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->places, m);

@@ -145,7 +145,7 @@ def attend_latent(
     """
     heads, nope_dim, _ = layer.keys.shape
     write_latent(latent, key, pages, slots)
-    by_head = query.unflatten(1, (heads, nope_dim + layer.rope_dim))
+    by_head = query.view(len(query), heads, nope_dim + layer.rope_dim)
     in_latents, query_rope = absorb(by_head[..., :nope_dim], layer.keys), by_head[..., nope_dim:]
     attended = torch.empty_like(in_latents)
     rows = min(len(block_table), len(query))
@@ -174,7 +174,7 @@ def attend_latent(
             tile_rows=tile_rows,
             per_tile=per_tile,
         )
-    expand(attended, layer.values, out.unflatten(1, (heads, layer.values.shape[1])))
+    expand(attended, layer.values, out.view(len(out), heads, layer.values.shape[1]))
 
 
 _RANK, _ROPE_DIM, _NOPE_DIM = 512, 64, 128  # DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash

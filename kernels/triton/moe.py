@@ -312,6 +312,46 @@ def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> No
     )
 
 
+def product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    workspace: MoeWorkspace,
+    *,
+    num_assigned: int,
+    per: int,
+) -> None:
+    """out[assignment] = (x[assignment // per] · its expert's weightᵀ [+ bias]) [· its scale], of the assignments that
+    `align` has sorted. out: [≥ num_assigned, n]; weight: [experts, n, k]; bias: [experts, n]; scales: [num_assigned]
+    float32."""
+    num_experts, n, k = weight.shape
+    tiles = _tiles(num_assigned, num_experts)
+    _product_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(n, tiles.columns))](
+        out,
+        x,
+        x.stride(0),
+        weight,
+        bias,
+        scales,
+        workspace.assignments,
+        workspace.block_experts,
+        workspace.num_blocks,
+        num_assigned,
+        n,
+        k,
+        PER=per,
+        COLUMNS=tiles.columns,
+        DEPTH=_depth(k),
+        **_options(tiles),
+    )
+
+
+def _options(tiles: _Tiles) -> dict[str, int]:
+    return {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
 def moe(
     out: Tensor,
     x: Tensor,
@@ -366,58 +406,31 @@ def experts(
     if tokens == 0:
         return
     align(workspace, num_assigned=num_assigned, num_experts=num_experts)
-    tiles = _tiles(num_assigned, num_experts)
-    blocks = _max_blocks(num_assigned, num_experts, tiles.rows)
-    order = (workspace.assignments, workspace.block_experts, workspace.num_blocks, num_assigned)
-    options = {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if act is None:
         inner = workspace.gated
-        _gate_up_kernel[(blocks, triton.cdiv(width, tiles.columns))](
+        tiles = _tiles(num_assigned, num_experts)
+        _gate_up_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(width, tiles.columns))](
             inner,
             x,
             x.stride(0),
             gate_up,
-            *order,
+            workspace.assignments,
+            workspace.block_experts,
+            workspace.num_blocks,
+            num_assigned,
             hidden,
             inter,
             TOP_K=per,
             COLUMNS=tiles.columns // 2,
             DEPTH=_depth(hidden),
-            **options,
+            **_options(tiles),
         )
     else:
         products = torch.empty((num_assigned, width), dtype=x.dtype, device=x.device)
-        _product_kernel[(blocks, triton.cdiv(width, tiles.columns))](
-            products,
-            x,
-            x.stride(0),
-            gate_up,
-            gate_up_bias,
-            None,
-            *order,
-            width,
-            hidden,
-            PER=per,
-            COLUMNS=tiles.columns,
-            DEPTH=_depth(hidden),
-            **options,
-        )
+        product(products, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per)
         inner = act(products)
-    _product_kernel[(blocks, triton.cdiv(hidden, tiles.columns))](
-        workspace.parts,
-        inner,
-        inner.stride(0),
-        down,
-        down_bias,
-        workspace.weights if is_weighted else None,
-        *order,
-        hidden,
-        inter,
-        PER=1,
-        COLUMNS=tiles.columns,
-        DEPTH=_depth(inter),
-        **options,
-    )
+    scales = workspace.weights if is_weighted else None
+    product(workspace.parts, inner, down, down_bias, scales, workspace, num_assigned=num_assigned, per=1)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED))](
         out, out.stride(0), workspace.parts, workspace.experts, hidden, TOP_K=top_k, BLOCK=_SUMMED, num_warps=4
     )
@@ -456,8 +469,27 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
     )
 
 
+def _product_variant(model: str, num_experts: int, top_k: int, hidden: int, n: int, tokens: int) -> Variant:
+    """The first product of experts with biases, whose activation torch computes."""
+
+    def launch(rows: int) -> None:
+        workspace = workspace_moe(
+            max_tokens=rows, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=n // 2, dtype=torch.bfloat16,
+            device="meta",
+        )  # fmt: skip
+        weight, bias = shaped(num_experts, n, hidden), shaped(num_experts, n)
+        out = shaped(rows * top_k, n)
+        product(out, shaped(rows, hidden), weight, bias, None, workspace, num_assigned=rows * top_k, per=top_k)
+
+    plan = Plan(sm_80=("HMMA", "LDGSTS"), sm_90=("HMMA", "LDGSTS"))
+    return Variant(
+        name=f"moe bf16 {model} biased product", launch=launch, rows=(1, tokens), plans={"_product_kernel": plan}
+    )
+
+
 # Numbers of tokens for blocks of 16, 64 and 128 rows.
 VARIANTS = (
     *(_variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens) for tokens in ((1, 256), (257, 4096), (4097, 8192))),
     *(_variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens) for tokens in ((1, 64), (65, 1024), (1025, 8192))),
+    _product_variant("gpt-oss-20b", 32, 4, 2880, 5760, 128),
 )

@@ -178,15 +178,18 @@ def _options(heads: int, kv_heads: int, dim: int, page: int, turning: int) -> di
     }
 
 
-def _variant(heads: int, kv_heads: int, *, normed: bool, fp8: bool = False) -> Variant:
+def _variant(
+    heads: int, kv_heads: int, *, normed: bool, fp8: bool = False, wide: bool = False, turning: int = 128
+) -> Variant:
+    """wide: norms of float32."""
     dim, page = 128, 64
 
     def launch(rows: int) -> None:
-        slots = shaped(rows, dtype=torch.int32)
+        slots, norm = shaped(rows, dtype=torch.int32), shaped(dim, dtype=torch.float32 if wide else torch.bfloat16)
         pages = shaped(4, kv_heads, page, dim, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
         norm_rotary_write(
             shaped(rows, (heads + 2 * kv_heads) * dim),
-            (shaped(dim), shaped(dim)) if normed else None,
+            (norm, norm) if normed else None,
             1e-6,
             shaped(1000, dim, dtype=torch.float32),
             slots,
@@ -194,11 +197,16 @@ def _variant(heads: int, kv_heads: int, *, normed: bool, fp8: bool = False) -> V
             shaped(rows, heads, dim),
             pages,
             pages,
+            turning=turning,
         )
 
     stored = ("LDG.E.128", "F2FP.SATFINITE.E4M3") if fp8 else WIDE.sm_90
     return Variant(
-        name=f"norm_rotary_write bf16 D128 {heads}/{kv_heads}" + " normed" * normed + " fp8 pages" * fp8,
+        name=f"norm_rotary_write bf16 D128 {heads}/{kv_heads}"
+        + " normed" * normed
+        + " wide" * wide
+        + " fp8 pages" * fp8
+        + (f" {turning} turn" if turning < dim else ""),
         launch=launch,
         plans={"_norm_rotary_write": Plan(sm_80=WIDE.sm_80, sm_90=stored)},
         architecture=89 if fp8 else 80,
@@ -211,4 +219,6 @@ VARIANTS = (
     _variant(16, 8, normed=True, fp8=True),
     _variant(32, 8, normed=False),
     _variant(32, 8, normed=False, fp8=True),
+    _variant(32, 16, normed=True, wide=True),  # Gemma 3 27B
+    _variant(96, 8, normed=True, turning=64),  # GLM-4.5
 )

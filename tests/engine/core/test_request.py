@@ -4,6 +4,7 @@ import ast
 from array import array
 from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import EOS, enqueue
@@ -27,8 +28,8 @@ CHANGES = frozenset(
 SIZE = 4
 
 
-def make(num_prompt: int = 10, *, regime_limit: int = 1000, **more: object) -> Request:
-    message = enqueue(1, list(range(num_prompt)), **{"max_tokens": 20, **more})  # type: ignore[arg-type]
+def make(num_prompt: int = 10, *, regime_limit: int = 1000, **more: Any) -> Request:
+    message = enqueue(1, list(range(num_prompt)), **{"max_tokens": 20, **more})
     return Request(
         message,
         choice=0,
@@ -42,7 +43,7 @@ def make(num_prompt: int = 10, *, regime_limit: int = 1000, **more: object) -> R
     )
 
 
-def admitted(num_prompt: int = 10, **more: object) -> Request:
+def admitted(num_prompt: int = 10, **more: Any) -> Request:
     """A request with a row and three blocks whose whole prompt is in flight."""
     request = make(num_prompt, **more)
     request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)

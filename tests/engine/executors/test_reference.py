@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.engine.executors.mixers import MIXERS
@@ -24,6 +25,7 @@ from pagewire.engine.models.program import (
     Glu,
     Heat,
     Matrix,
+    MeanSquares,
     Multiply,
     Normalize,
     Op,
@@ -135,6 +137,13 @@ CASES: dict[str, Case] = {
     "rms of heads with weights of their own": Case(
         Normalize(Norm(8), vector("w"), None), (16,), (16,), lambda x: rms(x, 8) * WIDE_SCALES,
         vectors={"w": WIDE_SCALES},
+    ),
+    "rms over several ranks": Case(
+        Normalize(Norm(8, eps=9.0, ranks=2), vector("w"), None), (8, 1), (8,),
+        lambda x, mean: x / (mean + 9).sqrt() * SCALES, vectors=NORM, in_place=True,
+    ),
+    "mean squares": Case(
+        MeanSquares(24, 1, 3), (8,), (3,), lambda x: F.pad(x.square().sum(1, keepdim=True) / 24, (1, 1))
     ),
     "layer norm": Case(
         Normalize(Norm(8, kind="layer", eps=1e-3), vector("w"), vector("b")), (8,), (8,),

@@ -7,7 +7,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
-from family_kinds import Kind, ids_of, make_kind
+from family_kinds import Kind, make_kind
 from runner_driver import Request, arrays
 
 from pagewire.ipc.messages import Sampling
@@ -17,6 +17,7 @@ SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # sin
 WINDOW = {"sliding_window": 24, "num_hidden_layers": 2}
 NARROW = {"moe_intermediate_size": 32, "num_hidden_layers": 2}
 
+QUICK = ("Gemma4TextConfig", "GptOssConfig", "GPTNeoXConfig", "DeepseekV3Config")  # together all kinds of operations
 # Each with what torch computes.
 FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
     (("Gemma2Config", {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}), ("glu",)),
@@ -68,6 +69,28 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
         ),
         (),
     ),
+    (
+        (
+            "DeepseekV3Config",
+            {
+                **NARROW,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "n_shared_experts": 1,
+                "n_group": 4,
+                "topk_group": 2,
+                "first_k_dense_replace": 1,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 24,
+                "qk_rope_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 12,
+                "head_dim": 16,
+                "num_key_value_heads": 4,
+            },
+        ),
+        ("rotary embedding",),
+    ),
 ]
 
 
@@ -76,7 +99,13 @@ def prompts_of(seed: str) -> list[list[int]]:
     return [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in LENGTHS]
 
 
-@pytest.mark.parametrize(("kind", "in_torch"), FAMILIES, ids=ids_of([kind for kind, _ in FAMILIES]))
+@pytest.mark.parametrize(
+    ("kind", "in_torch"),
+    [
+        pytest.param(kind, names, id=kind[0], marks=() if kind[0] in QUICK else pytest.mark.long)
+        for kind, names in FAMILIES
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(kind, in_torch, tmp_path, driver):
     folder = make_kind(tmp_path, *kind)
     prompts = prompts_of(kind[0])

@@ -96,6 +96,29 @@ def test_experts_that_stay_quantized_have_the_same_values(family, kind, tmp_path
         _check_kept(loaded.kept, load(wide, rank=rank, size=size).tensors)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "awq") for family in ("bamba", "jamba", "lfm2", "mamba2", "minimax", "qwen3_5")),
+        *((family, "fp8-block") for family in ("bamba", "jamba", "minimax")),
+        ("bamba", "gptq"), ("jamba", "int8"), ("mamba2", "packed-zeros"),
+    ],
+)  # fmt: skip
+def test_recurrent_layers_that_stay_quantized_have_the_same_values(family, kind, tmp_path, monkeypatch):
+    """Whole, and of two ranks, whose rows lie apart in a product that several inputs of a mixer share."""
+    monkeypatch.setattr(quantized_checkpoints, "BLOCK", 16)
+    monkeypatch.setitem(quantized_checkpoints.CONFIGS["fp8-block"], "weight_block_size", [16, 16])
+    source = checkpoints.make_checkpoint(tmp_path / "float", family, intermediate_size=128)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    for rank, size in [(0, 1), (0, 2), (1, 2)]:
+        loaded, expected = load(narrow, rank=rank, size=size, keeps=True), load(wide, rank=rank, size=size).tensors
+        of_mixer = {"0.0.bcx", "0.0.xz", "0.0.zxbcdt", "0.0.qkv", "0.0.qkv_gate", "0.0.out", "0.0.o"}
+        assert of_mixer & loaded.kept.keys()
+        _check_kept(loaded.kept, expected)
+        for key, tensor in loaded.tensors.items():
+            assert torch.equal(tensor, expected[key]), key
+
+
 GATE, DOWN = ("model.layers.0.mlp.gate_proj", 96, 64), ("model.layers.0.mlp.down_proj", 64, 96)
 
 

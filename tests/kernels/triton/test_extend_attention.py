@@ -22,7 +22,6 @@ CASES = [  # type of pages, heads, kv heads, head_dim, block size, rows of a til
     (FP8, 8, 2, 64, 64, 64),
     (torch.bfloat16, 4, 2, 256, 64, 128),  # programs of a half of the tile, which take halves of pages
     (torch.float32, 2, 1, 256, 64, 64),
-    (torch.float32, 40, 2, 16, 16, 16),  # more heads than a program has rows
 ]
 if BIG:
     CASES += [
@@ -145,7 +144,7 @@ def test_every_kind_of_row(case, device):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[9:])
+@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[8:])
 def test_windows_softcaps_and_sinks(case, option, device):
     counts, contexts = steps_of(case[-2])
     query = queries_of(sum(counts), case, device)

@@ -3,6 +3,7 @@
 Every position that no row may read is NaN.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +78,8 @@ class Cache:
 
 def layer_of(sizes: Sizes, dtype: torch.dtype, device: str) -> LatentLayer:
     def weights(*shape: int) -> Tensor:
-        return (torch.randn(shape, device=device) * sizes.rank**-0.5).to(dtype)
+        scaled: Tensor = torch.randn(shape, device=device) * sizes.rank**-0.5
+        return scaled.to(dtype)
 
     return LatentLayer(
         keys=weights(sizes.heads, sizes.nope_dim, sizes.rank),
@@ -211,7 +213,7 @@ class Filled:
 
     @property
     def scale(self) -> float:
-        return 1.5 * (self.cache.sizes.rank + self.cache.sizes.rope_dim) ** -0.5
+        return 1.5 / math.sqrt(self.cache.sizes.rank + self.cache.sizes.rope_dim)
 
     def expected(self) -> Tensor:
         """In float64, of what the pages hold."""
