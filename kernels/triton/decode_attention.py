@@ -279,9 +279,9 @@ def softmax_step(acc, most, total, scores, v):
 def load_tile(pages, at, inside, written, dtype: tl.constexpr):
     """Numbers of a tile. inside: [keys, dim] offsets from `at`; written: [keys] which keys to load; None: all."""
     if written is None:
-        numbers = tl.load(pages + at + inside)
+        numbers = tl.load(pages + (at + inside))
     else:
-        numbers = tl.load(pages + at + inside, mask=written[:, None], other=0.0)
+        numbers = tl.load(pages + (at + inside), mask=written[:, None], other=0.0)
     return numbers.to(dtype)
 
 

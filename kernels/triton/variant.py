@@ -30,7 +30,7 @@ WIDE = Plan(sm_80=("LDG.E.128", "STG.E.128"), sm_90=("LDG.E.128", "STG.E.128"))
 NO_TENSOR_CORES = Plan(stack=None)
 """float32, whose products need more registers than there are. Only its shared memory is checked."""
 
-FEW_BYTES = 64
+FEW_BYTES = 128
 """A stack that costs little: values that are spilled outside the loop."""
 
 
