@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from claims import claims, shapes, sources
@@ -9,9 +10,11 @@ from decoders import bodies, decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Branch, Decoder, Mamba2, Mlp, Moe, Sublayer
+from pagewire.engine.models.description import Attention, Branch, Decoder, Head, Mamba2, Mlp, Moe, Sublayer
+from pagewire.engine.models.families import describe
+from pagewire.engine.models.fields import Fields
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import layer_norm, rms
+from pagewire.engine.models.pieces import layer_norm, rms, vector
 from pagewire.errors import ConfigError
 
 # Of attention, feed-forward parts, experts, and each recurrent layer.
@@ -125,3 +128,23 @@ def test_a_norm_over_all_heads_counts_the_elements_of_other_ranks() -> None:
         assert norm is not None and norm.weight is not None and (norm.size, norm.ranks) == (width // 2, 2)
         (part,) = norm.weight.parts
         assert (part.first, part.rows) == (rank * width // 2, width // 2)
+
+
+def test_the_bias_of_a_head_that_has_the_embeddings_matrix_is_divided() -> None:
+    decoder = llama()
+    decoder = replace(decoder, head=Head(bias=vector("/lm_head.bias", decoder.vocab)))
+    check(decoder, 2)
+    found = [lower(cut(decoder, rank, 2)).head_bias for rank in range(2)]
+    assert [part.weights[0].rows for part in found if part is not None] == [decoder.vocab // 2] * 2
+
+
+@pytest.mark.parametrize("key_dim", [12, 16])
+def test_queries_keys_and_values_of_different_widths_are_divided(key_dim: int) -> None:
+    """OLMo Hybrid: each has a convolution of its own."""
+    fields: dict[str, object] = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "linear_key_head_dim": key_dim,
+    }  # fmt: skip
+    decoder = describe("OlmoHybridForCausalLM", Fields(fields, Path("config.json")))
+    assert decoder is not None
+    check(decoder, 2)
