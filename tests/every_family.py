@@ -38,9 +38,16 @@ def make_prompts(folder: Path, num: int) -> list[list[int]]:
 def greedy_of(model: Any, prompt: list[int], output: list[int]) -> list[int]:
     """The greedy token of transformers' model at each position of the output. They equal the output if and only if it
     is what `generate` gives: the first that differs is computed from the same tokens."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    return [int(token) for token in logits.argmax(-1)]
+    ids, tokens = prompt + output[:-1], list[int]()
+    # Longrope has other factors at all positions of longer sequences.
+    limit = getattr(model.config, "original_max_position_embeddings", len(ids))
+    for num in sorted({min(limit, len(ids)), len(ids)}):
+        first = len(prompt) + len(tokens)
+        if first <= num:
+            with torch.inference_mode():
+                logits = model(torch.tensor([ids[:num]]), use_cache=False).logits[0, first - 1 :]
+            tokens += [int(token) for token in logits.argmax(-1)]
+    return tokens
 
 
 def _serve() -> None:

@@ -13,6 +13,9 @@ _DELTA = {
     "linear_value_head_dim": 16,
 }
 _WIDE = {**_DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
+# transformers writes the convolution's channels in three equal parts, whatever the widths of queries, keys and values.
+_EQUAL = {**_DELTA, "linear_key_head_dim": 32}
+_EQUAL_WIDE = {**_WIDE, "linear_key_head_dim": 24, "linear_value_head_dim": 8}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 _ENDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -111,6 +114,16 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
             "use_conv_bias": False,
             "mlp_bias": True,
             "moe_latent_size": 24,
+        },
+    ),
+    ("OlmoHybridConfig", _EQUAL),
+    (
+        "OlmoHybridConfig",
+        {
+            **_EQUAL_WIDE,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "attention_bias": True,
         },
     ),
     ("Qwen3NextConfig", {**_DELTA, **_SHARED}),

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.library import Kernels
+from ...kernels.cpu.limits import attention_lacks
 from ...kernels.cpu.operations import dense, page_stride
 from ...kernels.cpu.structs import Pages, StepFields
 from ...kernels.ops import Ops, reference_ops
@@ -55,9 +56,7 @@ class NativePagedAttention:
     def lacks(self, tile: int, parameters: AttentionParameters) -> str | None:
         """Why the kernels cannot compute such a layer; None: they can."""
         keys, values = self._cache.pages[tile]
-        if keys.shape != values.shape and not parameters.latent:
-            return f"values of another size than keys ({values.shape[3]}, {keys.shape[3]})"
-        return f"a head size that is no multiple of {LANES} ({keys.shape[3]})" if keys.shape[3] % LANES else None
+        return attention_lacks(keys.shape[3], keys.shape[3] if parameters.latent else values.shape[3])
 
     def forward(
         self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters

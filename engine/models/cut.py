@@ -52,7 +52,11 @@ def cut(decoder: Decoder, rank: int, size: int) -> Decoder:
     return replace(
         decoder,
         embedding=replace(embedding, table=rows(embedding.table, *words)),
-        head=replace(head, weight=None if head.weight is None else rows(head.weight, *words)),
+        head=replace(
+            head,
+            weight=None if head.weight is None else rows(head.weight, *words),
+            bias=None if head.bias is None else rows(head.bias, *words),
+        ),
         blocks=tuple(ranks.block(block) for block in decoder.blocks),
     )
 

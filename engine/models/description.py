@@ -196,6 +196,7 @@ class DeltaNet(Data):
     o: Weight
     decay_per: Literal["head", "channel"] = "head"  # channel: Kimi Delta Attention
     gate_act: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0  # of sigmoid(beta); 2: the state may have negative eigenvalues (OLMo Hybrid)
 
 
 class Mamba1(Data):
@@ -256,7 +257,7 @@ class Lightning(Data):
     out: Weight
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "swiglu_clamped"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "swiglu_clamped", "xielu"]
 
 
 class Mlp(Data):
@@ -272,6 +273,7 @@ class Mlp(Data):
     gate_scale: float = 1.0  # of the gate's product
     out_scale: float = 1.0
     sparsity: float = 0.0  # the share of the gate's product that is set to 0 (Gemma 3n)
+    act_weights: Weight | None = None  # of xielu: alpha_p, alpha_n
 
 
 class Router(Data):
@@ -381,6 +383,7 @@ class Head(Data):
     scale: float = 1.0
     softcap: float = 0.0
     project: Weight | None = None
+    bias: Weight | None = None  # [vocab], beside the embedding's table; other heads have it in their weight
 
 
 class Decoder(Data):
@@ -394,6 +397,9 @@ class Decoder(Data):
     head: Head
     prefixes: tuple[str, ...]  # of the body's names; the first under which the embedding's table exists
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
+    # Longrope: all positions of a sequence of more tokens have the `long_divisors`, and a sequence that grows beyond is
+    # computed again. None: such sequences are not served.
+    regime_limit: int | None = None
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -409,7 +415,10 @@ class Decoder(Data):
 
     @property
     def most_positions(self) -> int | None:
-        """The length beyond which longrope uses other frequencies, for all positions; None: there is none."""
+        """The longest sequence that can be served where longrope uses other frequencies for longer ones, and the model
+        does not say when it changes them; None: of any length."""
+        if self.regime_limit is not None:
+            return None
         ropes = (body.rope for body in self.bodies if isinstance(body, Attention | LatentAttention))
         limits = {rope.original for rope in ropes if rope is not None and rope.kind == "longrope"}
         return min(limits, default=None)

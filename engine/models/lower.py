@@ -5,6 +5,7 @@ from itertools import accumulate
 from math import prod
 from typing import Literal
 
+from ...kernels.lanes import LANES
 from .description import (
     Attention,
     Block,
@@ -67,7 +68,6 @@ from .program import (
     View,
 )
 
-CHANNELS = 16  # of a unit of Mamba 1's state
 _TILE_BYTES = 1 << 15  # small tiles fill pages better, and large ones are fewer
 
 
@@ -108,12 +108,13 @@ class _Lowering:
             x = self._norm(decoder.norm, x, "norm")
         head = decoder.head
         table = self._table(decoder.embedding.table)
+        bias = None if head.bias is None else self._vector("head.bias", head.bias)
         return Program(
             ops=tuple(self._ops),
             widths=tuple(self._widths),
             result=x,
             head=table if head.weight is None else Matrix("head", _bare(head.weight), "table"),
-            head_bias=None if head.weight is None else self._bias("head.bias", head.weight),
+            head_bias=bias if head.weight is None else self._bias("head.bias", head.weight),
             head_scale=head.scale,
             head_softcap=head.softcap,
             head_project=None if head.project is None else Matrix("head_project", (head.project,)),
@@ -121,6 +122,7 @@ class _Lowering:
             hidden=decoder.hidden,
             vocab=decoder.vocab,
             states=tuple(self._states),
+            regime_limit=decoder.regime_limit,
         )
 
     # Registers and operations.
@@ -447,6 +449,7 @@ class _Lowering:
             a=self._float32(at + "a", d.a_log),
             dt_bias=self._float32(at + "dt_bias", d.dt_bias),
             decay_per=d.decay_per,
+            beta_scale=d.beta_scale,
         )
         self._op(scan, (q, k, v, beta, decay), (out,))
         self._gated_norm(d.norm, out, gate, at, act=d.gate_act)
@@ -464,7 +467,7 @@ class _Lowering:
         dt = self._product(at + "dt", low, replace(m.dt, bias=()))
         out = self._register(m.channels)
         scan = ScanMamba1(
-            states=self._state_tiles(-(-m.channels // CHANNELS), (m.state_dim, CHANNELS)),
+            states=self._state_tiles(-(-m.channels // LANES), (m.state_dim, LANES)),
             channels=m.channels,
             state_dim=m.state_dim,
             a=self._float32(at + "a", m.a_log),
@@ -545,7 +548,8 @@ class _Lowering:
     def _mlp(self, mlp: Mlp, x: View, at: str) -> View:
         if mlp.gate is None:
             hidden = self._product(at + "up", x, mlp.up)
-            self._op(Activate(mlp.act), (hidden,), (hidden,))
+            weights = None if mlp.act_weights is None else self._float32(at + "act", mlp.act_weights)
+            self._op(Activate(mlp.act, weights), (hidden,), (hidden,))
         elif mlp.act == "silu" and mlp.gate_scale == 1.0 and not mlp.sparsity:
             hidden = self._register(mlp.up.rows)
             matrix = Matrix(self._key(at + "gate_up"), _bare(mlp.gate, mlp.up), "gated")

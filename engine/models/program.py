@@ -115,9 +115,10 @@ class Scale(Data):
 
 
 class Activate(Data):
-    """outs[0] = act(ins[0]); may be the same view."""
+    """outs[0] = act(ins[0]); may be the same view. weights: of xielu."""
 
     act: Activation
+    weights: Vector | None = None
 
 
 class Glu(Data):
@@ -237,6 +238,7 @@ class ScanDelta(Data):
     a: Vector  # [value heads], -exp(A_log)
     dt_bias: Vector  # of the decay's width
     decay_per: Literal["head", "channel"] = "head"
+    beta_scale: float = 1.0
 
 
 class ScanMamba1(Data):
@@ -330,6 +332,7 @@ class Program(Data):
     hidden: int
     vocab: int
     states: tuple[State, ...] = ()
+    regime_limit: int | None = None  # of the decoder
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

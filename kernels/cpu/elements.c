@@ -112,6 +112,10 @@ static void map_rows(const void *about, long from, long to)
             case MAP_SPARSE:
                 v = select16(v < least, (vf){0}, v - least);
                 break;
+            case MAP_XIELU: /* the least of e^x - 1 that transformers computes is that of -1e-6 */
+                w = (exp16(clamped(v, -INFINITY, -1e-6f)) - 1.0f - v) * a->beta;
+                v = select16(v > 0, v * v * a->alpha, w) + v * 0.5f;
+                break;
             }
             put_some(out, i, a->width, v);
         }

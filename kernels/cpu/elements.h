@@ -22,6 +22,7 @@ enum MapKind {
     MAP_MULTIPLY_GROUPS, /* x · act(y), where each column of y is for `size` columns of x */
     MAP_CLIP,        /* x within ± limit */
     MAP_SPARSE,      /* x - (the row's mean + alpha · its standard deviation), at least 0 */
+    MAP_XIELU,       /* alpha · x² + x / 2 for x > 0, else beta · (e^x - 1 - x) + x / 2 */
 };
 
 typedef struct {

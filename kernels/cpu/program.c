@@ -71,6 +71,7 @@ typedef struct {
 
 typedef struct {
     const int64_t *ids, *positions; /* [tokens] */
+    const int64_t *places;          /* [tokens]: the positions' rows of the tables of cosines and sines */
     const int64_t *slots;           /* [tables][tokens] */
     const int32_t *tables;          /* [tables][rows][table_stride] */
     const int64_t *contexts, *counts; /* [rows] */
@@ -196,7 +197,7 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             pagewire_product(o->matrix, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue);
             break;
         case OP_ROTATE:
-            pagewire_rotary(at(s, o->in), o->in.stride, o->weight, o->weight2, o->eps, o->cos, o->sin, s->positions, m,
+            pagewire_rotary(at(s, o->in), o->in.stride, o->weight, o->weight2, o->eps, o->cos, o->sin, s->places, m,
                             o->heads, o->kv_heads, o->dim);
             break;
         case OP_ATTEND:
@@ -221,7 +222,7 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
                                   m);
             break;
         case OP_TURN:
-            pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->positions, m);
+            pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->places, m);
             break;
         case OP_HEAT:
             pagewire_heat(numbers(s, o->in), o->width, o->alpha, o->every, o->shift, s->positions, m);

@@ -63,8 +63,10 @@ def test_one_c_call_gives_the_states_of_the_reference(kind, options, dtype, tmp_
             logits, greedy = staticmethod(inner.logits), staticmethod(inner.greedy)
 
             @staticmethod
-            def hidden(ids, positions, attention, inner: NativeModel | ReferenceModel = inner, to=outputs):
-                to.append(inner.hidden(ids, positions, attention))
+            def hidden(
+                ids, positions, attention, regimes=None, inner: NativeModel | ReferenceModel = inner, to=outputs
+            ):
+                to.append(inner.hidden(ids, positions, attention, regimes))
                 return to[-1]
 
         runner._steps._model = Recorder()

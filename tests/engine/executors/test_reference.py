@@ -209,7 +209,7 @@ def step() -> Step:
 
         forward = begin
 
-    return Step(IDS, POSITIONS, NoAttention())
+    return Step(IDS, POSITIONS, NoAttention(), POSITIONS)
 
 
 def run(case: Case, *, margin: int, fixed: bool, group: Group | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,5 +1,6 @@
 """Loading quantized checkpoints: whole, in shards, kept quantized, and malformed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import checkpoints
 import pytest
 import quantized_checkpoints
 import torch
+from family_kinds import make_kind
 from programs import load
 from safetensors.torch import load_file, save_file
 
@@ -220,6 +222,21 @@ def test_8_bit_values_without_a_scale_are_refused(quantized):
     folder = quantized("fp8-channel")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has 8-bit values, but .* no scale for it"):
+        load(folder)
+
+
+def test_a_quantized_matrix_whose_columns_come_first_is_refused(tmp_path):
+    """GPT-2's. That of a square matrix has the shape that is expected, and would be taken for its transpose."""
+    folder = make_kind(tmp_path, "GPT2Config", {})
+    file, name = folder / "config.json", "transformer.h.0.attn.c_proj"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+
+    def change(tensors):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = torch.ones(())
+
+    _edit(folder, change)
+    with pytest.raises(CheckpointError, match=f"{name} is quantized, .* whose columns come first, only unquantized"):
         load(folder)
 
 
