@@ -85,7 +85,11 @@ class _Ranks:
                 return self._mlp(body)
             case Moe():
                 shared = None if body.shared is None else self._mlp(body.shared)
-                return replace(body, experts=self._mlp(body.experts), shared=shared)
+                latent = body.latent
+                if latent is not None:  # each rank multiplies its part of the sum
+                    up = columns(latent.up, 0, latent.up.columns, is_first=self._rank == 0)
+                    latent = replace(latent, up=up)
+                return replace(body, experts=self._mlp(body.experts), shared=shared, latent=latent)
             case DeltaNet():
                 return cut_delta_net(body, self._evenly, is_first=self._rank == 0)
             case Mamba1():

@@ -10,11 +10,23 @@ from decoders import bodies, decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Branch, Decoder, Head, Mamba2, Mlp, Moe, Sublayer
+from pagewire.engine.models.description import (
+    Attention,
+    Block,
+    Branch,
+    Decoder,
+    Head,
+    LowRank,
+    Mamba2,
+    Mlp,
+    Moe,
+    Router,
+    Sublayer,
+)
 from pagewire.engine.models.families import describe
 from pagewire.engine.models.fields import Fields
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import layer_norm, rms, vector
+from pagewire.engine.models.pieces import layer_norm, matrix, mlp, rms, vector
 from pagewire.errors import ConfigError
 
 # Of attention, feed-forward parts, experts, and each recurrent layer.
@@ -115,6 +127,16 @@ def test_layer_norms_over_all_heads_are_refused() -> None:
     blocks = (replace(first, sublayers=(Sublayer((Branch(wide),)),)),)
     with pytest.raises(ConfigError, match="layer norms over all heads cannot be divided among ranks"):
         cut(replace(llama(), blocks=blocks), 0, 2)
+
+
+def test_one_rank_adds_the_bias_behind_experts_in_a_latent_space() -> None:
+    router, experts = Router(matrix("router", 3, 48), 2), mlp("experts.{e}.", 24, 16, "relu2", experts=3)
+    moe = Moe(3, router, experts, latent=LowRank(matrix("down", 24, 48, True), matrix("up", 48, 24, True)))
+    whole = replace(llama(), blocks=(Block((Sublayer((Branch(moe),)),)),))
+    for rank in range(2):
+        (part,) = bodies(cut(whole, rank, 2))
+        assert isinstance(part, Moe) and part.latent is not None
+        assert part.latent.down.bias and bool(part.latent.up.bias) == (rank == 0)
 
 
 def test_a_norm_over_all_heads_counts_the_elements_of_other_ranks() -> None:
