@@ -167,7 +167,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         model_type=config.text("model_type", ""),
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+        intermediate_size=_intermediate_size(config, 4 * hidden_size),
         num_layers=num_layers if decoder is None else len(decoder.blocks),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -184,6 +184,13 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         why_not_described=why,
         scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
     )
+
+
+def _intermediate_size(config: Fields, default: int) -> int:
+    """The widest, if there is one for each layer (Gemma 3n)."""
+    if isinstance(config.raw.get("intermediate_size"), list):
+        return max(config.integers("intermediate_size") or (default,))
+    return config.size("intermediate_size", "n_inner", "ffn_dim", default=default)
 
 
 def _rope(config: Fields, max_position: int) -> tuple[str, int]:
@@ -220,9 +227,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
 def _attends_in_c(decoder: Decoder) -> bool:
     """Whether the C kernels have the attention of all layers (`attention.native`)."""
     return all(
-        body.head_dim % 16 == 0 and body.value_dim == body.head_dim
-        for body in decoder.bodies
-        if isinstance(body, Attention)
+        body.head_dim % 16 == 0 and body.value_dim % 16 == 0 for body in decoder.bodies if isinstance(body, Attention)
     )
 
 

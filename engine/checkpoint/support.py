@@ -35,7 +35,7 @@ _BY_TYPE = {
         kind: _RECURRENT.format(what)
         for what, kinds in {
             "Mamba": (
-                "zamba", "zamba2",
+                "zamba",
             ),
             "linear attention": ("bailing_hybrid", "olmo_hybrid"),
             "RWKV": ("rwkv",),

@@ -31,7 +31,9 @@ from ..models.program import (
     Glu,
     Heat,
     Layout,
+    MatchMagnitude,
     Matrix,
+    MixStreams,
     Mixture,
     Multiply,
     Normalize,
@@ -54,12 +56,13 @@ from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
 _EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
+_STREAMS = 13
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE = range(10)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _MATCH = range(11)
 _ACTS = {
     name: number
-    for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
+    for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", "tanh", ""))
 }
 
 
@@ -217,6 +220,9 @@ class _Compiler:
                 return [self._attend_latent(op, args)]
             case AllReduce():
                 return self._sum(op)
+            case MixStreams(size=size, shift=shift):
+                num = op.ins[1].width // size
+                return [self._operation(op, _STREAMS, size=size, dims=num, alpha=shift)]
             case Heat() as args:
                 heat = args.temperature
                 return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
@@ -237,18 +243,20 @@ class _Compiler:
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
             case Glu() as args:
-                return self._glu(op, args)
+                return None if args.ranks > 1 else self._glu(op, args)
             case Multiply(act=act):
                 size = op.ins[0].width // op.ins[1].width
                 kind = _MULTIPLY if size == 1 else _MULTIPLY_GROUPS
                 return [self._operation(op, _MAP, map=kind, act=_ACTS[act], size=size)]
             case Clip(limit=limit):
                 return [self._operation(op, _MAP, map=_CLIP, limit=limit)]
+            case MatchMagnitude(floor=floor):
+                return [self._operation(op, _MAP, map=_MATCH, limit=floor)]
         return None
 
     def _embed(self, op: Op, args: Embed) -> list[Operation]:
         matrix = self._matrix(args.table, None)
-        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=matrix, shift=-args.first_id)]
+        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=matrix, shift=-args.first_id, is_whole=args.is_whole)]
         if args.scale != 1.0:
             scale = self._reference.embedding_scale(args)
             found.append(self._operation(op, _MAP, x=op.outs[0], map=_FACTOR, alpha=scale))

@@ -9,7 +9,7 @@ typedef struct {
     long stride;
 } Numbers;
 
-enum { ACT_SILU16, ACT_SIGMOID16, ACT_GELU_TANH, ACT_QUICK_GELU, ACT_GELU, ACT_RELU, ACT_RELU2, ACT_IDENTITY };
+enum { ACT_SILU16, ACT_SIGMOID16, ACT_GELU_TANH, ACT_QUICK_GELU, ACT_GELU, ACT_RELU, ACT_RELU2, ACT_TANH, ACT_IDENTITY };
 
 enum MapKind {
     MAP_ADD,         /* alpha · x + beta · y */
@@ -22,6 +22,7 @@ enum MapKind {
     MAP_MULTIPLY_GROUPS, /* x · act(y), where each column of y is for `size` columns of x */
     MAP_CLIP,        /* x within ± limit */
     MAP_SPARSE,      /* x - (the row's mean + alpha · its standard deviation), at least 0 */
+    MAP_MATCH,       /* x · the row's root mean square of y / that of x, whose square is at least `limit` */
 };
 
 typedef struct {
@@ -42,6 +43,16 @@ typedef struct {
 } Normalize;
 
 void pagewire_normalize(const Normalize *a, long m);
+
+/* Stream k of `out` = stream k of x + the sum over p of (weight[k][p] + shift) · stream p of y. A stream is `size`
+ * columns; weights: for each row [num][num_others]. `out` may be x if y is not. */
+typedef struct {
+    Numbers x, y, weights, out;
+    long size, num, num_others;
+    float shift;
+} MixStreams;
+
+void pagewire_mix_streams(const MixStreams *a, long m);
 
 /* Rotates the first `dims` columns of each head. cos, sin: [positions][dims], the first half of the sines negated. */
 typedef struct {

@@ -27,9 +27,22 @@ from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, LatentAttention, Mlp, Norm, Reach, Rope
+from pagewire.engine.models.description import (
+    Alibi,
+    Attention,
+    Body,
+    Decoder,
+    LatentAttention,
+    LowRank,
+    Mlp,
+    Moe,
+    Norm,
+    Reach,
+    Rope,
+    Router,
+)
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import matrix, vector
+from pagewire.engine.models.pieces import matrix, mlp, vector
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.parallel.rank import RankInfo
@@ -245,7 +258,33 @@ def as_latent(body: Body) -> Body:
     )  # fmt: skip
 
 
-DIVIDED: dict[str, Callable[[Body], Body]] = {"heads with keys": lambda body: body, "latent heads": as_latent}
+def as_experts(body: Body) -> Body:
+    """Two of five experts return their input: one rank adds it."""
+    if not isinstance(body, Mlp):
+        return body
+    router = Router(matrix("router", 5, 48), 3, zero_experts=2)
+    return Moe(3, router, mlp("experts.{e}.", 48, 32, experts=3))
+
+
+def with_low_ranks(body: Body) -> Body:
+    def low(name: str, rows: int) -> LowRank:
+        return LowRank(matrix(name + ".down", 6, 48), matrix(name + ".up", rows, 6))
+
+    if isinstance(body, Attention):
+        return replace(body, low=(low("low.q", body.q.rows), low("low.k", 32), low("low.v", 32)))
+    assert isinstance(body, Mlp)
+    return replace(body, low=(low("low.gate", body.width), low("low.up", body.width)))
+
+
+# A change of each body, and the parts of the program. The sparsity of a gate is that of all of its columns, which the
+# ranks exchange.
+DIVIDED: dict[str, tuple[Callable[[Body], Body], str]] = {
+    "heads with keys": (lambda body: body, "C"),
+    "latent heads": (as_latent, "C"),
+    "experts that return their input": (as_experts, "C"),
+    "projections of low rank": (with_low_ranks, "C"),
+    "sparse gates": (CHANGES["sparse gates"], "C Glu C"),
+}
 
 
 def take_part(rank: int, fd: int, folder: Path) -> None:
@@ -254,11 +293,11 @@ def take_part(rank: int, fd: int, folder: Path) -> None:
     with torch.inference_mode():
         group = join(RankInfo(rank, (0, 1), f"file://{folder}/ranks", fd), 2, torch.device("cpu"))
         found = []
-        for change in DIVIDED.values():
+        for change, parts in DIVIDED.values():
             engine = Engine(decoder(change), group)
             states = check(engine)
             found += [*states, *(engine.model.logits(state) for state in states)]
-            assert engine.parts == "C"
+            assert engine.parts == parts
     save_tensors(found, folder / f"rank-{rank}.safetensors")
 
 
@@ -273,7 +312,7 @@ def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
     os.close(fd)
     assert [rank.wait(240) for rank in ranks] == [0, 0]
     expected = []
-    for change in DIVIDED.values():
+    for change, _ in DIVIDED.values():
         whole = Engine(decoder(change))
         states = whole.states(in_c=True)
         expected += [*states, *(whole.model.logits(state) for state in states)]
