@@ -137,6 +137,8 @@ def _dtype_reason(engine: EngineConfig, *, on_cpu: bool) -> str:
         return f"what a CPU computes in; the matrices stay {'bfloat16' if checkpoint == 'bfloat16' else 'float32'}"
     if engine.dtype == "float32":
         return f"what a CPU computes in, and there is memory enough to widen the checkpoint's {checkpoint}"
+    if not on_cpu and checkpoint == "float32":
+        return "what the GPU's tensor cores multiply; --dtype float32 keeps the checkpoint's, slower"
     if on_cpu and checkpoint == "bfloat16":
         return "there is too little memory to widen the checkpoint"
     return f"as many bits as the checkpoint's {checkpoint}, with its own range"

@@ -398,6 +398,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     has_states: bool = False  # it has recurrent layers
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
+    regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
 

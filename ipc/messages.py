@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -338,6 +338,7 @@ class RowOpen(Struct, frozen=True, array_like=True):
     tables: tuple[GroupTable, ...] = ()  # of each group but `state`, if the `CacheOffer` had groups
     state: bytes = b""  # int32, the pages in which its passes keep the row's recurrent state
     state_from: bytes = b""  # int32, the pages that hold it after `num_computed` positions; empty: it is zero
+    regime: int = 0  # 1: all its positions are computed as those of sequences beyond the model's `regime_limit`
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):

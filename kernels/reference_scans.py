@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import LANES, StateRows, Tiles
+from .lanes import LANES
+from .states import StateRows, Tiles
 
 Act = Literal["none", "silu", "sigmoid"]
 ACTS: dict[Act, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}
@@ -51,9 +52,11 @@ def scan_delta(
     dt_bias: Tensor,
     rows: StateRows,
     tiles: Tiles,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """The gated delta rule. For each value head, with q and k divided by their length (and q by the root of its size),
-    b = sigmoid(beta) and g = exp(a · softplus(decay + dt_bias)): S ← g · S; S ← S + k ⊗ (b · (v - k S)); out = q S.
+    b = beta_scale · sigmoid(beta) and g = exp(a · softplus(decay + dt_bias)): S ← g · S; S ← S + k ⊗ (b · (v - k S));
+    out = q S.
 
     q, k: [tokens, key heads, key dim], a key head for some adjacent value heads; v: [tokens, value heads, value dim];
     beta: [tokens, value heads]; decay, dt_bias: [tokens, value heads] and [value heads], or for each key [tokens, value
@@ -69,7 +72,8 @@ def scan_delta(
         key = _unit(k[t]).repeat_interleave(share, dim=0)[:, :, None]
         g = torch.exp(rate * F.softplus(decay[t].float() + dt_bias))
         state = state * g.view(heads, -1, 1)
-        change = (v[t].float() - (state * key).sum(dim=1)) * torch.sigmoid(beta[t].float())[:, None]
+        b = torch.sigmoid(beta[t].float()) * beta_scale
+        change = (v[t].float() - (state * key).sum(dim=1)) * b[:, None]
         state = state + key * change[:, None]
         return state, (state * query).sum(dim=1)
 

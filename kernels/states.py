@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LANES = 16
-"""Channels in a group of a Mamba 1 state."""
+from .lanes import LANES
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +107,8 @@ class Tiles:
 
 
 def grouped(weight: Tensor) -> Tensor:
-    """A weight of Mamba 1 in the layout of its states: [channels, n] → [groups, n, 16], the last group padded with
-    zeros."""
+    """A weight of Mamba 1 in the layout of its states, which are groups of LANES channels: [channels, n] → [groups, n,
+    LANES], the last group padded with zeros."""
     channels, n = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -channels % LANES))
     return padded.view(-1, LANES, n).transpose(1, 2).contiguous()

@@ -33,7 +33,7 @@ from pagewire.engine.models.description import (
     Weight,
 )
 from pagewire.engine.models.families import describe
-from pagewire.engine.models.fields import Fields
+from pagewire.engine.models.fields import Fields, NotDescribedError
 from pagewire.engine.models.pieces import layer_norm, matrix, rms, rows_of
 
 HIDDEN = 16
@@ -50,9 +50,7 @@ def llama(**fields: object) -> Decoder:
         "num_key_value_heads": 2,
         "head_dim": 16,
     }
-    found = describe("LlamaForCausalLM", Fields({**raw, **fields}, Path("config.json")))
-    assert found is not None
-    return found
+    return describe("LlamaForCausalLM", Fields({**raw, **fields}, Path("config.json")))
 
 
 def bodies(decoder: Decoder) -> Iterator[Body]:
@@ -60,13 +58,16 @@ def bodies(decoder: Decoder) -> Iterator[Body]:
 
 
 def of_checkpoint(kind: str) -> Decoder | None:
-    """The description of a kind of `checkpoints.KINDS`, without a file."""
+    """The description of a kind of `checkpoints.KINDS`, without a file; None: it has none."""
     config_class, own = checkpoints.KINDS[kind]
     config = getattr(transformers, config_class)(**{**checkpoints.COMMON, **own})
     raw = json.loads(config.to_json_string(use_diff=False))
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return describe(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], Fields(raw, Path("config.json")))
+    try:
+        return describe(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], Fields(raw, Path("config.json")))
+    except NotDescribedError:
+        return None
 
 
 # Random decoders. Sizes are multiples of 4, so that 2 and 4 ranks can divide them.

@@ -18,12 +18,20 @@ NUM_BLOCKS = 64
 class Loop:
     """Runs requests. `serve` may be called several times and keeps the prefix cache."""
 
-    def __init__(self, folder: Path, *, queue: Queue | None = None, sleeps: Sequence[int] = (), **flags: Any) -> None:
-        """`sleeps`: steps after which `sleep` is called once nothing is in flight."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        queue: Queue | None = None,
+        sleeps: Sequence[int] = (),
+        num_pages: int = NUM_BLOCKS,
+        **flags: Any,
+    ) -> None:
+        """`sleeps`: steps after which `sleep` is called once nothing is in flight. `num_pages`: of the cache."""
         config = engine_config(folder, pipeline_depth=2, **flags)
         self.runner = Runner.load(config, queue=queue)
-        self.runner.open_cache(NUM_BLOCKS)
-        self.scheduler = make_scheduler(config, NUM_BLOCKS)
+        self.runner.open_cache(num_pages)
+        self.scheduler = make_scheduler(config, num_pages, groups=self.runner.groups)
         self.sleeps = sleeps
         self.sleep: Callable[[], None] = lambda: None
         self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens
@@ -58,7 +66,7 @@ class Loop:
                     so_far = output.setdefault(tokens.rid, [])
                     assert isinstance(so_far, list), "output after a failure"
                     so_far.extend(bytes_to_ids(tokens.ids))
-        assert scheduler.pool.num_free == NUM_BLOCKS
+        assert scheduler.pool.num_free == scheduler.pool.num_pages
         return output
 
     def _allow(self, rids: Sequence[int]) -> None:

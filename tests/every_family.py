@@ -1,20 +1,19 @@
-"""Prompts for every family, and what transformers says about tokens. As a program: one of two ranks that serve tiny
+"""Prompts for every family, and what transformers says about tokens. As a program: one of several ranks that serve tiny
 checkpoints one after the other."""
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import VOCAB_SIZE
+from rank_processes import this_part
 from runner_driver import Driver, Request, engine_config
 
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.device.base import choose_device
 from pagewire.engine.parallel.collectives import join
-from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.runner.loading import load_model
 from pagewire.engine.runner.runner import Runner
 
@@ -39,21 +38,28 @@ def make_prompts(folder: Path, num: int) -> list[list[int]]:
 def greedy_of(model: Any, prompt: list[int], output: list[int]) -> list[int]:
     """The greedy token of transformers' model at each position of the output. They equal the output if and only if it
     is what `generate` gives: the first that differs is computed from the same tokens."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    return [int(token) for token in logits.argmax(-1)]
+    ids, tokens = prompt + output[:-1], list[int]()
+    # Longrope has other factors at all positions of longer sequences.
+    limit = getattr(model.config, "original_max_position_embeddings", len(ids))
+    for num in sorted({min(limit, len(ids)), len(ids)}):
+        first = len(prompt) + len(tokens)
+        if first <= num:
+            with torch.inference_mode():
+                logits = model(torch.tensor([ids[:num]]), use_cache=False).logits[0, first - 1 :]
+            tokens += [int(token) for token in logits.argmax(-1)]
+    return tokens
 
 
-def _serve(rank: int, fd: int, folder: Path) -> None:
+def _serve() -> None:
     """Serves the checkpoints of jobs.json, and writes the outputs."""
     torch.set_num_threads(1)
-    jobs: dict[str, list[list[int]]] = json.loads((folder / "jobs.json").read_text())
+    part = this_part()
+    jobs: dict[str, list[list[int]]] = json.loads((part.folder / "jobs.json").read_text())
     group, outputs = None, {}
-    info = RankInfo(rank, (0, 1), f"file://{folder}/ranks", fd)
     for path, prompts in jobs.items():
-        config = engine_config(Path(path), tensor_parallel_size=2, kv_cache_memory="8M")
-        device = choose_device(config, rank_info=info)
-        group = group or join(info, 2, device.torch_device, level=config.cpu_level)
+        config = engine_config(Path(path), tensor_parallel_size=part.size, kv_cache_memory="8M")
+        device = choose_device(config, rank_info=part.info)
+        group = group or join(part.info, part.size, device.torch_device, level=config.cpu_level)
         with torch.inference_mode():
             model = load_model(config, read_spec(Path(path)), device, device.queue(), group, None)
         runner = Runner(config=config, model=model, device=device, group=group, timings={}, shared=None)
@@ -61,8 +67,8 @@ def _serve(rank: int, fd: int, folder: Path) -> None:
         requests = [Request(prompt, max_new=MAX_TOKENS // 4) for prompt in prompts]
         Driver(runner, NUM_PAGES).run(requests, chunk=64, budget=100)
         outputs[path] = [request.output for request in requests]
-    (folder / f"outputs-{rank}.json").write_text(json.dumps(outputs))
+    (part.folder / f"outputs-{part.info.rank}.json").write_text(json.dumps(outputs))
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _serve()

@@ -5,6 +5,7 @@ token is a hash of everything that the layers of all groups read, *through the b
 reordered, wrongly cached or too early reused page changes every token after it.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, islice
@@ -61,6 +62,11 @@ def shelved(data: bytes | bytearray, num: int) -> list[bytes]:
     return [bytes(data.translate(table)) for table in _SHELVES[:num]]
 
 
+def seen(token_id: int, regime: int) -> int:
+    """What layers compute with: in another regime they see other tokens."""
+    return token_id + regime * 2**20
+
+
 def next_value(kind: str, before: Sequence[bytes | bytearray], token_id: int) -> bytes:
     """What a group stores of a position. `before`: what its layers read of the positions before, page by page."""
     token = token_id.to_bytes(4, "little")
@@ -71,10 +77,11 @@ def next_value(kind: str, before: Sequence[bytes | bytearray], token_id: int) ->
 
 
 class Content:
-    """What the cache of a sequence holds, from its ids alone."""
+    """What the cache of a sequence holds, from its ids and its regime alone."""
 
-    def __init__(self, groups: Groups, ids: Sequence[int] = ()) -> None:
+    def __init__(self, groups: Groups, ids: Sequence[int] = (), regime: int = 0) -> None:
         self._groups = groups
+        self._regime = regime
         self.num = 0  # positions
         self.values = [bytearray() for _ in range(groups.num_tables)]  # of each group with block tables
         self.states = [0]  # the recurrent state after 0, 1, 2 … positions
@@ -83,6 +90,7 @@ class Content:
 
     def append(self, token_id: int) -> None:
         """Adds a position."""
+        token_id = seen(token_id, self._regime)
         for group, values in enumerate(self.values):
             shape = self._groups.shapes[group]
             before = values[KV_BYTES * read_from(shape, self.num) :]
@@ -149,9 +157,12 @@ def expected_output(
     min_tokens: int = 0,
     grammar: int | None = None,
     groups: Groups = PLAIN,
+    regime_limit: int | None = None,
 ) -> list[int]:
-    """The output that a request must have in every case. `grammar`: the rid of a sequence that follows its grammar."""
-    ids, content = list(prompt), Content(groups, prompt)
+    """The output that a request must have in every case. `grammar`: the rid of a sequence that follows its grammar.
+    `regime_limit`: ids, beyond which all positions are computed in regime 1."""
+    limit = sys.maxsize if regime_limit is None else regime_limit
+    ids, content = list(prompt), Content(groups, prompt, int(len(prompt) > limit))
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
         allowed = None if grammar is None else allowed_after(grammar, ids[len(prompt) :])
         if allowed == ():
@@ -160,7 +171,10 @@ def expected_output(
         ids.append(next_token(content.reads(), seed, allowed, ends if len(ids) - len(prompt) < min_tokens else ()))
         if ids[-1] in ends:
             break
-        content.append(ids[-1])
+        if len(ids) == limit + 1:
+            content = Content(groups, ids, 1)
+        else:
+            content.append(ids[-1])
     return ids[len(prompt) :]
 
 
@@ -214,7 +228,7 @@ class FakeRow:
 
     __slots__ = (
         *("ends", "firsts", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling"),
-        *("first_state", "read_state_from", "state", "states", "tables"),
+        *("first_state", "read_state_from", "regime", "state", "states", "tables"),
     )
 
     def __init__(self, message: RowOpen) -> None:
@@ -233,6 +247,7 @@ class FakeRow:
         self.ends = frozenset(bytes_to_ids(message.ends))
         self.pooling = message.pooling
         self.pooled = b""  # the KV of the positions computed since the row was opened
+        self.regime = message.regime
 
 
 class FakeWorker:
@@ -460,14 +475,15 @@ class FakeWorker:
             before = list(map(bytearray, self._read(state, group, first, start)))
             for position in range(start, end):
                 skip = KV_BYTES * (read_from(shape, position) - first)
-                value = next_value(shape.kind, [page[skip:] for page in before], state.ids[position])
+                token_id = seen(state.ids[position], state.regime)
+                value = next_value(shape.kind, [page[skip:] for page in before], token_id)
                 parts = zip(self._slot(state, group, position), before, shelved(value, len(before)), strict=True)
                 for slot, page, part in parts:
                     page += part
                     self.memory[slot : slot + KV_BYTES] = part
         state.first_state, state.states = start, [self._read_state(state)]
         for token_id in state.ids[start:end]:
-            state.states.append(next_kv(state.states[-1], token_id))
+            state.states.append(next_kv(state.states[-1], seen(token_id, state.regime)))
         state.num_computed = end
         self._write_state(state.state, state.states[-1])
         return self._reads(state, end)

@@ -30,7 +30,7 @@ _SIZES: dict[str, Any] = {
 }
 _ALWAYS = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
 
-_RECURRENT = r"recurrent state \({}\), and pagewire has no description of this family"
+_RECURRENT = r"it has layers with a recurrent state{}, and pagewire does not describe this family"
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 128}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 _KIMI = {
@@ -39,11 +39,12 @@ _KIMI = {
 }  # fmt: skip
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
 _MLA = r"multi-head latent attention \(MLA\)"
-_SINKS = "uses attention sinks"
+_SINKS = "attention sinks"
 _OWN_CODE = "computes attention in code of its own"
-_ENCODER_DECODER = "is an encoder-decoder model"
+_NOT_DESCRIBED = ", and pagewire does not describe this family"
+_ENCODER_DECODER = r"has an encoder beside its decoder \(encoder-decoder model\)" + _NOT_DESCRIBED
 _BOTH_WAYS = r"tokens see those that follow them \(bidirectional attention\)"
-_IMAGES = r"is a multimodal model \(text.* images"
+_IMAGES = r"has inputs other than text \(images\)" + _NOT_DESCRIBED
 
 # model_type → (further fields of its config, SERVED or a pattern of the reason why it is refused).
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -107,7 +108,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     **{kind: ({"num_key_value_heads": 4}, SERVED) for kind in ("minicpm3", "youtu")},
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
-        "uses sparse attention",
+        "has sparse attention",
     ),
     "mimo_v2_flash": ({"head_dim": 48, "v_head_dim": 32}, SERVED),
     "longcat_flash": ({"num_layers": 2, "zero_expert_num": 2, "head_dim": 8, "num_key_value_heads": 4}, SERVED),
@@ -123,11 +124,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         kind: ({**_DELTA, "num_hidden_layers": 4}, SERVED)
         for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     },
-    "olmo_hybrid": ({}, _RECURRENT.format("linear attention")),
-    "lfm3": ({}, _RECURRENT.format("short convolutions")),
-    "recurrent_gemma": ({}, _RECURRENT.format("RG-LRU")),
-    "rwkv": ({}, _RECURRENT.format("RWKV")),
-    "xlstm": ({}, _RECURRENT.format("xLSTM")),
+    "olmo_hybrid": ({**_DELTA, "linear_value_head_dim": 8}, SERVED),  # transformers writes equal parts
+    "lfm3": ({}, _RECURRENT.format(r" \(short convolutions\)")),
+    "recurrent_gemma": ({}, _RECURRENT.format(r" \(linear attention\)")),
+    **{kind: ({}, _RECURRENT.format("")) for kind in ("rwkv", "xlstm")},
     "llama4_text": (
         {"intermediate_size_mlp": 80, "attention_chunk_size": 32, "no_rope_layer_interval": 2}, SERVED,
     ),
@@ -160,7 +160,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         },
         SERVED,
     ),
-    **{kind: ({}, _ENCODER_DECODER) for kind in ("bart", "marian", "pegasus")},
+    **{kind: ({}, "has the decoder of an encoder-decoder model") for kind in ("bart", "marian", "pegasus")},
 }  # fmt: skip
 
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
@@ -175,7 +175,8 @@ ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
     "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "granite_swa", "minicpm3", "youtu", "gemma3n_text", "longcat_flash", "mimo_v2_flash", "zamba2",
+    "granite_swa", "minicpm3", "youtu", "gemma3n_text", "longcat_flash", "mimo_v2_flash",
+    "zamba2", "olmo_hybrid",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

@@ -11,7 +11,7 @@ Kind = tuple[str, dict[str, Any]]  # the config class, and fields that differ fr
 
 WINDOW = {"sliding_window": 24}
 
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "original_max_position_embeddings": 256,
     "rope_parameters": {
@@ -50,6 +50,8 @@ _GROUPS = {"n_group": 4, "topk_group": 2}
 
 # Sorted by name.
 DENSE: list[Kind] = [
+    ("ApertusConfig", {}),
+    ("ApertusConfig", {"attention_bias": True, "tie_word_embeddings": True, "hidden_act": "relu2"}),
     ("ArceeConfig", {}),
     ("ArceeConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("Ernie4_5Config", {}),
@@ -263,6 +265,12 @@ EXPERTS: list[Kind] = [
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 0,
          "moe_layer_interval": 2, "moe_layer_start_index": 0, "tie_word_embeddings": False},
     ),
+    (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": True,
+         "tie_word_embeddings": False},
+    ),
+    ("Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": True}),
     ("ExaoneMoeConfig", {**WINDOW, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}),
     (
         "ExaoneMoeConfig",

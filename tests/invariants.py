@@ -121,11 +121,11 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert r.state in (State.LEAVING, State.LOADING) or not r.has_dropped(scheduler.pool.groups), (
             "a block is missing that is read"
         )
-        assert r.num_planned <= r.num_needed, "a position is planned that is never needed"
+        assert r.num_planned <= r.num_due, "a position is planned that is never needed"
         assert r.num_total <= r.max_len, "too many tokens sampled"
         assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.generates:
-            expected = -1 if r.is_constrained else min(r.num_needed, r.num_blocks * scheduler.block_size)
+            expected = -1 if r.is_constrained else min(r.num_due, r.num_blocks * scheduler.block_size)
             assert r.fast_limit == expected, "its fast_limit is out of date"
 
 

@@ -47,7 +47,9 @@ def conv(channels: int, taps: int, act: Act, has_bias: bool) -> Case:
     return Case(channels + 5, 1, (taps - 1, channels), run)
 
 
-def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_channel: bool) -> Case:
+def delta(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_channel: bool, beta_scale: float = 1.0
+) -> Case:
     keys, values, channels = key_heads * key_dim, value_heads * value_dim, key_dim if per_channel else 1
     a = -torch.rand(value_heads) * 3
     dt_bias = torch.randn((value_heads, key_dim) if per_channel else (value_heads,))
@@ -56,7 +58,7 @@ def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int, per_ch
         q, k, v, beta, decay, _ = torch.split(x, [keys, keys, values, value_heads, value_heads * channels, 3], dim=1)
         q, k, v = heads_of(q, key_dim), heads_of(k, key_dim), heads_of(v, value_dim)
         decay = heads_of(decay, key_dim) if per_channel else decay
-        out: Tensor = scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
+        out: Tensor = scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles, beta_scale)
         return out
 
     width = 2 * keys + values + value_heads * (1 + channels) + 3
@@ -106,6 +108,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv, many channels": lambda: conv(5000, 4, "silu", False),
     "delta, odd sizes": lambda: delta(2, 6, 23, 41, False),
     "delta, small values": lambda: delta(1, 2, 16, 7, False),
+    "delta, negative eigenvalues": lambda: delta(2, 4, 12, 24, False, beta_scale=2.0),
     "delta, by channel": lambda: delta(3, 3, 32, 32, True),
     "delta, large": lambda: delta(2, 4, 128, 128, False),
     "delta, large by channel": lambda: delta(2, 2, 128, 128, True),

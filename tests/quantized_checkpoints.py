@@ -102,7 +102,8 @@ def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Pa
     packed, floats = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight") or ".experts." in name:
+        is_product = "_proj" in module.rpartition(".")[2] or ".experts." in name
+        if is_product and name.endswith(".weight") and _fits(weight, kind):
             del packed[name]
             parts, floats[name] = quantize(weight, kind)
             packed |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
@@ -111,6 +112,12 @@ def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Pa
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))
     return quantized, widened
+
+
+def _fits(weight: Tensor, kind: str) -> bool:
+    """Whether a format can hold a matrix of this size."""
+    n, k = weight.shape
+    return kind.startswith("fp8") or (n % 8 == 0 and k % GROUP == 0)
 
 
 _Stored = GroupedWeight | SuperblockWeight

@@ -1,9 +1,7 @@
 """Every described family through the whole engine: greedy tokens in float32 are those of transformers, alone, all at
-once, in chunks, with preemption, prefix hits, swapped to the host tier and back, and with two ranks."""
+once, in chunks, with preemption, prefix hits, swapped to the host tier and back, and with two and three ranks."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,16 +14,17 @@ import torch
 import vocabulary
 from every_family import MAX_LEN, MAX_TOKENS, greedy_of, make_prompts
 from family_kinds import KINDS, load_kind, make_kind
+from hybrid_kinds import BY_THREE, RECURRENT
+from rank_processes import run_ranks
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.core.groups import Groups
-from pagewire.engine.parallel.shared_memory import make_memory
 
 pytestmark = pytest.mark.slow
 
 # Of each kind of layer one; the others are for `make test-long`.
 EVERY_TIME = ("Gemma4Text-0", "GptOss-0", "Llama4Text-0", "Mistral4-1", "Olmo2-1")
-TWO_RANKS = ("DeepseekV3-0", "Gemma4Text-2", "MiniMaxM2-1", "Olmo3-0", "Olmoe-0")
+FEW = ("DeepseekV3-0", "Gemma4Text-2", "Jamba-0", "MiniMax-0", "MiniMaxM2-1", "Olmo3-0", "Olmoe-0")  # for two ranks
 NUM_PROMPTS = 64
 NUM_PROMPTS_OF_VARIANTS = 24  # of families of which another variant has all prompts
 NUM_ALONE = 12
@@ -73,9 +72,10 @@ def one_thread() -> Iterator[None]:
 
 
 def make_case(name: str, folder: Path, num: int) -> Case:
-    made = make_kind(folder / name, *KINDS[name])
+    kind = {**KINDS, **RECURRENT, **BY_THREE}[name]
+    made = make_kind(folder / name, *kind)
     vocabulary.add_tokenizer(made)
-    return Case(made, load_kind(made, *KINDS[name]), make_prompts(made, num))
+    return Case(made, load_kind(made, *kind), make_prompts(made, num))
 
 
 @pytest.mark.parametrize(
@@ -119,22 +119,22 @@ def little_memory(case: Case, groups: Groups) -> LLM:
     )
 
 
-@pytest.mark.parametrize("names", [TWO_RANKS, pytest.param(tuple(KINDS), marks=pytest.mark.long)], ids=["some", "all"])
-def test_two_ranks_give_the_tokens_of_transformers(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        pytest.param(FEW, 2, id="some"),
+        pytest.param(tuple(KINDS), 2, id="all", marks=pytest.mark.long),
+        pytest.param(tuple(RECURRENT), 2, id="recurrent", marks=pytest.mark.long),
+        pytest.param(tuple(BY_THREE), 3, id="three", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_give_the_tokens_of_transformers(names: tuple[str, ...], size: int, tmp_path: Path) -> None:
     cases = [make_case(name, tmp_path, 12) for name in names]
     jobs = {str(case.folder): case.prompts for case in cases}
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    fd = make_memory()
-    command = [sys.executable, every_family.__file__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(fd), str(tmp_path)], pass_fds=[fd], env=environment)
-        for rank in range(2)
-    ]
-    os.close(fd)
-    assert [rank.wait(500) for rank in ranks] == [0, 0]
-    first, second = (json.loads((tmp_path / f"outputs-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
+    run_ranks(every_family.__file__, size, tmp_path, timeout_s=900.0)
+    first, *others = (json.loads((tmp_path / f"outputs-{rank}.json").read_text()) for rank in range(size))
+    assert all(outputs == first for outputs in others)
     for name, case in zip(names, cases, strict=True):
         for prompt, output in zip(case.prompts, first[str(case.folder)], strict=True):
             assert output == greedy_of(case.model, prompt, output), f"{name}, prompt of {len(prompt)} tokens"

@@ -1,14 +1,14 @@
-"""Generates docs/models.md from the families' pages: who computes each architecture, in which cache groups, and among
-how many ranks.
+"""Generates docs/models.md from the families' pages: who computes each architecture, in which cache groups, among how
+many ranks, and which quantized checkpoints are read.
 
-`python -m pagewire.tools.models` writes the page; a test finds it out of date. It needs a C compiler or a wheel, whose
-program is asked what it lacks. Speeds come from `bench/results/families.json`, if `bench.engine.families` has measured
-them.
+`python -m pagewire.tools.models` writes the page; a test finds it out of date. Speeds come from
+`bench/results/families.json`, if `bench.engine.families` has measured them.
 """
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,19 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..config.machine import machine_facts
-from ..engine.gpu.layers import UnknownLayerError, layers_of
+from ..engine.checkpoint.gguf_config import ARCHITECTURES
+from ..engine.checkpoint.quantization import FORMATS
+from ..engine.gpu import rules
 from ..engine.models.cut import cut
 from ..engine.models.description import Decoder
 from ..engine.models.families import describe, pages
 from ..engine.models.fields import Fields, NotDescribedError
+from ..engine.models.in_c import operations_in_torch
 from ..engine.models.lower import lower
-from ..engine.models.program import Program
-from ..engine.runner.backend import Backend, compiled
-from ..engine.runner.served import group_names, operations_in_torch, shape_of
+from ..engine.models.program import Matrix, Program
+from ..engine.runner.served import group_names, lacks_in_triton, names, shape_of
+from ..engine.weights.mapping import Names
 from ..errors import ConfigError
-from ..kernels.cpu.build import find
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"
@@ -48,37 +49,45 @@ transformers' config class has by default; other sizes and options of a family m
 
 - **CPU**: "C" means that the whole program runs in C; otherwise torch computes the operations that are named, on the
   same memory. Without a compiler torch computes everything.
-- **GPU**: "Triton", or the reason why torch computes the model.
+- **GPU**: "Triton" means that kernels of Triton and the vendor's library compute the whole program; otherwise torch
+  computes the operations that are named, in the same recorded step. Or the reason why torch computes the whole model.
 - **Cache groups**: which keys and values live equally long.
 - **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes.
-- **Speed**: decoding with the C program, beside a Llama of as many parameters; 1.1 × means 1.1 times its time.
+- **Quantized checkpoints**: formats that are read; int8, int4 and MXFP4 are those of compressed-tensors. Experts are
+  not read from them where the family's files have the experts of a layer in one tensor.
+"""
 
-Every described family takes `--quantization int8` and `int4`, and checkpoints in fp8, AWQ, GPTQ, compressed-tensors and
-MXFP4 ([models](features.md#models)). Architectures without a page run in transformers with pagewire's attention, if a
-trial at start shows that their tokens are those of their own forward pass; `tests/families.py` lists what was tried.
+_SPEED = """\
+- **Speed**: decoding with the C program, beside a Llama of as many parameters; 1.1 × means 1.1 times its time.
+"""
+
+_TAIL = """\
+
+Every described family takes `--quantization int8` and `int4` on a CPU. [Features](features.md#models) says in which
+form each format is multiplied. Architectures without a page run in transformers with pagewire's attention, if a trial
+at start shows that their tokens are those of their own forward pass; `tests/families.py` lists what was tried.
+
 """
 
 
 def page() -> str:
-    """The Markdown. Raises BuildError without C kernels."""
-    backend = compiled(find(machine_facts().usable_levels[0]), "float32", quantization=None, rounds=False)
+    """The Markdown."""
     speeds = _speeds()
-    lines = [
-        _HEAD,
-        "| family | architecture | CPU | GPU | cache groups | ranks | speed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ["family", "architecture", "CPU", "GPU", "cache groups", "ranks", "quantized checkpoints"]
+    columns += ["speed"] if speeds else []
+    lines = [_row(columns), "|" + "---|" * len(columns)]
     for architecture, module in sorted(
         ((name, page.__module__.rpartition(".")[2]) for name, page in pages().items()), key=lambda pair: pair[::-1]
     ):
         cells = [f"[{module}](../engine/models/families/{module}.py)", f"`{architecture}`"]
         decoder = default_decoder(architecture)
-        if decoder is None:
-            cells += ["–"] * 4
-        else:
-            cells += _cells(decoder, backend)
-        lines.append(f"| {' | '.join([*cells, speeds.get(architecture, '–')])} |")
-    return "\n".join([*lines, ""])
+        cells += ["–"] * 5 if decoder is None else _cells(architecture, decoder)
+        lines.append(_row([*cells, *([speeds.get(architecture, "–")] if speeds else [])]))
+    return _HEAD + (_SPEED if speeds else "") + _TAIL + "\n".join([*lines, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def default_decoder(architecture: str) -> Decoder | None:
@@ -95,22 +104,46 @@ def default_decoder(architecture: str) -> Decoder | None:
     return None
 
 
-def _cells(decoder: Decoder, backend: Backend) -> Iterator[str]:
+def _cells(architecture: str, decoder: Decoder) -> Iterator[str]:
     program = lower(decoder)
-    shape = shape_of(program, torch.float32)
-    in_torch = operations_in_torch(program, shape, backend)
+    in_torch = operations_in_torch(program)
     yield f"C; torch: {', '.join(in_torch)}" if in_torch else "C"
     yield _gpu(program)
-    yield ", ".join(group_names(shape.groups(_BLOCK_SIZE)))
+    yield ", ".join(group_names(shape_of(program, torch.float32).groups(_BLOCK_SIZE)))
     yield ", ".join(str(size) for size in _RANKS if _divides(decoder, size)) or "–"
+    yield _formats(architecture, decoder, program)
 
 
 def _gpu(program: Program) -> str:
-    try:
-        layers_of(program)
-    except UnknownLayerError as error:
-        return f"torch: {error}"
-    return "Triton"
+    if (why := lacks_in_triton(program)) is not None:
+        return f"torch: {why}"
+    found = names(rules.in_torch(program))
+    return f"Triton; torch: {', '.join(found)}" if found else "Triton"
+
+
+class _Every(Container[str]):
+    """The names of a checkpoint that has everything."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _formats(architecture: str, decoder: Decoder, program: Program) -> str:
+    """The formats of quantized checkpoints that are read. A family's files may have a matrix in several layouts."""
+    layouts = [Names(decoder, present) for present in (_Every(), set[str]())]
+    of_kind: dict[tuple[str, str], Matrix] = {}  # one of those that differ in their layer
+    for matrix in program.matrices:
+        if matrix.use not in ("table", "router"):
+            of_kind.setdefault((re.sub(r"\d+", "", matrix.key), matrix.use), matrix)
+
+    def is_read(matrix: Matrix) -> bool:
+        return any(all(source.is_module for source in names.sources(matrix)) for names in layouts)
+
+    left = {matrix.use for matrix in of_kind.values() if not is_read(matrix)}
+    if not left <= {"experts", "gated experts"}:
+        return "–"
+    formats = [*FORMATS, *(["GGUF"] if architecture in {name for name, _ in ARCHITECTURES.values()} else [])]
+    return ", ".join(formats) + (", but not the experts" if left else "")
 
 
 def _divides(decoder: Decoder, size: int) -> bool:

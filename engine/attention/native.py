@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.library import Kernels
+from ...kernels.cpu.limits import attention_lacks
 from ...kernels.cpu.operations import dense, page_stride
 from ...kernels.cpu.structs import Pages, StepFields
 from ...kernels.ops import Ops, reference_ops
@@ -54,9 +55,8 @@ class NativePagedAttention:
 
     def lacks(self, tile: int, parameters: AttentionParameters) -> str | None:
         """Why the kernels cannot compute such a layer; None: they can."""
-        sizes = [part.shape[3] for part in self._cache.pages[tile][: 1 if parameters.latent else 2]]
-        odd = next((size for size in sizes if size % LANES), None)
-        return None if odd is None else f"a head size that is no multiple of {LANES} ({odd})"
+        keys, values = self._cache.pages[tile]
+        return attention_lacks(keys.shape[3], keys.shape[3] if parameters.latent else values.shape[3])
 
     def forward(
         self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters

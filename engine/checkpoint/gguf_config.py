@@ -12,7 +12,7 @@ from ...errors import CheckpointError, ConfigError
 from .gguf import PLAIN, Gguf, read_vector
 
 # general.architecture → what config.json would say.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -32,10 +32,10 @@ def config_of(gguf: Gguf) -> dict[str, object]:
     """config.json's fields. Raises ConfigError, CheckpointError."""
     metadata, tensors = gguf.metadata, gguf.tensors
     arch = metadata.text("general.architecture")
-    if arch not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"{gguf.path} has the architecture {arch}; of GGUF files pagewire serves {known}.")
-    architecture, model_type = _ARCHITECTURES[arch]
+    architecture, model_type = ARCHITECTURES[arch]
 
     def size(name: str, default: int | None = None) -> int:
         key = f"{arch}.{name}"

@@ -159,6 +159,10 @@ class _Gptq(Struct):
     checkpoint_format: Literal["gptq", "gptq_v2"] | None = None
 
 
+FORMATS = "fp8", "AWQ", "GPTQ", "int8", "int4", "MXFP4"
+"""What `read_scheme` reads, in short."""
+
+
 def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
     """config: `quantization_config` of `file`. Raises ConfigError."""
     method = config.get("quant_method")

@@ -16,27 +16,18 @@ from msgspec.structs import replace
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError, UnsupportedModel
-from ..models.description import (
-    Attention,
-    Decoder,
-    DeltaNet,
-    Lightning,
-    Mamba1,
-    Mamba2,
-    ShortConv,
-)
-from ..models.families import describe, describe_body, pages, text_fields
+from ..models.description import Decoder
+from ..models.families import describe, describe_body, text_fields
 from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
+from ..models.in_c import attends_in_c
+from ..models.lower import lower
+from ..models.undescribed import needs_description
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
 from .gguf_config import config_of, generation_of, rope_divisors
 from .purpose import causal_name, generates, max_length, read_purpose
 from .quantization import GgufScheme, Scheme, read_scheme
-from .support import check_architecture
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-
-
-_RECURRENT = DeltaNet, Mamba1, Mamba2, ShortConv, Lightning
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -59,7 +50,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     decoder: Decoder | None  # None: it runs in transformers,
-    why_not_described: str = ""  # because of this, if its family has a page
+    why_not_described: str = ""  # a clause: because of this
     purpose: Purpose = Purpose()
     scheme: Scheme | None = None  # of a quantized checkpoint
 
@@ -106,8 +97,6 @@ def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
     if divisors := rope_divisors(gguf, head_dim):
         config.raw["rope_divisors"] = list(divisors)
     spec = _read_spec(config, Fields(generation_of(gguf), gguf.path), None)
-    if not is_native(spec):
-        raise ConfigError(f"{gguf.path} cannot be served: {spec.why_not_described}.")
     types = sorted({tensor.type for tensor in gguf.tensors.values()} - {*PLAIN})
     return replace(spec, scheme=GgufScheme(tuple(types)) if types else None)
 
@@ -125,17 +114,15 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         raise ConfigError(f"{whole.file} names no architecture, so this is not a model that can be served.")
     quantization = whole.part("quantization_config")
     architecture = causal_name(own := str(architectures[0]))
-    does_generate = folder is None or generates(folder, own)
-    check_architecture(whole.raw, architecture, generates=does_generate)
+    decoder, why = _describe(whole, architecture, generates=folder is None or generates(folder, own), folder=folder)
 
-    config = text_fields(whole) if architecture in pages() else whole
+    config = whole if decoder is None else text_fields(whole)
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
-    is_described = architecture in pages()  # then the description knows the number of layers
     names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
-    num_layers = config.size(*names, default=1 if is_described else None, most=MAX_LAYERS)
+    num_layers = config.size(*names, default=1, most=MAX_LAYERS) if decoder is None else len(decoder.blocks)
     heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
-    # Recurrent models may have no heads; their number only serves estimates then.
-    num_heads = config.size(*heads, default=max(1, hidden_size // 64) if is_described else None)
+    # Models without such a field are recurrent, or have it under another name: the numbers only serve estimates.
+    num_heads = config.size(*heads, default=max(1, hidden_size // 64))
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
@@ -146,13 +133,6 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
     max_position = config.size(*_POSITIONS, default=2048, most=MAX_POSITIONS)
     rope_kind, original = _rope(config, max_position)
-    decoder, why = None, ""
-    try:
-        decoder = describe(architecture, whole) if does_generate else describe_body(architecture, whole)
-    except NotDescribedError as error:
-        why = f"it has {error}"
-        if config is not whole:  # transformers' class of a wrapper computes more than texts
-            raise UnsupportedModel(architecture, why) from None
     if folder is None:
         purpose = Purpose(size=hidden_size)
     else:
@@ -168,7 +148,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_intermediate_size(config, 4 * hidden_size),
-        num_layers=num_layers if decoder is None else len(decoder.blocks),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -193,6 +173,17 @@ def _intermediate_size(config: Fields, default: int) -> int:
     return config.size("intermediate_size", "n_inner", "ffn_dim", default=default)
 
 
+def _describe(whole: Fields, architecture: str, *, generates: bool, folder: Path | None) -> tuple[Decoder | None, str]:
+    """(the description, why there is none). Raises UnsupportedModel if only a description could serve the model."""
+    try:
+        return describe(architecture, whole) if generates else describe_body(architecture, whole), ""
+    except NotDescribedError as error:
+        what = needs_description(whole, generates=generates) or ("" if folder else "weights in a GGUF file")
+        if what:
+            raise UnsupportedModel(architecture, f"it has {what}, and {error.why}") from None
+        return None, error.why
+
+
 def _rope(config: Fields, max_position: int) -> tuple[str, int]:
     """(kind, positions before scaling)"""
     scaling = config.part("rope_parameters") or config.part("rope_scaling") or Fields({}, config.file)
@@ -206,6 +197,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
     """The part of a spec that the configuration depends on, with the checkpoint's fingerprint. Raises ConfigError."""
     key = fingerprint(folder)  # first: raises ConfigError for files that cannot be read
     weight_bytes, wide_bytes = _weight_bytes(spec, folder)
+    program = None if spec.decoder is None else lower(spec.decoder)
     return ModelFacts(
         path=str(folder),
         name=name,
@@ -217,17 +209,11 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         wide_bytes=wide_bytes,
         fingerprint=key,
         is_native=is_native(spec),
-        attends_in_c=spec.decoder is None or _attends_in_c(spec.decoder),
-        has_states=spec.decoder is not None and any(isinstance(body, _RECURRENT) for body in spec.decoder.bodies),
+        attends_in_c=program is None or attends_in_c(program),
+        has_states=program is not None and bool(program.states),
         sampling=spec.sampling,
         purpose=spec.purpose,
-    )
-
-
-def _attends_in_c(decoder: Decoder) -> bool:
-    """Whether the C kernels have the attention of all layers (`attention.native`)."""
-    return all(
-        body.head_dim % 16 == 0 and body.value_dim % 16 == 0 for body in decoder.bodies if isinstance(body, Attention)
+        regime_limit=None if spec.decoder is None else spec.decoder.regime_limit,
     )
 
 

@@ -14,6 +14,12 @@ def root_key(model: bytes, salt: bytes, adapter: bytes = b"") -> bytes:
     return sha256(b"".join(parts) + salt).digest()
 
 
+def regime_key(root: bytes, regime: int) -> bytes:
+    """The parent key of the first block of a sequence in this regime (`Request.regime`): equal tokens have other KV in
+    another regime, so none of their keys are equal."""
+    return sha256(root + regime.to_bytes(1, "little")).digest() if regime else root
+
+
 def block_key(parent: bytes, ids: bytes) -> bytes:
     """The key of the block that follows `parent` and holds `ids`: int32 bytes of a block or of its beginning."""
     return sha256(parent + ids).digest()

@@ -172,7 +172,7 @@ class Planner:
         """Plans the rows that need one position and may compute draft tokens after it, with the blocks for them. There
         are blocks and budget for all `running`. Returns the others.
 
-        The upper bound of a row stays within `num_needed`: a row that is nearer to it waits for its results, or goes on
+        The upper bound of a row stays within `num_due`: a row that is nearer to it waits for its results, or goes on
         without draft tokens.
         """
         num = 1 + self._speculate
@@ -181,7 +181,7 @@ class Planner:
         for request in running:
             last = request.num_planned + num
             is_single = request.num_planned + 1 == request.num_total
-            if is_single and request.may_speculate and last <= request.num_needed and request.fast_limit >= 0:
+            if is_single and request.may_speculate and last <= request.num_due and request.fast_limit >= 0:
                 if last > request.fast_limit:
                     growing.append(request)
                 builder.decodes.append(request)

@@ -21,7 +21,7 @@ from ...ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from .block_hash import block_key
+from .block_hash import block_key, regime_key
 from .block_pool import BlockPool
 from .groups import Groups
 from .kv_connector import Item
@@ -64,7 +64,7 @@ class Request:
 
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
         "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
-        "ids num_prompt num_resumed max_len num_needed keys num_allowed mask "
+        "ids num_prompt num_resumed max_len num_needed regime_limit regime keys num_allowed mask "
         "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
         "slot slot_from is_spoiled junction snapshots grid after num_after "
         "num_computed num_planned num_total num_found num_restored num_committed "
@@ -83,8 +83,10 @@ class Request:
         root: bytes,
         eos_token_ids: frozenset[int],
         keys: Iterable[bytes] = (),
+        regime_limit: int = sys.maxsize,
     ) -> None:
-        """`choice`: which of the message's `n` sequences. `keys`: of its leading blocks, if they are known already."""
+        """`choice`: which of the message's `n` sequences. `keys`: of its leading blocks, if they are known already.
+        `regime_limit`: ids, beyond which a sequence is in another regime."""
         limits, sampling = message.limits, message.sampling
         # What was asked for. It never changes, but for `wants_all`.
         self.rid = message.rid + choice
@@ -94,7 +96,7 @@ class Request:
         self.arrival = arrival  # its place among requests of the same rank
         self.queue_key = queue_key  # of the policy
         self.block_size = block_size
-        self.root = root  # parent key of its first block
+        self.root = root  # parent key of its first block; another one in another regime
         self.is_constrained = message.constraint is not None
         # Every position of its prompt has an output, so none may come from a cache.
         self.wants_all = sampling.prompt_logprobs is not None or (
@@ -115,6 +117,12 @@ class Request:
         max_tokens = room if limits.max_tokens is None else min(room, limits.max_tokens)
         self.max_len = self.num_prompt + max_tokens  # its ids never exceed it
         self.num_needed = self.num_prompt + max(0, max_tokens - 1)  # positions to compute: the last token needs no KV
+        # How the model computes its positions: 1 if the token after them follows more than `regime_limit` ids, else 0.
+        # All its positions have one regime. A request whose regime changes gives its row back and is computed again.
+        self.regime_limit = regime_limit
+        self.regime = int(len(self.ids) > regime_limit)
+        if self.regime:
+            self.root = regime_key(root, 1)
         self.keys = list(keys)  # of its full blocks, as far as they were needed
         self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # num_total ≤ it, until the next mask
         self.mask = b""  # of the token at `num_allowed - 1`: what it may be, see `StepPlan.masks`; empty: anything
@@ -262,7 +270,7 @@ class Request:
             table.blocks += new
         self.num_blocks += num
         if self.fast_limit >= 0:
-            self.fast_limit = min(self.num_needed, self.num_blocks * self.block_size)
+            self.fast_limit = min(self.num_due, self.num_blocks * self.block_size)
 
     @staticmethod
     def grow_each(requests: Sequence["Request"], blocks: Sequence[Sequence[int]]) -> None:
@@ -273,7 +281,7 @@ class Request:
         for request in requests:
             request.num_blocks += 1
             if request.fast_limit >= 0:
-                request.fast_limit = min(request.num_needed, request.num_blocks * request.block_size)
+                request.fast_limit = min(request.num_due, request.num_blocks * request.block_size)
 
     def drop_behind(self, groups: Groups) -> list[int]:
         """Takes the blocks that no position after the computed ones reads out of its tables. Returns them.
@@ -418,6 +426,10 @@ class Request:
         if self.state is not State.ENDED:
             self.state = State.WAITING
             self.is_poisoned = False
+            if self.changes_regime:
+                self.regime = 1
+                self.root = regime_key(self.root, 1)
+                self.keys = []
         self._settle()
 
     def _settle(self) -> None:
@@ -425,9 +437,9 @@ class Request:
             self.fast_limit, self.next_check = -1, 0
             return
         is_fast = self.is_open and self.generates and not self.is_constrained
-        self.fast_limit = min(self.num_needed, self.num_blocks * self.block_size) if is_fast else -1
+        self.fast_limit = min(self.num_due, self.num_blocks * self.block_size) if is_fast else -1
         stretch = _COMMIT_BLOCKS * self.block_size
-        self.next_check = min((self.num_computed // stretch + 1) * stretch, self.num_needed)
+        self.next_check = min((self.num_computed // stretch + 1) * stretch, self.num_due)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -503,11 +515,22 @@ class Request:
         return self.max_len > self.num_prompt
 
     @property
+    def num_due(self) -> int:
+        """Positions to compute before it ends or its regime changes."""
+        return self.num_needed if self.regime or self.num_needed <= self.regime_limit else self.regime_limit
+
+    @property
+    def changes_regime(self) -> bool:
+        """Its last ids are beyond the limit of its regime: none of what was computed is of use for what follows."""
+        return not self.regime and len(self.ids) > self.regime_limit
+
+    @property
     def num_computable(self) -> int:
         """Positions that may be computed: those whose ids are known, here or on the device, and whose KV is needed; not
-        the last one, from which a token is sampled, while its mask is missing."""
+        the last one, from which a token is sampled, while its mask is missing; in another regime none before its row is
+        given back."""
         num = self.num_total if self.num_total < self.num_allowed else self.num_total - 1
-        return min(num, self.num_needed)
+        return min(num, self.num_due)
 
     @property
     def has_work(self) -> bool:
@@ -572,6 +595,7 @@ class Request:
             tables=() if is_plain else tuple(GroupTable(t.first, pool.pages_of(t.blocks)) for t in self.tables),
             state=pool.pages_of([self.slot]) if self.slot >= 0 else b"",
             state_from=pool.pages_of([self.slot_from]) if self.slot_from >= 0 else b"",
+            regime=self.regime,
         )
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:

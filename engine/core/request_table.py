@@ -118,6 +118,11 @@ class RequestTable:
         self.num_leaving += 1
         self.release_if_idle(request)
 
+    def change_regime(self, request: Request) -> None:
+        """Preempts it because its last token is beyond the limit of its regime. All of it is computed in the next."""
+        self._counters.num_regime_changes += 1
+        self.preempt(request)
+
     def start_again(self, request: Request) -> None:
         """Preempts a poisoned request; its results in flight do not count."""
         if request.state is State.RUNNING:

@@ -8,6 +8,7 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 `RequestTable` holds the requests, `Planner` fills a plan; this file sends plans and applies their results.
 """
 
+import sys
 from array import array
 from collections import deque
 from collections.abc import Mapping
@@ -90,8 +91,10 @@ class Scheduler:
         kv_events: bool = False,
         speculate: int = 0,
         is_chunked: bool = True,
+        regime_limit: int | None = None,
     ) -> None:
-        """`speculate`: draft tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`."""
+        """`speculate`: draft tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
+        `regime_limit`: see `Request`; None: all sequences are in one regime."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
         self.block_size = block_size
@@ -102,6 +105,7 @@ class Scheduler:
         self._admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
         self.depth = depth
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
         self.connector = connector
         self._reports_kv_events = kv_events
@@ -172,6 +176,7 @@ class Scheduler:
                 root=root,
                 eos_token_ids=self.eos_token_ids,
                 keys=keys,
+                regime_limit=self.regime_limit,
             )
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
                 keys = request.block_keys(num_prompt // self.block_size, self.block_size)
@@ -442,6 +447,8 @@ class Scheduler:
                 if len(tokens) > 1:
                     self._add_tokens(request, tokens[:-1])
                 self.table.end(request, request.failure())
+        if request.changes_regime and request.state is State.RUNNING:
+            self.table.change_regime(request)
         self.table.release_if_idle(request)
         return is_plain
 

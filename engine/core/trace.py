@@ -256,6 +256,7 @@ def make_scheduler(
         kv_events=config.kv_events is not None,
         speculate=num_draft_tokens(config.speculative),
         is_chunked=not config.model.purpose.is_encoder,
+        regime_limit=config.model.regime_limit,
     )
 
 

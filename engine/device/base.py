@@ -54,8 +54,13 @@ def choose_device(config: EngineConfig, *, rank_info: RankInfo) -> Device:
     return CpuDevice(num_threads=config.num_threads, num_sharers=num_here * config.data_parallel_size)
 
 
+# In messages of torch on a CPU, of CUDA (graph instantiation, loading of kernels), and of cuBLAS.
+_OUT_OF_MEMORY = ("you tried to allocate", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this is an out-of-memory error of torch, NumPy or Python. Torch has no class for it on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        type(error) is RuntimeError and "you tried to allocate" in str(error)
-    )
+    """Whether this is an out-of-memory error of torch, CUDA, cuBLAS, NumPy or Python. Some of them have no class of
+    their own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)

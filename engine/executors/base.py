@@ -11,8 +11,11 @@ from ..attention.kv_cache import KvShape
 class Model(Protocol):
     kv_shape: KvShape
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """The forward pass over a step's tokens. ids, positions: [tokens] int64 → [tokens, hidden_size]."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
+        """The forward pass over a step's tokens. ids, positions, regimes (see `RowOpen`; None: all 0): [tokens] int64 →
+        [tokens, hidden_size]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [positions, hidden_size], any selection of the hidden states → float32 [positions, vocab_size]."""

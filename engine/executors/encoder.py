@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ...errors import CheckpointError, ConfigError, UnsupportedModel
 from ..checkpoint.purpose import has_sigmoid, refuse_own_code
 from ..checkpoint.spec import ModelSpec
-from ..checkpoint.support import ENCODER_DECODER
+from ..models.fields import Fields
+from ..models.undescribed import needs_description
 
 _MAX_PADDING = 0.1  # limit of the share of padding in a batch
 _PASS_TOKENS = 64  # padding tokens that cost about as much as another forward pass
@@ -93,8 +94,8 @@ def encoder_config(spec: ModelSpec, folder: Path) -> Any:
     except Exception as error:  # transformers' config classes raise exceptions of many kinds
         refuse_own_code(folder, spec.architecture)
         raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(error)}") from error
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(spec.architecture, ENCODER_DECODER)
+    if has := needs_description(Fields(config.to_dict(), folder / "config.json"), generates=False):
+        raise UnsupportedModel(spec.architecture, f"it has {has}, and {spec.why_not_described}")
     return config
 
 

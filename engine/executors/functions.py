@@ -28,6 +28,18 @@ def _normed(x: Tensor, size: int, kind: str, eps: float, weight: Tensor | None, 
     return F.rms_norm(x, (size,), weight, eps)
 
 
+def xielu_factors(weights: Tensor) -> Tensor:
+    """The factors of positive and of negative numbers, [2] float32. weights: alpha_p and alpha_n."""
+    return F.softplus(weights.float()) + torch.tensor([0.0, 0.5], device=weights.device)
+
+
+def xielu(x: Tensor, weights: Tensor) -> Tensor:
+    """arXiv 2411.13010: the integral of an ELU."""
+    positive, negative = xielu_factors(weights).to(x.dtype)
+    curve = torch.where(x > 0, positive * x * x, (torch.expm1(x.clamp(max=-1e-6)) - x) * negative)
+    return curve + 0.5 * x
+
+
 def activate(x: Tensor, act: Activation) -> Tensor:
     match act:
         case "silu":

@@ -1,15 +1,13 @@
 """The operations of recurrent mixers: brings the columns and weights of a program into the shapes that scans take."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...kernels import reference_scans
 from ...kernels.reference_scans import Act
-from ...kernels.states import StateRows, Tiles, grouped
-from ..attention.base import AttentionBackend
+from ...kernels.states import Tiles, grouped
 from ..models.program import (
     Convolve,
     GatedNormalize,
@@ -17,7 +15,6 @@ from ..models.program import (
     ScanLightning,
     ScanMamba1,
     ScanMamba2,
-    States,
     Vector,
 )
 from .weights import Weights
@@ -26,19 +23,34 @@ Mixer = Convolve | ScanDelta | ScanMamba1 | ScanMamba2 | ScanLightning | GatedNo
 MIXERS: tuple[type[Mixer], ...] = (Convolve, ScanDelta, ScanMamba1, ScanMamba2, ScanLightning, GatedNormalize)
 
 
-class Scans(Protocol):
+Rows = TypeVar("Rows")  # how an implementation of the scans takes the rows of a step
+Rows_co = TypeVar("Rows_co", covariant=True)
+Rows_contra = TypeVar("Rows_contra", contravariant=True)
+
+
+class StatePlaces(Protocol[Rows_co]):
+    """Where the states of a step are; an `AttentionBackend` knows it."""
+
+    @property
+    def states(self) -> Rows_co | None: ...
+    def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles: ...
+
+
+class Scans(Protocol[Rows_contra]):
     """The functions of `kernels/reference_scans.py`, by one of its implementations."""
 
     @property
-    def conv(self) -> Callable[[Tensor, Tensor, Tensor | None, Act, StateRows, Tiles], Tensor]: ...
+    def conv(self) -> Callable[[Tensor, Tensor, Tensor | None, Act, Rows_contra, Tiles], Tensor]: ...
     @property
     def scan_delta(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows, Tiles], Tensor]: ...
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rows_contra, Tiles, float], Tensor]: ...
     @property
     def scan_mamba1(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, StateRows, Tiles], Tensor]: ...
+    ) -> Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Rows_contra, Tiles], Tensor
+    ]: ...
     @property
     def scan_mamba2(
         self,
@@ -52,32 +64,34 @@ class Scans(Protocol):
             Tensor | None,
             Tensor | None,
             tuple[float, float],
-            StateRows,
+            Rows_contra,
             Tiles,
         ],
         Tensor,
     ]: ...
     @property
-    def scan_lightning(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateRows, Tiles], Tensor]: ...
+    def scan_lightning(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Rows_contra, Tiles], Tensor]: ...
     @property
     def gated_norm(self) -> Callable[[Tensor, Tensor, Tensor | None, int, float, Act, bool], Tensor]: ...
 
 
-class Mixers:
-    def __init__(self, weights: Weights, device: torch.device) -> None:
-        self.scans: Scans = reference_scans
+class Mixers(Generic[Rows]):
+    def __init__(self, weights: Weights, device: torch.device, scans: Scans[Rows]) -> None:
+        self.scans = scans
         self._weights, self._device = weights, device
         self._arranged: dict[str, Tensor] = {}
 
-    def run(self, args: Mixer, ins: list[Tensor], attention: AttentionBackend) -> Tensor:
-        """ins, and the result: [tokens, width]. The states are those of the attention's step."""
+    def run(self, args: Mixer, ins: list[Tensor], places: StatePlaces[Rows]) -> Tensor:
+        """ins, and the result: [tokens, width]."""
         if isinstance(args, GatedNormalize):
             weight, size, eps = self.norm(args, ins[0].shape[1])
             return self.scans.gated_norm(ins[0], ins[1], weight, size, eps, args.act, args.gate_first).to(ins[0].dtype)
-        rows, tiles = states_of(args.states, attention)
+        states, rows = args.states, places.states
+        assert rows is not None, "a step without states"
+        tiles = places.state_tiles(states.first, states.count, states.per_tile)
         return self._scan(args, ins, rows, tiles).flatten(1).to(ins[0].dtype)
 
-    def _scan(self, args: Mixer, ins: list[Tensor], rows: StateRows, tiles: Tiles) -> Tensor:
+    def _scan(self, args: Mixer, ins: list[Tensor], rows: Rows, tiles: Tiles) -> Tensor:
         vector, scans = self._weights.vector, self.scans
         match args:
             case Convolve():
@@ -89,7 +103,7 @@ class Mixers:
                 assert a is not None and dt_bias is not None
                 if args.decay_per == "channel":
                     decay, dt_bias = _heads(decay, args.value_heads), dt_bias.view(args.value_heads, args.key_dim)
-                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles)
+                return scans.scan_delta(q, k, v, beta, decay, a, dt_bias, rows, tiles, args.beta_scale)
             case ScanMamba1():
                 x, dt, b, c = ins
                 a = self.groups(args.a)
@@ -136,11 +150,6 @@ class Mixers:
         if key not in self._arranged:
             self._arranged[key] = make()
         return self._arranged[key]
-
-
-def states_of(states: States, attention: AttentionBackend) -> tuple[StateRows, Tiles]:
-    assert attention.states is not None, "a step without states"
-    return attention.states, attention.state_tiles(states.first, states.count, states.per_tile)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.latent import NativeLatent
-from ...kernels.cpu.library import LANES, Kernels
+from ...kernels.cpu.library import Kernels
+from ...kernels.cpu.limits import LANES
 from ...kernels.cpu.scans import NativeScans, rows_fields
 from ...kernels.cpu.structs import Columns, MatrixFields, Operation
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..attention.native import NativePagedAttention
 from ..models.description import Activation
+from ..models.in_c import lacks
 from ..models.program import (
     Activate,
     Add,
@@ -33,6 +35,7 @@ from ..models.program import (
     Layout,
     MatchMagnitude,
     Matrix,
+    MeanSquares,
     MixStreams,
     Mixture,
     Multiply,
@@ -48,18 +51,20 @@ from ..models.program import (
     layout,
 )  # fmt: skip
 from ..parallel.collectives import SharedMemoryGroup
+from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers, Step
+from .reference import Reference, ReferenceModel, Registers
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
-_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(13)
-_STREAMS = 13
+_EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _SQUARES = range(8)
+_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX, _STREAMS = range(8, 15)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _MATCH = range(11)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP = range(9)
+_SPARSE, _XIELU, _MATCH = range(9, 12)
 _ACTS = {
     name: number
     for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", "tanh", ""))
@@ -103,19 +108,22 @@ class NativeModel:
         self._compiler: _Compiler | None = None
         self._work = torch.empty(0)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
-            return self._alone.hidden(ids, positions, attention)
+            return self._alone.hidden(ids, positions, attention, regimes)
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         if self._work.numel() < tokens * self._layout.size:
             self._work = torch.empty(tokens * self._layout.size)
+        step, registers = self._reference.step(ids, positions, attention, regimes), None
         fields = attention.step_fields()
         fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        fields.places = step.places.data_ptr()
         if attention.states is not None:
             states = rows_fields(attention.states)
             fields.states = ctypes.addressof(states)
-        step, registers = Step(ids, positions, attention), None
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
@@ -167,9 +175,8 @@ class _Compiler:
         ops = self._program.ops
         number = 0
         while number < len(ops):
-            compiled = self._compile(ops[number : number + 4])
-            if compiled is not None:
-                operations, count = compiled
+            if not self._is_in_torch(ops[number]):
+                operations, count = self._compile(ops[number : number + 4])
                 run += operations
                 number += count
                 continue
@@ -182,8 +189,11 @@ class _Compiler:
             found.append(_InC((Operation * len(run))(*run)))
         return found
 
-    def _compile(self, ops: Sequence[Op]) -> tuple[list[Operation], int] | None:
-        """The C operations for the first of `ops`, and how many of `ops` they compute; None if C has none."""
+    def _is_in_torch(self, op: Op) -> bool:
+        return lacks(op.args) is not None or (isinstance(op.args, AllReduce) and not self._sums(op))
+
+    def _compile(self, ops: Sequence[Op]) -> tuple[list[Operation], int]:
+        """The C operations for the first of `ops`, and how many of `ops` they compute."""
         op = ops[0]
         match op.args:
             case Normalize() | Rotate():
@@ -193,10 +203,9 @@ class _Compiler:
                 return self._product(ops, op.args)
             case Mixture():
                 return self._mixture(ops, op.args)
-        operations = self._single(op)
-        return None if operations is None else (operations, 1)
+        return self._single(op), 1
 
-    def _single(self, op: Op) -> list[Operation] | None:
+    def _single(self, op: Op) -> list[Operation]:
         """The C operations that compute one operation."""
         if isinstance(op.args, MIXERS):
             fields = mixer_fields(op.args, op, self._reference.mixers, self._attention, self._columns)
@@ -205,7 +214,9 @@ class _Compiler:
             case Embed() as args:
                 return self._embed(op, args)
             case Normalize() as args:
-                return None if args.norm.ranks > 1 else [self._norm(op, args)]
+                return [self._norm(op, args)]
+            case MeanSquares() as args:
+                return [self._operation(op, _SQUARES, size=args.groups, shift=args.group, alpha=args.count)]
             case Positions() as args:
                 matrix = self._matrix(args.table, None)
                 return [self._operation(op, _POSITIONS, x=op.outs[0], matrix=matrix, shift=args.offset)]
@@ -215,11 +226,11 @@ class _Compiler:
                 matrix = self._matrix(args.matrix, args.bias)
                 return [self._operation(op, _PRODUCT, matrix=matrix, epilogue=_SILU_MUL)]
             case Attend() as args:
-                return self._attend(op, args)
+                return [self._attend(op, args)]
             case AttendLatent() as args:
                 return [self._attend_latent(op, args)]
             case AllReduce():
-                return self._sum(op)
+                return [self._sum(op)]
             case MixStreams(size=size, shift=shift):
                 num = op.ins[1].width // size
                 return [self._operation(op, _STREAMS, size=size, dims=num, alpha=shift)]
@@ -228,7 +239,7 @@ class _Compiler:
                 return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
         return self._map(op)
 
-    def _map(self, op: Op) -> list[Operation] | None:
+    def _map(self, op: Op) -> list[Operation]:
         """Operations on each number."""
         match op.args:
             case Add(alpha=alpha, beta=beta):
@@ -240,10 +251,13 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_FACTOR, alpha=factor)]
             case Scale(vector=vector) if vector is not None:
                 return [self._operation(op, _MAP, map=_WEIGHT, weight=self._vector(vector))]
+            case Activate(weights=vector) if vector is not None:
+                positive, negative = xielu_factors(self._reference.weights.vectors[vector.key]).tolist()
+                return [self._operation(op, _MAP, map=_XIELU, alpha=positive, beta=negative)]
             case Activate(act=act):
                 return [self._operation(op, _MAP, map=_ACT, act=_ACTS[act])]
             case Glu() as args:
-                return None if args.ranks > 1 else self._glu(op, args)
+                return self._glu(op, args)
             case Multiply(act=act):
                 size = op.ins[0].width // op.ins[1].width
                 kind = _MULTIPLY if size == 1 else _MULTIPLY_GROUPS
@@ -252,7 +266,7 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=_CLIP, limit=limit)]
             case MatchMagnitude(floor=floor):
                 return [self._operation(op, _MAP, map=_MATCH, limit=floor)]
-        return None
+        raise AssertionError(f"C has no {type(op.args).__name__}")
 
     def _embed(self, op: Op, args: Embed) -> list[Operation]:
         matrix = self._matrix(args.table, None)
@@ -337,12 +351,9 @@ class _Compiler:
         is_plain = isinstance(op.args, Add) and op.args.alpha == op.args.beta == 1.0 and op.outs == op.ins[:1]
         return is_plain and op.ins[1] == view and self._readers[view.register] == 1
 
-    def _attend(self, op: Op, args: Attend) -> list[Operation] | None:
-        parameters = self._reference.attention(args)
-        if self._attention.lacks(args.tile, parameters) is not None:
-            return None
-        pages = self._attention.pages(args.tile, args.heads, parameters)
-        return [self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile))]
+    def _attend(self, op: Op, args: Attend) -> Operation:
+        pages = self._attention.pages(args.tile, args.heads, self._reference.attention(args))
+        return self._operation(op, _ATTEND, pages=self._address(pages), table=self._attention.table(args.tile))
 
     def _attend_latent(self, op: Op, args: AttendLatent) -> Operation:
         keys, values = (
@@ -357,11 +368,15 @@ class _Compiler:
             table=self._attention.table(args.tile),
         )  # fmt: skip
 
-    def _sum(self, op: Op) -> list[Operation] | None:
-        group, view = self._reference.group, op.ins[0]
-        if not isinstance(group, SharedMemoryGroup) or view.width != self._program.widths[view.register]:
-            return None
-        return [self._operation(op, _SUM, sum=ctypes.addressof(group.sum_in_c))]
+    def _sums(self, op: Op) -> bool:
+        """Whether C can add the ranks' parts."""
+        is_whole = op.ins[0].width == self._program.widths[op.ins[0].register]
+        return is_whole and isinstance(self._reference.group, SharedMemoryGroup)
+
+    def _sum(self, op: Op) -> Operation:
+        group = self._reference.group
+        assert isinstance(group, SharedMemoryGroup), group
+        return self._operation(op, _SUM, sum=ctypes.addressof(group.sum_in_c))
 
     def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int]:
         op = ops[0]

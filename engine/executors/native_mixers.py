@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...kernels.cpu import scans
 from ...kernels.cpu.structs import Columns, MixerFields
-from ...kernels.states import Tiles
+from ...kernels.states import StateRows, Tiles
 from ..attention.native import NativePagedAttention
 from ..models.program import (
     Convolve,
@@ -26,7 +26,7 @@ _KINDS = "conv", "delta", "mamba1", "mamba2", "lightning", "norm"  # `MixerKind`
 
 
 def mixer_fields(
-    args: Mixer, op: Op, mixers: Mixers, attention: NativePagedAttention, columns: Callable[[View], Columns]
+    args: Mixer, op: Op, mixers: Mixers[StateRows], attention: NativePagedAttention, columns: Callable[[View], Columns]
 ) -> MixerFields:
     """Valid as long as the mixers and the attention's cache. columns: where a view lies."""
     ins, out = op.ins, op.outs[0]
@@ -48,7 +48,7 @@ def mixer_fields(
             sizes = args.key_heads, args.value_heads, args.key_dim, args.value_dim
             is_per_channel = args.decay_per == "channel"
             weights = vector(args.a), vector(args.dt_bias)
-            fields = scans.delta_fields(*weights, sizes, is_per_channel, tiles(args.states))
+            fields = scans.delta_fields(*weights, sizes, is_per_channel, tiles(args.states), args.beta_scale)
         case ScanMamba1():
             kind, views = "mamba1", (*ins[:2], out, *ins[2:])
             bias = None if args.dt_bias is None else vector(args.dt_bias)

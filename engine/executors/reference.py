@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import reference_scans
 from ...kernels.ops import Matrix
+from ...kernels.states import StateRows
 from ..attention.base import Alibi, AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
-from ..models.description import Norm, Rope
+from ..models.description import Rope
 from ..models.lower import latent_width
 from ..models.program import (
     Activate,
@@ -25,6 +27,7 @@ from ..models.program import (
     Glu,
     Heat,
     MatchMagnitude,
+    MeanSquares,
     MixStreams,
     Mixture,
     Multiply,
@@ -39,9 +42,9 @@ from ..models.program import (
 )
 from ..parallel.collectives import Group
 from .experts import mixture
-from .functions import activate, glu, normalize, sparse
+from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
-from .rotary import RotaryTable
+from .rotary import RotaryTable, places_of
 from .vocabulary import Vocabulary
 from .weights import Weights
 
@@ -50,10 +53,16 @@ from .weights import Weights
 class Step:
     """The tokens of a step, row after row."""
 
-    ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    attention: AttentionBackend
+    ids: Tensor  # [tokens] int64 or int32
+    positions: Tensor  # [tokens] int64 or int32
+    backend: AttentionBackend | None  # None: an executor that attends itself
+    places: Tensor  # [tokens], of the positions in the rotary tables
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cosines and sines of the positions
+
+    @property
+    def attention(self) -> AttentionBackend:
+        assert self.backend is not None, "the executor attends itself"
+        return self.backend
 
 
 class Registers:
@@ -102,15 +111,17 @@ class Reference:
         self.program, self.weights = program, weights
         self._weight_dtype, self._device, self.group = weight_dtype, device, group
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
-        self.mixers = Mixers(weights, device)
+        self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
+        limit = program.regime_limit
         self.rotary: Mapping[Rope, RotaryTable] = {
-            rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device) for rope in ropes
+            rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device, regime_limit=limit) for rope in ropes
         }
         self._functions: dict[type, Callable[[Op, Registers, Step], Tensor]] = {
             Embed: self._embed,
             Positions: self._positions,
             Normalize: self._normalize,
+            MeanSquares: self._mean_squares,
             Product: self._product,
             GatedProduct: self._gated_product,
             Add: self._add,
@@ -133,6 +144,10 @@ class Reference:
     def run(self, op: Op, registers: Registers, step: Step) -> None:
         value = self._functions[type(op.args)](op, registers, step)
         registers.put_adjacent(op.outs, self.program.widths[op.outs[0].register], value)
+
+    def step(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None) -> Step:
+        """The tokens of a step. All are [tokens] int64."""
+        return Step(ids, positions, attention, places_of(positions, regimes, self.program.regime_limit))
 
     # What each operation computes. They return the columns of `op.outs`.
 
@@ -166,20 +181,20 @@ class Reference:
     def _normalize(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Normalize)
-        x, norm = registers.get(op.ins[0]), args.norm
-        weight, bias = self.weights.vector(args.weight), self.weights.vector(args.bias)
-        if norm.ranks > 1:
-            return self._normalize_over_ranks(x, norm, weight)
-        return normalize(x, norm.size, norm.kind, norm.eps, weight, bias)
+        x, norm, weight = registers.get(op.ins[0]), args.norm, self.weights.vector(args.weight)
+        if len(op.ins) > 1:
+            normed = x.float() * torch.rsqrt(registers.get(op.ins[1]) + norm.eps)
+            return (normed if weight is None else normed * weight.float()).to(x.dtype)
+        return normalize(x, norm.size, norm.kind, norm.eps, weight, self.weights.vector(args.bias))
 
-    def _normalize_over_ranks(self, x: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
-        """Each rank has a part of the elements of each group; their squares are added in float32."""
-        groups = x.reshape(x.shape[0], -1, norm.size).float()
-        squares = groups.square().sum(dim=-1)
-        self.group.all_reduce(squares)
-        normed = groups * torch.rsqrt(squares / (norm.size * norm.ranks) + norm.eps)[:, :, None]
-        out = normed.flatten(1) if weight is None else normed.flatten(1) * weight.float()
-        return out.to(x.dtype)
+    def _mean_squares(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        """In float32."""
+        args = op.args
+        assert isinstance(args, MeanSquares)
+        x = registers.get(op.ins[0]).float()
+        out = x.new_zeros(x.shape[0], args.groups)
+        out[:, args.group] = x.square().sum(dim=-1) / args.count
+        return out
 
     def _product(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -211,7 +226,8 @@ class Reference:
     def _activate(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Activate)
-        return activate(registers.get(op.ins[0]), args.act)
+        x, weights = registers.get(op.ins[0]), self.weights.vector(args.weights)
+        return activate(x, args.act) if weights is None else xielu(x, weights)
 
     def _glu(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -258,7 +274,7 @@ class Reference:
         x = registers.get(op.ins[0])
         heads = x.view(x.shape[0], args.heads, -1)
         if args.rope not in step.rotary:
-            step.rotary[args.rope] = self.rotary[args.rope].at(step.positions)
+            step.rotary[args.rope] = self.rotary[args.rope].at(step.places)
         cos, sin = step.rotary[args.rope]
         last = args.first + args.rope.dims
         turning = heads[..., args.first : last]
@@ -359,8 +375,10 @@ class ReferenceModel:
         for register, number in last.items():
             self._dropped[number].append(register)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        step, registers = Step(ids, positions, attention), Registers()
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
+        step, registers = self._reference.step(ids, positions, attention, regimes), Registers()
         for op, dropped in zip(self._reference.program.ops, self._dropped, strict=True):
             self._reference.run(op, registers, step)
             for register in dropped:

@@ -1,7 +1,12 @@
 """Rotary position embedding: the table of cosines and sines of every position, and its scaled variants.
 
 The frequencies equal those of transformers' `modeling_rope_utils`; a test compares them. "dynamic" equals "default"
-here: it changes frequencies only beyond the declared context, which is never served.
+here: it changes frequencies only beyond the declared context, which is never served. (transformers then changes them
+with every token, for the new positions alone, and keeps them for later calls: the tokens would depend on earlier
+requests.)
+
+Longrope has other frequencies for sequences beyond the original length. Such a model has two regimes, and its tables
+hold both: first the positions of short sequences, then all positions of long ones.
 """
 
 import math
@@ -12,13 +17,15 @@ from torch import Tensor
 from ..models.description import Rope
 
 
-def inverse_frequencies(rope: Rope) -> Tensor:
-    """Radians per position for each pair of the dimensions that turn: [dims / 2] float32 on the CPU. Longrope: up to
-    `original` positions."""
+def inverse_frequencies(rope: Rope, regime: int = 0) -> Tensor:
+    """Radians per position for each pair of the dimensions that turn: [dims / 2] float32 on the CPU. regime: 1 for
+    sequences of more than `original` positions, which matters for longrope alone."""
     dim = rope.dims
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
-    if rope.divisors:
-        base = base / torch.tensor(rope.divisors, dtype=torch.float32, device="cpu")
+    is_long = regime == 1 and rope.kind == "longrope"
+    divisors = rope.long_divisors if is_long else rope.divisors
+    if divisors:
+        base = base / torch.tensor(divisors, dtype=torch.float32, device="cpu")
     match rope.kind:
         case "default" | "dynamic" | "longrope":
             return base
@@ -64,11 +71,20 @@ def _yarn(base: Tensor, rope: Rope, dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of positions 0 … max_len - 1, in the model's dtype. The first half of the sines is negated, so
-    that a rotation is two products without a negation."""
+    """Cosines and sines of positions 0 … max_len - 1, in the model's dtype; with a `regime_limit`, before them those of
+    that many positions of shorter sequences. The first half of the sines is negated, so that a rotation is two products
+    without a negation."""
 
-    def __init__(self, rope: Rope, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope)
+    def __init__(
+        self, rope: Rope, *, max_len: int, dtype: torch.dtype, device: torch.device, regime_limit: int | None = None
+    ) -> None:
+        lengths = [max_len] if regime_limit is None or max_len <= regime_limit else [regime_limit, max_len]
+        angles = torch.cat(
+            [
+                torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, regime)
+                for regime, length in enumerate(lengths)
+            ]
+        )
         cos, sin = angles.cos() * rope.cos_scale, angles.sin() * rope.cos_scale
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device).unsqueeze(1)
@@ -79,9 +95,14 @@ class RotaryTable:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos, sin of all positions: each [max_len, 1, dims]."""
+        """cos, sin of all places: each [max_len, 1, dims], or more with two regimes."""
         return self._cos, self._sin
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [tokens] int64 → cos, sin: each [tokens, 1, dims]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """places: [tokens] int64, see `places_of` → cos, sin: each [tokens, 1, dims]."""
+        return self._cos.index_select(0, places), self._sin.index_select(0, places)
+
+
+def places_of(positions: Tensor, regimes: Tensor | None, regime_limit: int | None) -> Tensor:
+    """Where the tables of a model hold the positions of tokens in these regimes (None: all 0). All [tokens] int64."""
+    return positions if regimes is None or regime_limit is None else positions + regimes * regime_limit

@@ -23,7 +23,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 from ...kernels import reference
@@ -31,12 +35,14 @@ from ..attention.base import AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvShape
 from ..checkpoint.purpose import refuse_own_code
 from ..checkpoint.spec import ModelSpec
+from ..models.fields import Fields
+from ..models.undescribed import needs_description
 from .encoder import first_line
 from .masks import REACH, UNKNOWN, describe_mask
 from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
 
 _NAME = "pagewire"
-_ORDINARY_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_ENCODER_DECODERS = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
 # Keywords that transformers passes to attention and that change nothing in a causal forward pass without dropout. Any
 # other keyword may be a term that we do not compute.
 _IDLE_KEYWORDS = {
@@ -162,7 +168,9 @@ class TransformersModel:
         self._name, self._dtype, self._device = name, dtype, device
         self.kv_shape = KvShape(layers=(), dtype=dtype)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
+    ) -> Tensor:
         output = self._body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{_KEYWORD: attention})
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -372,24 +380,21 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
         raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(e)}") from e
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     known = classes.get(type(config), None)
-    if config.is_encoder_decoder or known is None or known.__name__ != name:
+    layers = list(getattr(config, "layer_types", None) or ())  # of older files, transformers derives them
+    has = needs_description(Fields({**config.to_dict(), "layer_types": layers}, folder / "config.json"))
+    if not has and config.model_type in _ENCODER_DECODERS:
+        has = "the decoder of an encoder-decoder model"
+    elif not has and known is not None and known._is_stateful and not layers:
+        has = "layers with a recurrent state"
+    if has:
+        raise UnsupportedModel(name, f"it has {has}, and {spec.why_not_described}")
+    if known is None or known.__name__ != name:
         raise UnsupportedModel(name, "it is not a decoder-only language model; pagewire generates text only with those")
-    layers = set(getattr(config, "layer_types", None) or ())
-    if known._is_stateful and not (layers and layers <= _ORDINARY_LAYERS):
-        raise UnsupportedModel(
-            name,
-            "it has layers with a recurrent state in place of keys and values, and pagewire caches keys and values "
-            "only",
-        )
     if not known._supports_attention_backend:
         raise UnsupportedModel(
             name,
             f"it computes attention in code of its own in transformers {transformers.__version__}, which pagewire's "
             "paged attention cannot replace",
-        )
-    if strange := layers - _ORDINARY_LAYERS:
-        raise UnsupportedModel(
-            name, f"it has layers of a kind that pagewire does not support ({', '.join(sorted(strange))})"
         )
     if spec.rope_kind == "longrope" and max_len > spec.original_max_position:
         raise ConfigError(

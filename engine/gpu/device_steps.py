@@ -17,18 +17,20 @@ from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...kernels.states import StateRows
 from ...kernels.triton.extend_attention import extend_work, max_tiles, tile_tokens
 from ...kernels.triton.logprobs import MAX_BEST
 from ...kernels.triton.prepare_step import fill_packet
+from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
-from ..steps.base import copy_blocks
+from ..steps.draft_states import DraftStates, within
 from ..steps.logprobs import prompt_logprobs, row_logprobs
 from ..steps.ngram import draft
 from ..steps.pooling import RowPooler
 from ..steps.rows import Rows
 from ..steps.sampled import Sampled, take_in
-from ..steps.step_inputs import Samples, samples_of
+from ..steps.step_inputs import Samples, samples_of, states_of
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
@@ -36,6 +38,7 @@ from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from .state import KINDS, RowState, has_penalties, write_opens
 
 _MAX_PART = 256  # tokens sampled at once: each takes 4 bytes of logits per vocabulary entry
+_COPY_BYTES = 64 << 20  # of pages copied at once, which takes as much memory besides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class _Slot:
     best_ids: Tensor  # [samples, 1 + MAX_BEST] int32
     best_values: Tensor  # the same shape, float32
     masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, allocated for the first step with masks
+    copies: Tensor | None = None  # [2 · pages] int64: of the last copy of pages
 
 
 @dataclass(kw_only=True)
@@ -80,14 +84,15 @@ class _Pending:
     num_opens: NDArray[np.int64]  # [samples] how often each one's row had been opened
     num_logprobs: NDArray[np.int64]  # [samples] best tokens asked for; -1: no log-probabilities
     draft_tokens: NDArray[np.int64]
+    draft_states: DraftStates | None  # of a model with recurrent layers, if there are draft tokens
     prompt_logprobs: dict[int, RowLogprobs]
     vectors: dict[int, bytes]
     sampled: Sampled | None = None  # set once the host has read the ids
 
 
-def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1) -> Limits:
+def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1, state_pages: int = 0) -> Limits:
     """The largest step that the core may plan. group: query heads per kv head; draft_tokens: the most per row; tables:
-    of a row."""
+    of a row; state_pages: of a row's recurrent state."""
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
     part = min(rows, _MAX_PART)
@@ -100,6 +105,7 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: in
         tiles=tiles,
         blocks=-(-(config.max_model_len + 1) // config.block_size),
         tables=tables,
+        state_pages=state_pages,
     )
 
 
@@ -141,7 +147,7 @@ class DeviceSteps:
             vocab_size=self._vocab_size,
             groups=cache.groups,
         )
-        assert not self._rows.has_states, "the Triton kernels have no scans"
+        assert limits.state_pages == cache.groups.state_pages, (limits, cache.groups)
         self._pooler = RowPooler(num_rows=limits.rows)
         self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's tables
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
@@ -205,6 +211,9 @@ class DeviceSteps:
 
         planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
         draft_tokens = self._draft(plan, planned[: plan.num_speculative])
+        draft_states = None
+        if rows.has_states and draft_tokens.any():
+            draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
         counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
         nums = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
         counts[: len(draft_tokens)] += draft_tokens
@@ -217,14 +226,19 @@ class DeviceSteps:
         samples = samples_of(picked, ends, np.cumsum(counts), order, nums)
 
         lifted = rows.lift_minimum(samples.rows, samples.ends)
-        shape, parts = self._send(packet, picked, counts, starts, samples)
+        states = None
+        if rows.has_states:
+            states = states_of(plan, rows, picked, starts, counts, self._cache.storage, draft_states)
+        shape, parts = self._send(packet, picked, counts, starts, samples, states)
         if rows.masks:
             self._send_masks(slot)
         if plan.open:
             self._state.open(plan.open, self._packet)
         for row in lifted:
             self._state.change_bias(row, rows.bias(row))
-        copy_blocks(plan, self._cache)
+        if plan.copies:
+            pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64))
+            self._copy(slot, pairs[::2], pairs[1::2])
         prompt: dict[int, RowLogprobs] = {}
         vectors: dict[int, bytes] = {}
         if len(picked):
@@ -237,6 +251,7 @@ class DeviceSteps:
             self._recordings.run(part)
         done = self._fetched = self._queue.fetch(self._results(slot, len(samples.rows), parts))
         rows.num_computed[picked] = ends
+        rows.advance_states(picked)
         if not draft_tokens.any():  # else `take_in` sets the rows' lengths
             rows.num_ids[samples.rows] = samples.ends + 1
             rows.ids[samples.rows, samples.ends] = -1  # only the device knows
@@ -249,6 +264,7 @@ class DeviceSteps:
             num_opens=self._num_opens[samples.rows],
             num_logprobs=rows.num_logprobs[samples.rows],
             draft_tokens=draft_tokens,
+            draft_states=draft_states,
             prompt_logprobs=prompt,
             vectors=vectors,
         )
@@ -262,7 +278,8 @@ class DeviceSteps:
         if shape is None:
             return False
         empty = np.zeros(0, np.int64)
-        self._send(self._empty, empty, empty, empty, Samples(empty, empty, empty, empty))
+        states = StateRows.of(self._cache.storage, [], [], []) if self._rows.has_states else None
+        self._send(self._empty, empty, empty, empty, Samples(empty, empty, empty, empty), states)
         self._recordings.record(shape)
         return self._recordings.next_shape() is not None
 
@@ -292,7 +309,7 @@ class DeviceSteps:
         draft_tokens = draft(self._rows, speculative, plan.speculate, plan.break_even)
         # A sampled token changes the row's penalties, and the device counts one token per row and step.
         draft_tokens[self._has_penalties[speculative]] = 0
-        return draft_tokens
+        return within(draft_tokens, len(self._cache.spare_states)) if self._rows.has_states else draft_tokens
 
     def _send(
         self,
@@ -301,9 +318,13 @@ class DeviceSteps:
         counts: NDArray[np.int64],
         starts: NDArray[np.int64],
         samples: Samples,
+        states: StateRows | None,
     ) -> tuple[StepShape, list[tuple[int, SampleShape]]]:
-        """Sends a step's packet. Returns the shapes to run: of the pass, and of each part of its samples."""
+        """Sends a step's packet. states: of a model with recurrent layers. Returns the shapes to run: of the pass, and
+        of each part of its samples."""
         shape, num_step = self._fill(packet, picked, counts, starts)
+        if states is not None:
+            num_step += fill_states(packet.step[num_step:], states)
         parts = self._fill_samples(packet, samples)
         sent = packet.filled(num_step)
         self._queue.send(sent, self._packet.whole[: len(sent)])
@@ -388,6 +409,19 @@ class DeviceSteps:
         np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
         self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
 
+    def _copy(self, slot: _Slot, sources: Tensor, targets: Tensor) -> None:
+        """Copies pages of the cache in queue order. No source is a target. Both [pages] int64, on the host."""
+        num = len(sources)
+        if slot.copies is None or len(slot.copies) < 2 * num:
+            slot.copies = self._queue.host_memory(2 * num, torch.int64)
+        pairs = torch.cat((sources, targets), out=slot.copies[: 2 * num])
+        sent = torch.empty(2 * num, dtype=torch.int64, device=self._queue.device)
+        self._queue.send(pairs, sent)
+        size = max(1, _COPY_BYTES // max(1, self._cache.groups.page_bytes))
+        for first in range(0, num, size):
+            last = min(first + size, num)
+            self._cache.copy(sent[first:last], sent[num + first : num + last])
+
     def _results(
         self, slot: _Slot, num: int, parts: list[tuple[int, SampleShape]]
     ) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -422,6 +456,8 @@ class DeviceSteps:
                 logprobs[int(samples.order[i])] = row_logprobs(*row)
         if step.draft_tokens.any():
             step.sampled = take_in(step.plan, rows, samples, ids, step.draft_tokens, step.prompt_logprobs, logprobs)
+            if step.draft_states is not None and (copies := step.draft_states.copies(rows)) is not None:
+                self._copy(slot, *copies)
             return
         same = self._num_opens[samples.rows] == step.num_opens
         rows.ids[samples.rows[same], samples.ends[same]] = np.maximum(ids[same], 0)

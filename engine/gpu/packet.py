@@ -1,7 +1,8 @@
 """What the host sends the device for a step: one int32 array, filled in a ring of pinned memory and sent in one copy.
 
 The sections have fixed offsets, because recorded kernels read them there. The section whose length varies most comes
-last, and only its used part is sent; `kernels/triton/prepare_step.py` describes it.
+last, and only its used part is sent; `kernels/triton/prepare_step.py` describes it. What a step does with recurrent
+states is a part of it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.triton.open_rows import FIELDS as OPEN_FIELDS
-from ...kernels.triton.prepare_step import packet_size
+from ...kernels.triton.prepare_step import STATES_AT, packet_size
+from ...kernels.triton.scans import states_size
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Limits:
     part: int  # tokens sampled at once
     tiles: int  # attention tiles of rows with several tokens
     blocks: int  # per row
-    tables: int = 1  # per row: one for each shelf of each group of the cache
+    tables: int = 1  # per row: one for each shelf of each group of the cache but that of states
+    state_pages: int = 0  # of a row; 0: the model has no recurrent layers
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,23 @@ class Packet:
     decode_lens: Tensor  # [rows] keys of the rows with one token, which come first; 0 for all others
     tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
     opens: Tensor  # [rows, OPEN_FIELDS]
-    step: Tensor
+    step: Tensor  # see `prepare_step.py`
+    states: Tensor | None  # its part from which the table of states is found, see `scans.py`; None: there are no states
 
     @classmethod
     def over(cls, whole: Tensor, limits: Limits) -> "Packet":
         """The sections of `whole`, [size_of(limits)]."""
         tokens, rows, positions, places, masks, asking, lens, tiles, opens, step = torch.split(whole, _sizes(limits))
         lens, tiles, opens = lens[: limits.rows], tiles.view(-1, 4), opens.view(-1, OPEN_FIELDS)
-        return cls(whole, tokens, rows, positions, places, masks, asking, lens, tiles, opens, step)
+        states = step[STATES_AT:] if limits.state_pages else None
+        return cls(whole, tokens, rows, positions, places, masks, asking, lens, tiles, opens, step, states)
 
 
 def _sizes(limits: Limits) -> list[int]:
     new_blocks = limits.rows * limits.blocks
     step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=new_blocks, tables=limits.tables)
+    if limits.state_pages:
+        step += states_size(rows=limits.rows, tokens=limits.tokens, pages=limits.state_pages)
     sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
     # Every section starts at a multiple of 16 bytes, as kernels' pointers must.
     return [-(-size // 4) * 4 for size in sizes] + [step]

@@ -1,9 +1,12 @@
-"""Recorded work (CUDA graphs) by shape. A shape runs unrecorded until the device is idle enough to record it."""
+"""Recorded work (CUDA graphs) by shape. A shape runs unrecorded until the device is idle enough to record it, or for
+good if recording fails."""
 
+import logging
 from collections.abc import Callable, Hashable, Iterable
 
 from ..device.queue import Queue, Work
 
+_log = logging.getLogger(__name__)
 _OFTEN = 3  # a shape is recorded after this many unrecorded runs, even if the device is never idle
 
 
@@ -15,6 +18,7 @@ class Recordings:
         self._queue = queue
         self._work = work
         self._recorded: dict[Hashable, Work] = {}
+        self._failed: set[Hashable] = set()  # shapes that could not be recorded
         self._runs: dict[Hashable, int] = {}  # of shapes that are not recorded
         self._wanted = tuple(planned)
         self._planned = dict.fromkeys(self._wanted)
@@ -29,6 +33,8 @@ class Recordings:
             recorded()
             return
         self._work(shape)()
+        if shape in self._failed:
+            return
         runs = self._runs[shape] = self._runs.get(shape, 0) + 1
         if runs == _OFTEN:
             self._record(shape)
@@ -36,6 +42,7 @@ class Recordings:
     def forget(self) -> None:
         """Drops all recordings, whose memory is about to be freed. Every shape is to be recorded again."""
         self._recorded.clear()
+        self._failed.clear()
         self._runs.clear()
         self._planned = dict.fromkeys(self._wanted)
 
@@ -46,11 +53,17 @@ class Recordings:
         return next(iter(self._planned), None)
 
     def record(self, shape: Hashable) -> None:
-        """Runs a shape once, which loads its kernels, and records it. The buffers must hold a valid step."""
+        """Runs a shape once, which loads its kernels, and records it. The buffers must hold a valid step. Errors of the
+        run are raised; errors of the recording are logged, since the shape can run without it."""
         self._work(shape)()
         self._record(shape)
 
     def _record(self, shape: Hashable) -> None:
         self._runs.pop(shape, None)
-        self._planned.pop(shape, None)  # first: a shape that runs out of memory is not tried again in idle time
-        self._recorded[shape] = self._queue.record(self._work(shape))
+        self._planned.pop(shape, None)
+        try:
+            self._recorded[shape] = self._queue.record(self._work(shape))
+        except (RuntimeError, MemoryError) as error:  # of CUDA and torch; the step's own work has run
+            self._failed.add(shape)
+            why = str(error).partition("\n")[0]
+            _log.warning("A step of shape %s cannot be recorded and runs without a CUDA graph: %s", shape, why)

@@ -41,7 +41,8 @@ class Loaded:
         return None if vector is None else self.vectors[vector.key]
 
     def keeps(self, matrix: Matrix) -> bool:
-        return self._keeps and matrix.use in ("product", "gated", "router")
+        is_head = matrix.key == "head_project"  # a part of the vocabulary's product
+        return self._keeps and matrix.use in ("product", "gated", "router") and not is_head
 
     def takes(self, matrix: Matrix) -> torch.dtype | None:
         return None

@@ -7,7 +7,9 @@ in this order:
 
     bind_connector_metadata(metadata)
     start_load_kv()                      reads every block to be saved, begins to load
-    for each layer: wait_for_layer_load(layer), attention, save_kv_layer(layer)      if the plan has rows
+    wait_for_layer_load(layer) for each layer
+    the forward pass                     if the plan has rows
+    save_kv_layer(layer) for each layer
     wait_for_save()
 
 and after every step, and every millisecond while `num_pending` is not 0, `get_finished` and
@@ -97,10 +99,10 @@ class WorkerConnector(Protocol):
         """Reads the blocks to be saved and begins the loads."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Called before the attention of a layer. Loads never belong to the rows of the plan; most do nothing here."""
+        """Called for each layer before the forward pass. Loads never belong to the rows of the plan."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Called after the attention of a layer, when this pass has written that layer's pages."""
+        """Called for each layer after the forward pass, which has written that layer's pages."""
 
     def wait_for_save(self) -> None:
         """Called after the forward pass. When it returns, the core may reuse blocks."""

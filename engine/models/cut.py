@@ -1,14 +1,15 @@
 """The part of a decoder that one rank of a tensor-parallel group holds: a description with fewer heads and columns.
 
 Projections into heads and feed-forward columns are cut by rows, those back to the hidden size by columns, so a sublayer
-needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Each expert is cut in the same way,
-and every rank has the whole router. The vocabulary's rows of embedding and head are divided in order.
+needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3), and a second one in Mamba 1 and for
+norms over the heads of several ranks. Each expert is cut in the same way, and every rank has the whole router. The
+vocabulary's rows of embedding and head are divided in order.
 """
 
 from dataclasses import replace
 
 from ...errors import ConfigError
-from .cut_mixers import cut_delta_net, cut_mamba2, cut_short_conv
+from .cut_mixers import cut_delta_net, cut_lightning, cut_mamba1, cut_mamba2, cut_short_conv
 from .description import (
     Attention,
     Block,
@@ -17,7 +18,9 @@ from .description import (
     Decoder,
     DeltaNet,
     LatentAttention,
+    Lightning,
     LowRank,
+    Mamba1,
     Mamba2,
     Mlp,
     Moe,
@@ -49,7 +52,11 @@ def cut(decoder: Decoder, rank: int, size: int) -> Decoder:
     return replace(
         decoder,
         embedding=replace(embedding, table=rows(embedding.table, *words)),
-        head=replace(head, weight=None if head.weight is None else rows(head.weight, *words)),
+        head=replace(
+            head,
+            weight=None if head.weight is None else rows(head.weight, *words),
+            bias=None if head.bias is None else rows(head.bias, *words),
+        ),
         blocks=tuple(ranks.block(block) for block in decoder.blocks),
     )
 
@@ -87,11 +94,14 @@ class _Ranks:
                 return body
             case DeltaNet():
                 return cut_delta_net(body, self._evenly, is_first=self._rank == 0)
+            case Mamba1():
+                return cut_mamba1(body, self._evenly, is_first=self._rank == 0)
             case Mamba2():
                 return cut_mamba2(body, self._evenly, self._rank, self._size)
             case ShortConv():
                 return cut_short_conv(body, self._evenly, is_first=self._rank == 0)
-        raise ConfigError(f"{self.flag}: pagewire cannot divide layers of the kind {type(body).__name__} among ranks.")
+            case Lightning():
+                return cut_lightning(body, self._evenly, self._rank, self._size)
 
     def _evenly(self, num: int, what: str) -> tuple[int, int]:
         if num % self._size:

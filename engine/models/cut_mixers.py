@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import ConfigError
-from .description import Conv, DeltaNet, LowRank, Mamba2, Norm, ShortConv, Weight
+from .description import Conv, DeltaNet, Lightning, LowRank, Mamba1, Mamba2, Norm, ShortConv, Weight
 from .parts import columns, rows
 
 Evenly = Callable[[int, str], tuple[int, int]]
@@ -34,38 +34,52 @@ def cut_delta_net(d: DeltaNet, evenly: Evenly, *, is_first: bool) -> DeltaNet:
     )
 
 
+def cut_mamba1(m: Mamba1, evenly: Evenly, *, is_first: bool) -> Mamba1:
+    """By channels. Time steps, B and C need all of them: `x` is a sum over the ranks."""
+    part = evenly(m.channels, "channels of Mamba")
+    return replace(
+        m,
+        channels=part[1] - part[0],
+        xz=_some(m.xz, part, _plus(part, m.channels)),
+        conv=_conv(m.conv, part),
+        x=columns(m.x, *part, is_first=is_first),
+        dt=rows(m.dt, *part),
+        a_log=rows(m.a_log, *part),
+        d=rows(m.d, *part),
+        out=columns(m.out, *part, is_first=is_first),
+    )
+
+
 def cut_mamba2(m: Mamba2, evenly: Evenly, rank: int, size: int) -> Mamba2:
-    """By groups, with their heads. A group that several ranks share is repeated, if no norm goes over its heads."""
-    first, last = evenly(m.heads, "heads of Mamba")
-    if m.groups % size == 0:
-        groups = evenly(m.groups, "groups of Mamba")
-    elif m.norm is not None:
-        raise ConfigError(
-            f"--tensor-parallel-size {size}: the model's norms over the heads of {m.groups} groups of Mamba cannot be "
-            f"divided among ranks."
-        )
-    elif size % m.groups:
-        raise ConfigError(
-            f"--tensor-parallel-size {size} and the model's {m.groups} groups of Mamba: one must divide the other."
-        )
-    else:
-        groups = rank * m.groups // size, rank * m.groups // size + 1
+    """By heads, with their groups. Several ranks may share a group: each has its B and C, and a norm over the group's
+    heads is one over these ranks."""
+    part = first, last = evenly(m.heads, "heads of Mamba")
+    groups = _groups(m.groups, rank, size)
     inner, of_groups = m.heads * m.head_dim, m.groups * m.state_dim
-    x, b, dt = _times((first, last), m.head_dim), _times(groups, m.state_dim), (first, last)
+    x, b = _times(part, m.head_dim), _times(groups, m.state_dim)
     mixed = x, _plus(b, inner), _plus(b, inner + of_groups)
-    z_and_mixed = x, *(_plus(part, inner) for part in mixed)
+    z_and_mixed = x, *(_plus(each, inner) for each in mixed)
     return replace(
         m,
         heads=last - first,
         groups=groups[1] - groups[0],
-        zxbcdt=_some(m.zxbcdt, *z_and_mixed, _plus(dt, 2 * (inner + of_groups))),
+        zxbcdt=_some(m.zxbcdt, *z_and_mixed, _plus(part, 2 * (inner + of_groups))),
         conv=_conv(m.conv, *mixed),
-        a_log=rows(m.a_log, *dt),
-        d=rows(m.d, *dt),
-        dt_bias=rows(m.dt_bias, *dt),
-        norm=_norm(m.norm, *x),
+        a_log=rows(m.a_log, *part),
+        d=rows(m.d, *part),
+        dt_bias=rows(m.dt_bias, *part),
+        norm=None if m.norm is None else _norm(m.norm, x, inner, rank, size),
         out=columns(m.out, *x, is_first=rank == 0),
     )
+
+
+def _groups(num: int, rank: int, size: int) -> tuple[int, int]:
+    if num % size and size % num:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} and the model's {num} groups of Mamba: one must divide the other."
+        )
+    first = rank * num // size
+    return first, first + max(1, num // size)
 
 
 def cut_short_conv(s: ShortConv, evenly: Evenly, *, is_first: bool) -> ShortConv:
@@ -76,6 +90,21 @@ def cut_short_conv(s: ShortConv, evenly: Evenly, *, is_first: bool) -> ShortConv
         bcx=_some(s.bcx, part, _plus(part, channels), _plus(part, 2 * channels)),
         conv=_conv(s.conv, part),
         out=columns(s.out, *part, is_first=is_first),
+    )
+
+
+def cut_lightning(n: Lightning, evenly: Evenly, rank: int, size: int) -> Lightning:
+    """By heads."""
+    part = first, last = evenly(n.heads, "heads of lightning attention")
+    width, of_heads = n.heads * n.head_dim, _times(part, n.head_dim)
+    return replace(
+        n,
+        heads=last - first,
+        qkv=_some(n.qkv, of_heads, _plus(of_heads, width), _plus(of_heads, 2 * width)),
+        decay=n.decay[first:last],
+        norm=_norm(n.norm, of_heads, width, rank, size),
+        gate=rows(n.gate, *of_heads),
+        out=columns(n.out, *of_heads, is_first=rank == 0),
     )
 
 
@@ -112,6 +141,20 @@ def _outputs(weight: Weight | LowRank, first: int, last: int) -> Weight | LowRan
     )
 
 
-def _norm(norm: Norm | None, first: int, last: int) -> Norm | None:
-    """Of whole groups, each with weights of its own."""
-    return None if norm is None else replace(norm, weight=rows(norm.weight, first, last))
+def _norm(norm: Norm, part: Range, width: int, rank: int, size: int) -> Norm:
+    """Of the columns `part` of `width`, which are some of its groups, or a part of one."""
+    first, last = part
+    groups = width // norm.size
+    is_own = norm.weight is not None and norm.weight.rows == width
+    weight = rows(norm.weight, first, last) if is_own else norm.weight
+    if groups % size == 0:
+        return replace(norm, weight=weight)
+    if size % groups:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} and the {groups} groups of the model's norms over recurrent layers: one "
+            "must divide the other."
+        )
+    assert is_own or norm.weight is None, "a weight that the groups share, of which this rank would need a part"
+    return replace(
+        norm, size=last - first, weight=weight, ranks=size // groups, group=rank * groups // size, groups=groups
+    )

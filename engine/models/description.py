@@ -59,7 +59,9 @@ class Norm(Data):
     bias: Weight | None = None
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    ranks: int = 1  # that have a part of each group, of `size` elements; the mean is over all of them
+    ranks: int = 1  # more than 1: so many ranks share a group; this one has `size` elements of it
+    group: int = 0  # that this rank has a part of,
+    groups: int = 1  # of so many on all ranks
 
 
 class LowRank(Data):
@@ -195,6 +197,7 @@ class DeltaNet(Data):
     o: Weight
     decay_per: Literal["head", "channel"] = "head"  # channel: Kimi Delta Attention
     gate_act: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0  # of sigmoid(beta); 2: the state may have negative eigenvalues (OLMo Hybrid)
 
 
 class Mamba1(Data):
@@ -255,7 +258,7 @@ class Lightning(Data):
     out: Weight
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "swiglu_clamped"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "swiglu_clamped", "xielu"]
 
 
 class Mlp(Data):
@@ -273,6 +276,7 @@ class Mlp(Data):
     sparsity: float = 0.0  # the share of the gate's product that is set to 0 (Gemma 3n)
     low: tuple[LowRank, LowRank] | None = None  # added to the products of gate and up
     ranks: int = 1  # that have a part of the columns; the sparsity is that of all
+    act_weights: Weight | None = None  # of xielu: alpha_p, alpha_n
 
 
 class Router(Data):
@@ -411,6 +415,7 @@ class Head(Data):
     scale: float = 1.0
     softcap: float = 0.0
     project: Weight | None = None
+    bias: Weight | None = None  # [vocab], beside the embedding's table; other heads have it in their weight
 
 
 class Streams(Data):
@@ -439,6 +444,9 @@ class Decoder(Data):
     prefixes: tuple[str, ...]  # of the body's names; the first under which the embedding's table exists
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
     streams: Streams | None = None
+    # Longrope: all positions of a sequence of more tokens have the `long_divisors`, and a sequence that grows beyond is
+    # computed again. None: such sequences are not served.
+    regime_limit: int | None = None
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -455,7 +463,10 @@ class Decoder(Data):
 
     @property
     def most_positions(self) -> int | None:
-        """The length beyond which longrope uses other frequencies, for all positions; None: there is none."""
+        """The longest sequence that can be served where longrope uses other frequencies for longer ones, and the model
+        does not say when it changes them; None: of any length."""
+        if self.regime_limit is not None:
+            return None
         ropes = (body.rope for body in self.bodies if isinstance(body, Attention | LatentAttention))
         limits = {rope.original for rope in ropes if rope is not None and rope.kind == "longrope"}
         return min(limits, default=None)

@@ -13,7 +13,14 @@ _MAX_NUMBER = 1e12
 
 
 class NotDescribedError(Exception):
-    """A model that its family's page does not cover. The text says what it has, in words that follow "it has"."""
+    """A model that no page covers. The text says what its family's page does not cover; empty: there is no page."""
+
+    @property
+    def why(self) -> str:
+        """A clause."""
+        if not str(self):
+            return "pagewire does not describe this family"
+        return f"pagewire's description of this family does not cover {self}"
 
 
 class Fields:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from math import prod
 from typing import Literal
 
+from ...kernels.lanes import LANES
 from .description import (
     AltUp,
     Aside,
@@ -50,6 +51,7 @@ from .program import (
     Heat,
     MatchMagnitude,
     Matrix,
+    MeanSquares,
     MixStreams,
     Mixture,
     Multiply,
@@ -72,7 +74,6 @@ from .program import (
     View,
 )
 
-CHANNELS = 16  # of a unit of Mamba 1's state
 _TILE_BYTES = 1 << 15  # small tiles fill pages better, and large ones are fewer
 
 
@@ -120,12 +121,13 @@ class _Lowering:
             x = self._norm(decoder.norm, x, "norm")
         head = decoder.head
         table = self._table(decoder.embedding.table)
+        bias = None if head.bias is None else self._vector("head.bias", head.bias)
         return Program(
             ops=tuple(self._ops),
             widths=tuple(self._widths),
             result=x,
             head=table if head.weight is None else Matrix("head", _bare(head.weight), "table"),
-            head_bias=None if head.weight is None else self._bias("head.bias", head.weight),
+            head_bias=bias if head.weight is None else self._bias("head.bias", head.weight),
             head_scale=head.scale,
             head_softcap=head.softcap,
             head_project=None if head.project is None else Matrix("head_project", (head.project,)),
@@ -133,6 +135,7 @@ class _Lowering:
             hidden=decoder.hidden,
             vocab=decoder.vocab,
             states=tuple(self._states),
+            regime_limit=decoder.regime_limit,
         )
 
     # Registers and operations.
@@ -174,14 +177,35 @@ class _Lowering:
     def _product(self, name: str, x: View, weight: Weight, use: Use = "product") -> View:
         return self._products(name, x, (weight,), use)[0]
 
-    def _norm(self, norm: Norm, x: View, name: str, *, in_place: bool = False) -> View:
+    def _norm(self, norm: Norm, x: View, name: str, *, in_place: bool = False, mean: View | None = None) -> View:
+        """mean: of the squares of a norm over several ranks (`_norms`)."""
         out = x if in_place else self._register(x.width)
         weight, is_float32 = None, norm.weight is not None and norm.weight.map == "plus_one"
         if norm.weight is not None:
             weight = self._vector(name, norm.weight, is_float32=is_float32)
         bias = None if norm.bias is None else self._vector(name + ".bias", norm.bias, is_float32=is_float32)
-        self._op(Normalize(norm, weight, bias), (x,), (out,))
+        assert (mean is None) == (norm.ranks == 1), "only a norm over several ranks needs the mean of all"
+        self._op(Normalize(norm, weight, bias), (x,) if mean is None else (x, mean), (out,))
         return out
+
+    def _norms(self, norms: list[tuple[Norm, View, str]]) -> None:
+        """In place. Those over several ranks share a sum."""
+        means = iter(self._means([(norm, view) for norm, view, _ in norms if norm.ranks > 1]))
+        for norm, view, name in norms:
+            self._norm(norm, view, name, in_place=True, mean=next(means) if norm.ranks > 1 else None)
+
+    def _means(self, norms: list[tuple[Norm, View]]) -> list[View]:
+        """The means of squares of norms over several ranks."""
+        found: list[View] = []
+        if norms:
+            whole = self._register(sum(norm.groups for norm, _ in norms))
+            parts = _columns(whole, *(norm.groups for norm, _ in norms))
+            for (norm, view), part in zip(norms, parts, strict=True):
+                assert norm.size == view.width, f"a norm of {norm.size} elements of {view.width}"
+                self._op(MeanSquares(norm.size * norm.ranks, norm.group, norm.groups), (view,), (part,))
+                found.append(View(part.register, part.first + norm.group, 1))
+            self._all_reduce(whole)
+        return found
 
     def _scale(self, x: View, factor: float) -> None:
         if factor != 1.0:
@@ -390,7 +414,7 @@ class _Lowering:
             v = self._register(a.kv_heads * a.value_dim)
             self._op(Scale(), (k,), (v,))
         if v is not None and a.v_norm is not None:
-            self._norm(a.v_norm, v, at + "v_norm", in_place=True)
+            self._norms([(a.v_norm, v, at + "v_norm")])
         self._turn(a, q, k, at)
         out = self._register(a.heads * a.value_dim)
         ins = (q,) if k is None or v is None else (q, k, v)
@@ -407,14 +431,12 @@ class _Lowering:
             self._scale(k, a.key_scale)
         norms = [(norm, view, at + name) for view, norm, _, name in both if norm is not None]
         if not a.norm_after_rope:
-            for norm, view, name in norms:
-                self._norm(norm, view, name, in_place=True)
+            self._norms(norms)
         if a.rope is not None:
             for view, _, heads, _ in both:
                 self._op(Rotate(a.rope, heads), (view,), (view,))
         if a.norm_after_rope:
-            for norm, view, name in norms:
-                self._norm(norm, view, name, in_place=True)
+            self._norms(norms)
         if a.temperature is not None:
             self._op(Heat(a.temperature), (q,), (q,))
 
@@ -530,6 +552,7 @@ class _Lowering:
             a=self._float32(at + "a", d.a_log),
             dt_bias=self._float32(at + "dt_bias", d.dt_bias),
             decay_per=d.decay_per,
+            beta_scale=d.beta_scale,
         )
         self._op(scan, (q, k, v, beta, decay), (out,))
         self._gated_norm(d.norm, out, gate, at, act=d.gate_act)
@@ -538,14 +561,16 @@ class _Lowering:
     def _mamba1(self, m: Mamba1, x: View, at: str) -> View:
         inner, gate = _columns(self._product(at + "xz", x, m.xz), m.channels, m.channels)
         inner = self._convolve(m.conv, inner, at)
-        low, b, c = _columns(self._product(at + "x", inner, m.x), m.dt_rank, m.state_dim, m.state_dim)
+        low = self._product(at + "x", inner, m.x)
+        self._all_reduce(low)
+        low, b, c = _columns(low, m.dt_rank, m.state_dim, m.state_dim)
         for norm, view, name in ((m.dt_norm, low, "dt_norm"), (m.b_norm, b, "b_norm"), (m.c_norm, c, "c_norm")):
             if norm is not None:
                 self._norm(norm, view, at + name, in_place=True)
         dt = self._product(at + "dt", low, replace(m.dt, bias=()))
         out = self._register(m.channels)
         scan = ScanMamba1(
-            states=self._state_tiles(-(-m.channels // CHANNELS), (m.state_dim, CHANNELS)),
+            states=self._state_tiles(-(-m.channels // LANES), (m.state_dim, LANES)),
             channels=m.channels,
             state_dim=m.state_dim,
             a=self._float32(at + "a", m.a_log),
@@ -602,6 +627,13 @@ class _Lowering:
         self, norm: Norm | None, x: View, gate: View, at: str, *, act: Literal["silu", "sigmoid"] = "silu",
         gate_first: bool = False,
     ) -> None:  # fmt: skip
+        if norm is not None and norm.ranks > 1:
+            if gate_first:
+                self._op(Multiply(act), (x, gate), (x,))
+            self._norms([(norm, x, at + "gated_norm")])
+            if not gate_first:
+                self._op(Multiply(act), (x, gate), (x,))
+            return
         weight = None if norm is None or norm.weight is None else self._float32(at + "gated_norm", norm.weight)
         self._op(GatedNormalize(norm, weight, act, gate_first), (x, gate), (x,))
 
@@ -619,7 +651,8 @@ class _Lowering:
     def _mlp(self, mlp: Mlp, x: View, at: str) -> View:
         if mlp.gate is None:
             hidden = self._product(at + "up", x, mlp.up)
-            self._op(Activate(mlp.act), (hidden,), (hidden,))
+            weights = None if mlp.act_weights is None else self._float32(at + "act", mlp.act_weights)
+            self._op(Activate(mlp.act, weights), (hidden,), (hidden,))
         elif mlp.act == "silu" and mlp.gate_scale == 1.0 and not mlp.sparsity and mlp.low is None:
             hidden = self._register(mlp.up.rows)
             matrix = self._matrix(at + "gate_up", _bare(mlp.gate, mlp.up), "gated")

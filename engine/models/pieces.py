@@ -377,11 +377,10 @@ def head(
     c: Fields, *, tied: bool, scale: float = 1.0, softcap: float = 0.0, name: str = "/lm_head", bias: bool = False
 ) -> Head:
     """tied: the default of tie_word_embeddings."""
+    vocab = c.size("vocab_size")
     if c.flag("tie_word_embeddings", tied):
-        if bias:
-            raise NotDescribedError("a head with a bias whose matrix is the embedding's")
-        return Head(scale=scale, softcap=softcap)
-    return Head(matrix(name, c.size("vocab_size"), c.size("hidden_size", "n_embd", "d_model"), bias), scale, softcap)
+        return Head(scale=scale, softcap=softcap, bias=vector(name + ".bias", vocab) if bias else None)
+    return Head(matrix(name, vocab, c.size("hidden_size", "n_embd", "d_model"), bias), scale, softcap)
 
 
 def heads_of(c: Fields, *, dim: int | None = None) -> tuple[int, int, int]:

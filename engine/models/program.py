@@ -69,11 +69,21 @@ class Positions(Data):
 
 
 class Normalize(Data):
-    """outs[0] = the norm of ins[0], which may be the same view."""
+    """outs[0] = the norm of ins[0], which may be the same view. ins[1]: the mean of the squares, of a norm over several
+    ranks."""
 
     norm: Norm
     weight: Vector | None
     bias: Vector | None
+
+
+class MeanSquares(Data):
+    """This rank's part of norms over several ranks: outs[0][group] = the sum of the squares of ins[0] / count, and the
+    other columns are 0. The sum over the ranks is the mean of each group."""
+
+    count: int
+    group: int
+    groups: int
 
 
 class Product(Data):
@@ -105,9 +115,10 @@ class Scale(Data):
 
 
 class Activate(Data):
-    """outs[0] = act(ins[0]); may be the same view."""
+    """outs[0] = act(ins[0]); may be the same view. weights: of xielu."""
 
     act: Activation
+    weights: Vector | None = None
 
 
 class Glu(Data):
@@ -242,6 +253,7 @@ class ScanDelta(Data):
     a: Vector  # [value heads], -exp(A_log)
     dt_bias: Vector  # of the decay's width
     decay_per: Literal["head", "channel"] = "head"
+    beta_scale: float = 1.0
 
 
 class ScanMamba1(Data):
@@ -295,7 +307,7 @@ Args = (
     MixStreams | MatchMagnitude
     | Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
     | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
-    | ScanLightning | GatedNormalize
+    | ScanLightning | GatedNormalize | MeanSquares
 )  # fmt: skip
 
 
@@ -336,6 +348,7 @@ class Program(Data):
     hidden: int
     vocab: int
     states: tuple[State, ...] = ()
+    regime_limit: int | None = None  # of the decoder
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -123,7 +123,7 @@ class NcclGroup:
         self._one_shot = OneShot(device) if OneShot.is_possible(rank_info, size) else None
 
     def all_reduce(self, x: Tensor) -> None:
-        if self._one_shot is not None and x.nbytes <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0:
+        if self._one_shot is not None and OneShot.can_sum(x):
             self._one_shot.all_reduce(x)
         else:
             torch.distributed.all_reduce(x)
@@ -154,8 +154,13 @@ class OneShot:
             return False
         return all(torch.cuda.can_device_access_peer(a, b) for a in range(size) for b in range(size) if a != b)
 
+    @staticmethod
+    def can_sum(x: Tensor) -> bool:
+        """torch's kernel has no float16."""
+        return x.dtype in (torch.float32, torch.bfloat16) and x.nbytes <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
+
     def all_reduce(self, x: Tensor) -> None:
-        """x: float32 or bfloat16, of at most _ONE_SHOT_BYTES and a multiple of 16 bytes."""
+        """x: one that `can_sum` admits."""
         mine = self._shared[: x.nbytes].view(x.dtype).view_as(x)
         mine.copy_(x)
         torch.ops.symm_mem.one_shot_all_reduce_out(mine, "sum", self._name, x)

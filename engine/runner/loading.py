@@ -17,6 +17,8 @@ from ..executors.base import Model
 from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
+from ..gpu.rules import largest_group
+from ..models.program import AttendLatent, Mixture, layout
 from ..parallel.collectives import Group
 from ..weights.loader import Sink, load_weights
 from ..weights.reader import open_checkpoint
@@ -170,15 +172,15 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     assert served.program is not None
     spec, program, shape, dtype = served.spec, served.program, served.kv_shape, served.dtype
-    tile = shape.layers[0]
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept)
     fill(loaded)
-    heads = program.attention[0].heads
+    groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
-        group=heads // tile.kv_heads,
+        group=largest_group(program),
         draft_tokens=num_draft_tokens(config),
-        tables=shape.groups(config.block_size).num_tables,
+        tables=groups.num_tables - groups.state_pages,
+        state_pages=groups.state_pages,
     )
     triton = TritonDecoder(
         program,
@@ -188,13 +190,19 @@ def _on_device(
         max_len=config.max_model_len,
         limits=limits,
         dtype=dtype,
-        num_programs=queue.num_programs(tile.head_dim),
+        num_programs=queue.num_programs,
         is_deterministic=config.deterministic,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
-    # A step's temporary memory, in the graphs' pool: the states of a layer, and logits twice.
-    width = (2 * heads + 2 * tile.kv_heads) * tile.head_dim + 3 * spec.intermediate_size // group.size
-    steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
+    # A step's temporary memory, in the graphs' pool: the registers, of which torch's operations take some twice, the
+    # queries, the products of experts, and logits twice.
+    queries = max((args.heads * args.head_dim for args in program.attention), default=0)
+    latent = [op.args for op in program.ops if isinstance(op.args, AttendLatent)]
+    queries = max([queries, *(2 * args.heads * args.rank for args in latent)])
+    mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
+    products = max((2 * args.router.top_k * args.gate_up.rows for args in mixtures), default=0)
+    width = layout(program).size + max(program.widths) + queries + products
+    steps = limits.tokens * width * dtype.itemsize
     logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
     graphs = num_graphs(limits) * _GRAPH_BYTES
     return DeviceModel(

@@ -23,7 +23,6 @@ from ..device.base import Device, choose_device, is_out_of_memory
 from ..device.queue import Queue
 from ..device.sleep import Parked, storages_of
 from ..extension import load_extension
-from ..kv_connector.attention import ConnectorAttention
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, join
@@ -76,7 +75,6 @@ class Runner:
         self._cache: KvCache | None = None
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
-        self._connector_attention: ConnectorAttention | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
         self._parked = Parked()
         self._is_faulted = False  # until a plan whose `after_fault` is set
@@ -191,8 +189,6 @@ class Runner:
         if config.extension is not None:
             extension, options = load_extension(config.extension)
             attention = extension.wrap_attention(options, attention, cache)
-        if self._connector is not None:
-            attention = self._connector_attention = ConnectorAttention(attention, self._connector)
         self._steps = HostSteps(
             config=config,
             model=model.model,
@@ -206,23 +202,19 @@ class Runner:
         """Starts the plan; `collect` gives its result. A plan that does not fit into memory is dropped, and so are the
         plans that the core made before it knew."""
         connector = self._connector if plan.kv else None
-        if self._connector_attention is not None:
-            self._connector_attention.is_active = connector is not None
         with torch.inference_mode():
             if connector is not None:
                 self._device.synchronize()  # the connector reads blocks that earlier steps write
                 connector.bind_connector_metadata(plan.kv)
                 connector.start_load_kv()
-                if self._connector_attention is None:
-                    self._for_layers(connector.wait_for_layer_load)
+                self._for_layers(connector.wait_for_layer_load)
             self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(plan)
             self._order.append(
                 StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory") if self._is_faulted else None
             )
             if connector is not None:
-                if self._connector_attention is None:
-                    self._device.synchronize()
-                    self._for_layers(connector.save_kv_layer)
+                self._device.synchronize()
+                self._for_layers(connector.save_kv_layer)
                 connector.wait_for_save()
 
     def forget(self) -> None:

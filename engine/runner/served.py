@@ -5,8 +5,8 @@ What only weights show is found after loading (`transformers_fallback.py`).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -16,19 +16,16 @@ from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
-from ..attention.kv_cache import KvCache, KvShape, StateTile, Tile
+from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..executors.reference import Reference
-from ..executors.vocabulary import Vocabulary
-from ..executors.weights import Weights
-from ..executors.weights import shape_of as shape_of_target
-from ..gpu.layers import UnknownLayerError, layers_of
+from ..gpu import rules
 from ..models.cut import cut, share
+from ..models.description import LatentAttention
 from ..models.families import pages
+from ..models.in_c import operations_in_torch
 from ..models.lower import lower
-from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Op, Positions, Program, Rotate
-from ..parallel.collectives import Alone
+from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Normalize, Op, Positions, Program, Rotate
 from ..weights.loader import Found, check_weights
 from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
@@ -40,8 +37,6 @@ DTYPES = {
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-
-_SMALL = 16  # any size that the kernels have
 
 Executor = Literal["Triton", "C", "torch", "transformers", "encoder"]
 
@@ -69,12 +64,15 @@ class Served:
             return ""
         return f"engine/models/families/{pages()[self.spec.architecture].__module__.rpartition('.')[2]}.py"
 
-    @cached_property
+    @property
     def in_torch(self) -> tuple[str, ...]:
-        """The operations of a C program that torch computes on the same memory."""
-        if self.executor != "C" or self.program is None or self.backend is None:
-            return ()
-        return operations_in_torch(self.program, self.kv_shape, self.backend)
+        """The operations of a C or Triton program that torch computes on the same memory."""
+        match self.executor, self.program:
+            case "C", Program() as program:
+                return operations_in_torch(program)
+            case "Triton", Program() as program:
+                return names(rules.in_torch(program))
+        return ()
 
     @property
     def note(self) -> str:
@@ -98,7 +96,7 @@ class Served:
         if self.program is not None:
             by = f"described in {self.page}"
         else:
-            by = f"computed by transformers{f', because {why}' if (why := self.spec.why_not_described) else ''}"
+            by = f"computed by transformers, because {self.spec.why_not_described}"
         found = [f"{self.spec.architecture}, {by}", self.note]
         if self.executor != "encoder" and self.kv_shape != no_kv(self.kv_shape.dtype):
             found.append(f"cache groups: {', '.join(group_names(self.kv_shape.groups(config.block_size)))}")
@@ -181,27 +179,9 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
-def operations_in_torch(program: Program, shape: KvShape, backend: Backend) -> tuple[str, ...]:
-    """What C lacks of a program, in words, each once: the compiler of `native.py` tries it with empty weights."""
-    weights, ops = Weights(), backend.ops
-    nothing = ops.matrix(torch.zeros(_SMALL, _SMALL))
-    for matrix in program.matrices:
-        weights.matrices[matrix.key] = (nothing,) * max(1, matrix.experts, matrix.heads)
-    for vector in program.vectors:
-        weights.vectors[vector.key] = torch.zeros(shape_of_target(vector))
-    reference = Reference(
-        program, weights, max_len=1, dtype=torch.float32, weight_dtype=backend.weight_dtype,
-        device=torch.device("cpu"), group=Alone(),
-    )  # fmt: skip
-    cache = KvCache(shape=shape, num_pages=1, block_size=_SMALL, device=torch.device("cpu"))
-    model, attention = backend.model(reference, Vocabulary(program, weights, Alone()), shape), backend.attention(cache)
-    # Only here, since it needs a compiler.
-    from ..attention.native import NativePagedAttention
-    from ..executors.native import NativeModel, in_torch
-
-    assert isinstance(model, NativeModel) and isinstance(attention, NativePagedAttention)
-    found = (operation_name(op) for op in in_torch(model, attention) if not isinstance(op.args, AllReduce))
-    return tuple(dict.fromkeys(found))
+def names(ops: Iterable[Op]) -> tuple[str, ...]:
+    """In words, each once. Sums over ranks are left out: every executor has them."""
+    return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce)))
 
 
 def operation_name(op: Op) -> str:
@@ -211,7 +191,6 @@ def operation_name(op: Op) -> str:
         case Attend():
             kinds = [f"{args.reach.kind} attention"] if args.reach.kind != "full" else ["attention"]
             kinds += ["ALiBi"] if args.alibi is not None else []
-            kinds += [f"heads of {args.head_dim}"] if args.head_dim % _SMALL else []
             return kinds[0] + (f" ({', '.join(kinds[1:])})" if kinds[1:] else "")
         case AttendLatent():
             return "multi-head latent attention (MLA)"
@@ -221,6 +200,8 @@ def operation_name(op: Op) -> str:
             return "rotary embedding"
         case Positions():
             return "learned positions"
+        case Normalize():
+            return "layer norm" if args.norm.kind == "layer" else "RMS norm"
         case Embed():
             return "embedding"
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(args).__name__)
@@ -278,16 +259,25 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
+    limit = config.model.regime_limit
+    if limit is not None and config.max_model_len > limit:
+        return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
+    return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size))
+
+
+def lacks_in_triton(program: Program) -> str | None:
+    """Why the Triton kernels cannot run a program; None: they can."""
     try:
-        layers_of(program_of(spec, 0, config.tensor_parallel_size))
-    except UnknownLayerError as error:
+        rules.in_torch(program)
+    except rules.UnknownLayerError as error:
         return str(error)
     return None
 
 
 def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
-    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
+    num = config.max_model_len + (config.model.regime_limit or 0)
+    table = 6 * 4 * num * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
     if table > (free := available_memory()):
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: the rotary tables of that many positions take {size(table)} "
@@ -302,10 +292,15 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
     for what, is_so in (
         ("a mixture of experts on a GPU", is_on_device and top_k(spec) > 0),
         ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
+        ("latent attention on a GPU", is_on_device and _has_latent(spec)),
         (backend.note, not is_on_device and not backend.is_compiled),
     ):
         if is_so:
             raise ConfigError(f"--deterministic excludes {what}, whose sums depend on what else is served.")
+
+
+def _has_latent(spec: ModelSpec) -> bool:
+    return spec.decoder is not None and any(isinstance(body, LatentAttention) for body in spec.decoder.bodies)
 
 
 def no_kv(dtype: torch.dtype) -> KvShape:

@@ -91,7 +91,7 @@ class HostSteps(ImmediateSteps):
         if step.fresh_pages is not None:
             self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
-        hidden = self._model.hidden(step.ids, step.positions, self._attention)
+        hidden = self._model.hidden(step.ids, step.positions, self._attention, step.regimes)
 
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])

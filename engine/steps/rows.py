@@ -42,6 +42,7 @@ class Rows:
         self.num_ids: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # ids known; those beyond are stale
         self.num_prompt: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # positions whose KV is in the cache
+        self.regime: NDArray[np.int64] = np.zeros(num_rows, np.int64)
 
         self.temperature: NDArray[np.float32] = np.zeros(num_rows, np.float32)  # 0: greedy
         self.top_k: NDArray[np.int64] = np.zeros(num_rows, np.int64)
@@ -75,6 +76,7 @@ class Rows:
         self.num_ids[i] = len(ids)
         self.num_prompt[i] = row.num_prompt
         self.num_computed[i] = row.num_computed
+        self.regime[i] = row.regime
         tables = row.tables or (GroupTable(0, row.block_ids),)[: len(self._group_tables)]
         for group, table in zip(range(len(self._group_tables)), tables, strict=True):
             self.set_table(i, group, np.frombuffer(table.pages, "<i4"), first=table.first)

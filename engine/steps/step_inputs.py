@@ -40,6 +40,7 @@ class StepInputs:
     sampled: "Samples"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
+    regimes: Tensor | None  # [tokens] int64; None: all are 0
     fresh_pages: Tensor | None  # [n] int64: pages that this step begins and leaves partly empty
     attention: AttentionStep
 
@@ -79,6 +80,7 @@ def step_inputs(
     partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
     begun = rows.tables[:, planned[partly], ends[partly] // block_size]
     fresh = begun.astype(np.int64).flatten()
+    regimes = rows.regime[row_of_token]
     return StepInputs(
         order=order,
         rows=planned,
@@ -87,6 +89,7 @@ def step_inputs(
         sampled=samples_of(planned, ends, bounds, order, samples[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
+        regimes=torch.from_numpy(regimes).to(device) if regimes.any() else None,
         fresh_pages=torch.from_numpy(fresh).to(device) if len(fresh) else None,
         attention=AttentionStep(
             num_decode=int(np.count_nonzero(counts == 1)),
@@ -95,7 +98,7 @@ def step_inputs(
             tables=rows.tables[:, planned, : -(-int(ends.max()) // block_size)],
             slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             order=order,
-            states=_states(plan, rows, planned, starts, counts, cache.storage, draft_states)
+            states=states_of(plan, rows, planned, starts, counts, cache.storage, draft_states)
             if rows.has_states
             else None,
             extension=plan.extension,
@@ -103,7 +106,7 @@ def step_inputs(
     )
 
 
-def _states(
+def states_of(
     plan: StepPlan,
     rows: Rows,
     planned: NDArray[np.int64],
@@ -112,7 +115,7 @@ def _states(
     memory: Tensor,
     drafts: DraftStates | None,
 ) -> StateRows:
-    """The pages of the states of `planned` rows, which begin at `starts`."""
+    """The pages of the states of `planned` rows, which begin at `starts`. memory: the cache's."""
     num_pages = rows.state_written.shape[1]
     keep_pages = np.frombuffer(plan.keep_pages, "<i4").reshape(-1, num_pages)
     kept, positions = (np.frombuffer(column, "<i4") for column in (plan.keep_rows, plan.keep_positions))

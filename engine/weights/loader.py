@@ -84,9 +84,10 @@ def check_weights(reader: Reader, decoder: Decoder, scheme: Scheme | None) -> Fo
     modules = set() if scheme is None else quantized_modules(scheme, reader)
     names = Names(decoder, {*present, *(f"{module}.weight" for module in modules)})
     program = lower(decoder)
-    shapes = shapes_of([source for target in program.targets for source in names.sources(target)])
+    sources = [source for target in program.targets for source in names.sources(target)]
+    shapes = shapes_of(sources)
     _turn_experts(reader, names, shapes)
-    quantized = _quantized(scheme, modules, shapes, set(present))
+    quantized = _quantized(scheme, modules, sources, shapes, set(present))
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
         needed |= stored.tensors
@@ -303,17 +304,28 @@ def _mapped(values: Tensor, how: str) -> Tensor:
 
 
 def _quantized(
-    scheme: Scheme | None, modules: set[str], shapes: Mapping[str, tuple[int, ...]], present: set[str]
+    scheme: Scheme | None,
+    modules: set[str],
+    sources: Sequence[Source],
+    shapes: Mapping[str, tuple[int, ...]],
+    present: set[str],
 ) -> dict[str, _Quantized]:
     """The matrices that the model needs and the checkpoint has quantized."""
     found: dict[str, _Quantized] = {}
     if scheme is None:
         return found
-    for module in modules:
-        name = f"{module}.weight"
-        if len(shapes.get(name, ())) == 2:
+    for source in sources:
+        name, module = source.tensor, source.tensor.removesuffix(".weight")
+        if name in found or module == name or module not in modules:
+            continue
+        if source.is_module:
             n, k = shapes[name]
             found[name] = _Quantized(module, (n, k), tensors_of(scheme, module, n, k, present))
+        elif source.is_transposed:
+            raise CheckpointError(
+                f"{module} is quantized, and pagewire reads matrices of this family, whose columns come first, only "
+                "unquantized; choose another checkpoint."
+            )
     return found
 
 

@@ -28,6 +28,12 @@ class Source:
     map: str
 
     @property
+    def is_module(self) -> bool:
+        """Whether a checkpoint may have it quantized: as the weight of a module of its own, with its rows first."""
+        is_matrix = self.columns[1] > 0 and not self.num_experts and not self.is_transposed
+        return is_matrix and self.tensor.endswith(".weight")
+
+    @property
     def run(self) -> tuple[int, int] | None:
         """[first, last) if the rows are adjacent."""
         part = self.parts[0]

@@ -137,7 +137,13 @@ def _compile_once(cc: str, level: Level, target: Path) -> bool:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise BuildError(
+            f"{command[0]} took longer than {_TIMEOUT_S:g} s for one file, as it may on a busy machine: start again "
+            "when it is less busy, or install a wheel of pagewire, which has the kernels compiled"
+        ) from None
     if done.returncode:
         raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..stored import OWN_MEMORY, Memory, Stored
-from .library import LANES, Kernels
+from .library import Kernels
+from .limits import LANES
 from .structs import MatrixFields
 
 PADDED = 32  # of product.h: bfloat16 columns are padded with zeros to a multiple of it

@@ -133,6 +133,10 @@ static void map_rows(const void *about, long from, long to)
             case MAP_SPARSE:
                 v = select16(v < least, (vf){0}, v - least);
                 break;
+            case MAP_XIELU: /* the least of e^x - 1 that transformers computes is that of -1e-6 */
+                w = (exp16(clamped(v, -INFINITY, -1e-6f)) - 1.0f - v) * a->beta;
+                v = select16(v > 0, v * v * a->alpha, w) + v * 0.5f;
+                break;
             }
             put_some(out, i, a->width, v);
         }
@@ -185,7 +189,7 @@ static void normalize_rows(const void *about, long from, long to)
                     squares += ((double)x[i] - mean) * ((double)x[i] - mean);
                 by = 1 / sqrtf((float)(squares / size) + a->eps);
             } else {
-                by = inverse_rms(x, size, a->eps);
+                by = a->mean.stride ? 1 / sqrtf(*row(a->mean, r) + a->eps) : inverse_rms(x, size, a->eps);
             }
             for (long i = 0; i < size; i++) {
                 float v = (x[i] - mean) * by;
@@ -198,6 +202,20 @@ static void normalize_rows(const void *about, long from, long to)
 void pagewire_normalize(const Normalize *a, long m)
 {
     run_rows(normalize_rows, a, m, a->width);
+}
+
+static void mean_squares_rows(const void *about, long from, long to)
+{
+    const MeanSquares *a = about;
+    for (long r = from; r < to; r++) {
+        memset(row(a->out, r), 0, a->num * 4);
+        row(a->out, r)[a->place] = sum_of_squares(row(a->x, r), a->width) / a->count;
+    }
+}
+
+void pagewire_mean_squares(const MeanSquares *a, long m)
+{
+    run_rows(mean_squares_rows, a, m, a->width);
 }
 
 typedef struct {

@@ -22,6 +22,7 @@ enum MapKind {
     MAP_MULTIPLY_GROUPS, /* x · act(y), where each column of y is for `size` columns of x */
     MAP_CLIP,        /* x within ± limit */
     MAP_SPARSE,      /* x - (the row's mean + alpha · its standard deviation), at least 0 */
+    MAP_XIELU,       /* alpha · x² + x / 2 for x > 0, else beta · (e^x - 1 - x) + x / 2 */
     MAP_MATCH,       /* x · the row's root mean square of y / that of x, whose square is at least `limit` */
 };
 
@@ -40,6 +41,7 @@ typedef struct {
     const float *weight, *bias; /* [num_weights], or 0 */
     long width, size, num_weights, is_layer;
     float eps;
+    Numbers mean; /* of the squares of each row, one column for all groups; without a stride: that of each group */
 } Normalize;
 
 void pagewire_normalize(const Normalize *a, long m);
@@ -53,6 +55,14 @@ typedef struct {
 } MixStreams;
 
 void pagewire_mix_streams(const MixStreams *a, long m);
+/* out[place] = the sum of the squares of a row / count; the other columns of `num` are 0. */
+typedef struct {
+    Numbers x, out;
+    long width, num, place;
+    float count;
+} MeanSquares;
+
+void pagewire_mean_squares(const MeanSquares *a, long m);
 
 /* Rotates the first `dims` columns of each head. cos, sin: [positions][dims], the first half of the sines negated. */
 typedef struct {

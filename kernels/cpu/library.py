@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-LANES = 16
-"""Floats in a vector: the head dimension must be a multiple of it."""
-
 Call = Callable[..., None]
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, Sequence[type]] = {

@@ -25,7 +25,8 @@ enum OpKind {
     OP_ATTEND,  /* in, in2, in3: queries, keys, values; or queries only, without strides of the others */
     OP_EXPERTS, /* out = or += the experts of in; in2: the router's product */
     OP_MAP,     /* out = one of MapKind of in and in2 */
-    OP_NORM,    /* out = norm of groups of in */
+    OP_NORM,    /* out = norm of groups of in; in2: nothing (no stride), or the mean of the squares of in */
+    OP_SQUARES, /* out: `size` columns; the one at `shift` = the squares of in / alpha, the others 0 */
     OP_TURN,    /* rotates heads of in, in place */
     OP_HEAT,    /* multiplies in by a factor of its position, in place */
     OP_POSITIONS, /* out += rows of the matrix for the positions + shift */
@@ -58,7 +59,7 @@ typedef struct {
     long width, size, heads, kv_heads, dim, dims; /* dims: of OP_STREAMS the number of streams of in2 */
     long table;           /* of OP_ATTEND and OP_LATENT */
     long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
-    long every, shift;    /* of OP_HEAT; shift: of OP_EMBED and OP_POSITIONS, too */
+    long every, shift;    /* of OP_HEAT; shift: of OP_EMBED, OP_POSITIONS and OP_SQUARES, too */
     long is_whole;        /* of OP_EMBED */
     const Matrix *matrix;
     const Experts *experts;
@@ -72,6 +73,7 @@ typedef struct {
 
 typedef struct {
     const int64_t *ids, *positions; /* [tokens] */
+    const int64_t *places;          /* [tokens]: the positions' rows of the tables of cosines and sines */
     const int64_t *slots;           /* [tables][tokens] */
     const int32_t *tables;          /* [tables][rows][table_stride] */
     const int64_t *contexts, *counts; /* [rows] */
@@ -206,7 +208,7 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             pagewire_product(o->matrix, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue);
             break;
         case OP_ROTATE:
-            pagewire_rotary(at(s, o->in), o->in.stride, o->weight, o->weight2, o->eps, o->cos, o->sin, s->positions, m,
+            pagewire_rotary(at(s, o->in), o->in.stride, o->weight, o->weight2, o->eps, o->cos, o->sin, s->places, m,
                             o->heads, o->kv_heads, o->dim);
             break;
         case OP_ATTEND:
@@ -222,11 +224,16 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_NORM:
             pagewire_normalize(&(Normalize){numbers(s, o->in), numbers(s, o->out), o->weight, o->weight2, o->width,
-                                            o->size, o->dims, o->act, o->eps},
+                                            o->size, o->dims, o->act, o->eps, numbers(s, o->in2)},
                                m);
             break;
+        case OP_SQUARES:
+            pagewire_mean_squares(&(MeanSquares){numbers(s, o->in), numbers(s, o->out), o->width, o->size, o->shift,
+                                                  o->alpha},
+                                  m);
+            break;
         case OP_TURN:
-            pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->positions, m);
+            pagewire_turn(&(Turn){numbers(s, o->in), o->cos, o->sin, o->heads, o->dim, o->dims}, s->places, m);
             break;
         case OP_HEAT:
             pagewire_heat(numbers(s, o->in), o->width, o->alpha, o->every, o->shift, s->positions, m);

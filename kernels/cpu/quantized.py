@@ -12,7 +12,8 @@ from ..quantized_weight import Fp8Weight
 from ..stored import OWN_MEMORY, Memory, Stored
 from ..superblock_weight import SuperblockWeight, packed_bytes
 from .dense import PADDED, PackedMatrix, num_groups
-from .library import LANES, Kernels
+from .library import Kernels
+from .limits import LANES
 from .structs import MatrixFields
 
 KIND_GROUPED, KIND_FP8, KIND_FP8_F32, KIND_SUPERBLOCKS, KIND_STACK = range(3, 8)  # of matrix.h

@@ -27,7 +27,7 @@ static inline void run_rows(void (*rows)(const void *about, long from, long to),
     pagewire_run((m + r.size - 1) / r.size, some_rows, &r);
 }
 
-static inline float inverse_rms(const float *x, long n, float eps)
+static inline float sum_of_squares(const float *x, long n)
 {
     vf sum = {0};
     float rest = 0;
@@ -40,5 +40,10 @@ static inline float inverse_rms(const float *x, long n, float eps)
         rest += x[i] * x[i];
     for (int l = 0; l < LANES; l++)
         rest += sum[l];
-    return 1 / sqrtf(rest / n + eps);
+    return rest;
+}
+
+static inline float inverse_rms(const float *x, long n, float eps)
+{
+    return 1 / sqrtf(sum_of_squares(x, n) / n + eps);
 }

@@ -166,7 +166,8 @@ static void delta_advance(const void *about, float *state, long first, long coun
             }
             for (long i = numbers; i < n; i++)
                 decay[i] = decay[0];
-            inputs[t] = (Inputs){q, k, decay, sigmoid16((vf){0} + *part(a->beta, token, head).x)[0]};
+            float beta = sigmoid16((vf){0} + *part(a->beta, token, head).x)[0] * a->beta_scale;
+            inputs[t] = (Inputs){q, k, decay, beta};
         }
         long at = head * a->value_dim;
         run_columns(delta_block, delta_one, state, n, a->value_dim, inputs, num, part(a->v, first + done, at),

@@ -49,7 +49,7 @@ typedef struct {
 } Conv;
 
 /* The gated delta rule. For each value head, with q and k divided by their length (and q by the root of key_dim), b =
- * sigmoid(beta) and g = exp(a * softplus(decay + dt_bias)), for a head or for each of its keys:
+ * beta_scale * sigmoid(beta) and g = exp(a * softplus(decay + dt_bias)), for a head or for each of its keys:
  *   S = g * S;  S += k x (b * (v - k S));  out = q S.      State: [key_dim][value_dim] for each value head. */
 typedef struct {
     View q, k;            /* [key_heads][key_dim]; value_heads / key_heads adjacent value heads share a key head */
@@ -60,6 +60,7 @@ typedef struct {
     const float *dt_bias; /* as decay */
     long key_heads, value_heads, key_dim, value_dim, per_channel;
     Tiles tiles;
+    float beta_scale;
 } ScanDelta;
 
 /* Mamba 1. For each channel, with dt = softplus(dt + dt_bias):

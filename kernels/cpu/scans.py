@@ -5,8 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..lanes import LANES
 from ..reference_scans import Act
-from ..states import LANES, StateRows, Tiles
+from ..states import StateRows, Tiles
 from .library import Call, Kernels
 from .structs import (
     ConvFields,
@@ -47,12 +48,14 @@ class NativeScans:
         dt_bias: Tensor,
         rows: StateRows,
         tiles: Tiles,
+        beta_scale: float = 1.0,
     ) -> Tensor:
         q, k, v, beta, decay = (packed(part) for part in (q, k, v, beta, decay))
         out = torch.empty(v.shape)
         sizes = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
         views = {"q": view(q), "k": view(k), "v": view(v), "out": view(out), "beta": view(beta), "decay": view(decay)}
-        _call(self._kernels.scan_delta, delta_fields(a, dt_bias, sizes, decay.dim() == 3, tiles, **views), rows)
+        fields = delta_fields(a, dt_bias, sizes, decay.dim() == 3, tiles, beta_scale, **views)
+        _call(self._kernels.scan_delta, fields, rows)
         return out
 
     def scan_mamba1(
@@ -126,13 +129,20 @@ def conv_fields(weight: Tensor, bias: Tensor | None, act: Act, tiles: Tiles, **v
 
 
 def delta_fields(
-    a: Tensor, dt_bias: Tensor, sizes: tuple[int, int, int, int], per_channel: bool, tiles: Tiles, **views: ViewFields
+    a: Tensor,
+    dt_bias: Tensor,
+    sizes: tuple[int, int, int, int],
+    per_channel: bool,
+    tiles: Tiles,
+    beta_scale: float,
+    **views: ViewFields,
 ) -> ScanDeltaFields:
     """sizes: key heads, value heads, key dim, value dim."""
     key_heads, value_heads, key_dim, value_dim = sizes
     return ScanDeltaFields(
         **views, a=a.data_ptr(), dt_bias=dt_bias.data_ptr(), key_heads=key_heads, value_heads=value_heads,
         key_dim=key_dim, value_dim=value_dim, per_channel=per_channel, tiles=tiles_fields(tiles),
+        beta_scale=beta_scale,
     )  # fmt: skip
 
 

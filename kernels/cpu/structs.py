@@ -78,7 +78,7 @@ class StepFields(ctypes.Structure):
     """`Step` of program.c."""
 
     _fields_ = (
-        *((name, _P) for name in ("ids", "positions", "slots", "tables", "contexts", "counts")),
+        *((name, _P) for name in ("ids", "positions", "places", "slots", "tables", "contexts", "counts")),
         *((name, _L) for name in ("tokens", "rows", "table_stride")),
         *((name, _P) for name in ("work", "states")),
     )
@@ -124,6 +124,7 @@ class ScanDeltaFields(ctypes.Structure):
         *((name, _P) for name in ("a", "dt_bias")),
         *((name, _L) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "per_channel")),
         ("tiles", TilesFields),
+        ("beta_scale", _F),
     )
 
 

@@ -1,12 +1,14 @@
 """Decode attention over the paged KV cache, for rows with one new token each: split along the keys, one launch a layer.
 
 `plan_decode` cuts the rows into chunks of positions, once a step and on the device, so the host need not know the rows'
-lengths. `decode_attention` starts a fixed number of programs, which take the (chunk, kv head) pairs in turn; the
+lengths. `decode_attention` starts a fixed number of programs, which take the (chunk, heads) pairs in turn; the
 program that finishes the last chunk of a row merges all of them, in the order of their positions. The cuts of a row
 depend on its own length only and no sum on the order of arrival: a row has the same bits in any batch and in every run.
 
 Pages are head-major, [pages, kv_heads, block_size, head_dim], any distance apart, and already hold this step's keys and
-values. A tile is one page, so its keys are contiguous. `extend_attention.py` shares the arithmetic of a tile.
+values. A tile is a page, or the part of one that fits into shared memory, so its keys are contiguous. In latent
+attention the values are the first numbers of the keys, so a tile is read once for both. `extend_attention.py` shares
+the arithmetic of a tile.
 """
 
 import math
@@ -18,12 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .tuned import tuned
-from .variant import Plan, Variant, shaped
+from .variant import GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 CHUNK = 256  # positions; doubled until a row has at most `MAX_CHUNKS` chunks
 MAX_CHUNKS = 64  # per row: bounds the memory for partial results and the work of a merge
+TILE_ROWS = 16  # query heads of a program: the fewest rows that tensor cores take
 DOUBLINGS = tl.constexpr(8)
 NUM_WARPS, NUM_STAGES = 4, 3
+_TILE_BYTES = 32 << 10  # of the keys and values of a tile
+_SHARED_BYTES = 96 << 10  # of a program: GPUs have at least 99 KiB, and the compiler adds a little
 _FIELDS = tl.constexpr(5)  # per item, see `DecodeWorkspace`
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -36,7 +41,7 @@ class DecodeWorkspace:
     num_items: Tensor  # [1] int32
     partials: Tensor  # [max items, heads, head_dim] float32: the attention output of a chunk
     lses: Tensor  # [max items, heads] float32: log2 of the chunk's sum of exponentials
-    arrivals: Tensor  # [rows, kv_heads] int32: finished chunks; zero between launches
+    arrivals: Tensor  # [rows, programs of a chunk] int32: finished chunks; zero between launches
     window: int | None
     chunk: int
 
@@ -52,19 +57,20 @@ def workspace_decode(
     chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
-    """For up to `rows` rows of up to `max_context` positions. chunk: a multiple of the block size; None: the tuned
-    size."""
+    """For up to `rows` rows of up to `max_context` positions. head_dim: of the values. chunk: a multiple of the block
+    size; None: the tuned size."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
     assert max_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (max_context, chunk)
     span = max_context if window is None else min(window, max_context)
     max_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
     assert max_items * heads * head_dim < 2**31, f"{max_items} items of {heads} heads overflow 32-bit offsets"
+    programs = kv_heads * -(-(heads // kv_heads) // TILE_ROWS)
     return DecodeWorkspace(
         items=torch.empty((max_items, _FIELDS.value), dtype=torch.int32, device=device),
         num_items=torch.zeros(1, dtype=torch.int32, device=device),
         partials=torch.empty((max_items, heads, head_dim), device=device),
         lses=torch.empty((max_items, heads), device=device),
-        arrivals=torch.zeros((rows, kv_heads), dtype=torch.int32, device=device),
+        arrivals=torch.zeros((rows, programs), dtype=torch.int32, device=device),
         window=window,
         chunk=chunk,
     )
@@ -92,11 +98,12 @@ def decode_attention(
     out: Tensor,
     query: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     block_table: Tensor,
     workspace: DecodeWorkspace,
     *,
     scale: float,
+    query_rope: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
@@ -110,17 +117,18 @@ def decode_attention(
     [rows, max blocks] int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part
     in the softmax and has no value. num_programs: as many as the device holds at once, three per multiprocessor with
     head_dim 128; the result does not depend on it.
+
+    Without v_pages the values are the first head_dim numbers of the keys. The numbers after them are multiplied with
+    query_rope, [rows, heads, rope_dim], of any strides; k_pages may be wider than both.
     """
-    _, heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = k_pages.shape
-    assert workspace.chunk % block_size == 0, (workspace.chunk, block_size)
-    page_stride = stride_of_pages(k_pages, v_pages)
-    assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    layout = tile_layout(query, query_rope, k_pages, v_pages)
+    assert workspace.chunk % layout["BLOCK_SIZE"] == 0, (workspace.chunk, layout)
+    assert query.stride()[1:] == out.stride()[1:] == (query.shape[2], 1)
     score_scale, cap = score_factors(scale * k_scale, softcap)
-    group = heads // kv_heads
     _decode_kernel[(num_programs,)](
         out,
         query,
+        query_rope,
         k_pages,
         v_pages,
         block_table,
@@ -135,27 +143,63 @@ def decode_attention(
         v_scale,
         out.stride(0),
         query.stride(0),
+        None if query_rope is None else query_rope.stride(0),
         block_table.stride(0),
-        page_stride,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        TILE_ROWS=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        **_options(head_dim),
+        stride_of_pages(k_pages, v_pages),
+        TILE_ROWS=TILE_ROWS,
+        **layout,
+        **_options(layout, query.element_size()),
     )
 
 
-def stride_of_pages(k_pages: Tensor, v_pages: Tensor) -> int:
+def stride_of_pages(k_pages: Tensor, v_pages: Tensor | None) -> int:
     """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim]."""
-    assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride(), (k_pages.shape, v_pages.shape)
+    if v_pages is not None:
+        assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride(), (k_pages.shape, v_pages.shape)
     assert k_pages[0].is_contiguous(), k_pages.stride()
     return k_pages.stride(0)
 
 
-def _options(head_dim: int) -> dict[str, int]:
-    """The tuned compile-time options."""
-    return tuned("decode_attention", head_dim, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+def tile_layout(query: Tensor, query_rope: Tensor | None, k_pages: Tensor, v_pages: Tensor | None) -> dict[str, int]:
+    """The compile-time sizes of a tile, of `_decode_kernel` and `_extend_kernel`. KEYS follows from the sizes and the
+    type alone, because the bits of a result follow from it."""
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_size, width = k_pages.shape
+    rope_dim, rope_stride = 0, 0
+    if query_rope is not None:
+        assert query_rope.dtype == query.dtype and query_rope.stride(2) == 1, (query_rope.dtype, query_rope.stride())
+        rope_dim, rope_stride = query_rope.shape[2], query_rope.stride(1)
+    assert (v_pages is None) == (query_rope is not None), (
+        "keys that hold the values have further numbers, and no others"
+    )
+    assert width >= head_dim + rope_dim, (k_pages.shape, query.shape, rope_dim)
+    fitting = _TILE_BYTES // (head_dim * query.element_size() * (1 if v_pages is None else 2))
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "ROPE_DIM": rope_dim,
+        "ROPE_STRIDE": rope_stride,
+        "WIDTH": width,
+        "BLOCK_SIZE": block_size,
+        "KEYS": min(block_size, max(16, 1 << (fitting.bit_length() - 1))),
+    }
+
+
+def stages_of(rows: int, layout: dict[str, int], itemsize: int) -> int:
+    """Pipelining stages whose buffers fit into any GPU's shared memory, beside the queries of `rows` rows."""
+    head_dim, rope_dim, keys = layout["HEAD_DIM"], layout["ROPE_DIM"], layout["KEYS"]
+    buffer = keys * (head_dim + (rope_dim or head_dim))  # keys, and values if they are not part of the keys
+    weights = rows * keys if rows < head_dim or itemsize > 2 else 0  # otherwise they stay in registers
+    needed = ((NUM_STAGES - 1) * buffer + rows * (head_dim + rope_dim) + weights) * itemsize
+    return NUM_STAGES if needed <= _SHARED_BYTES else NUM_STAGES - 1
+
+
+def _options(layout: dict[str, int], itemsize: int) -> dict[str, int]:
+    """The compile-time options. Those of 16-bit types are tuned."""
+    warps = NUM_WARPS if layout["HEAD_DIM"] <= 256 else 2 * NUM_WARPS  # the result is spread over their registers
+    rule = {"num_warps": warps, "num_stages": stages_of(TILE_ROWS, layout, itemsize)}
+    return tuned("decode_attention", layout["HEAD_DIM"], **rule) if itemsize == 2 else rule
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -204,9 +248,13 @@ def _plan_kernel(
 
 
 @triton.jit
-def tile_scores(q, k, score_scale, cap):
-    """Scores in units of log2(e). q: [rows, dim]; k: [keys, dim]; score_scale and cap: see `score_factors`."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+def tile_scores(q, q_rope, k, k_rope, score_scale, cap):
+    """Scores in units of log2(e). q: [rows, dim]; k: [keys, dim]; q_rope, k_rope: further numbers of both, or None;
+    score_scale and cap: see `score_factors`."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if q_rope is not None:
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+    scores = scores * score_scale
     if cap is not None:
         scores = cap * (2.0 / (1.0 + tl.exp2(scores)) - 1.0)
     return scores
@@ -227,10 +275,60 @@ def softmax_step(acc, most, total, scores, v):
     return acc, grown, total
 
 
+@triton.jit
+def load_tile(pages, at, inside, written, dtype: tl.constexpr):
+    """Numbers of a tile. inside: [keys, dim] offsets from `at`; written: [keys] which keys to load; None: all."""
+    if written is None:
+        numbers = tl.load(pages + at + inside)
+    else:
+        numbers = tl.load(pages + at + inside, mask=written[:, None], other=0.0)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def add_tile(
+    acc,
+    most,
+    total,
+    q,
+    q_rope,
+    k_pages,
+    v_pages,
+    at,
+    of_head,
+    written,
+    seen,
+    score_scale,
+    cap,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Adds a tile to a running softmax (see `softmax_step`). at, of_head: their sum is the tile's first number.
+
+    written: [KEYS], keys that any query sees; others are not loaded, since a NaN in a stale page would spoil the sums
+    even with a weight of 0. seen: [rows or 1, KEYS]. Both None: every query sees all keys."""
+    line = of_head + tl.arange(0, KEYS)[:, None] * WIDTH
+    inside = line + tl.arange(0, HEAD_DIM)[None, :]
+    k = load_tile(k_pages, at, inside, written, q.dtype)
+    k_rope = None
+    if q_rope is not None:
+        k_rope = load_tile(k_pages, at, line + HEAD_DIM + tl.arange(0, ROPE_DIM)[None, :], written, q.dtype)
+    scores = tile_scores(q, q_rope, k, k_rope, score_scale, cap)
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    v = k
+    if v_pages is not None:
+        v = load_tile(v_pages, at, inside, written, q.dtype)
+    return softmax_step(acc, most, total, scores, v)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     out,
     query,
+    query_rope,
     k_pages,
     v_pages,
     block_table,
@@ -245,34 +343,47 @@ def _decode_kernel(
     v_scale,
     out_stride,
     query_stride,
+    rope_stride,
     table_stride,
     page_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """The rows of a tile are the GROUP query heads of one kv head; 16 is the least that tensor cores take."""
+    """The rows of a tile are query heads of one kv head, in some tiles if there are more than TILE_ROWS."""
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_ROWS - 1) // TILE_ROWS
+    UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
+    TILES: tl.constexpr = BLOCK_SIZE // KEYS  # of a page
     member = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    offsets = tl.arange(0, BLOCK_SIZE)
-    real = member < GROUP
-    in_page = offsets[:, None] * HEAD_DIM + dims[None, :]
-    for work in range(tl.program_id(0), tl.load(num_items) * KV_HEADS, tl.num_programs(0)):
-        item = work // KV_HEADS
-        kv_head = work % KV_HEADS
+    offsets = tl.arange(0, KEYS)
+    for work in range(tl.program_id(0), tl.load(num_items) * UNITS, tl.num_programs(0)):
+        item = work // UNITS
+        unit = work % UNITS
+        kv_head = unit // HEAD_TILES
+        of_group = unit % HEAD_TILES * TILE_ROWS + member
+        real = of_group < GROUP
         fields = items + item * _FIELDS
         row = tl.load(fields)
         start = tl.load(fields + 1)
         stop = tl.load(fields + 2)
         number = tl.load(fields + 3)
         count = tl.load(fields + 4)
-        head = kv_head * GROUP + member
+        head = kv_head * GROUP + of_group
         in_row = head[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(query + row * query_stride + in_row, mask=real[:, None], other=0.0)
         if k_pages.dtype.element_ty.is_fp8():
             q = q.to(tl.float16)  # every e4m3 is an fp16, and one instruction converts two
+        q_rope = None
+        if query_rope is not None:
+            in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
+            q_rope = tl.load(query_rope + row * rope_stride + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
         most = tl.full([TILE_ROWS], -1e30, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         if sinks is not None:
@@ -282,22 +393,20 @@ def _decode_kernel(
         acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
 
         table = block_table + row * table_stride
-        of_head = kv_head * (BLOCK_SIZE * HEAD_DIM) + in_page
-        first_page = start // BLOCK_SIZE
-        last_page = tl.cdiv(stop, BLOCK_SIZE)
+        first = start // KEYS
+        last = tl.cdiv(stop, KEYS)
         # The next page's id is loaded one iteration ahead: a load of keys that depends on a load of the same one is
         # not pipelined.
-        next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
-        for page in range(first_page, last_page):
-            at = next_block.to(tl.int64) * page_stride
-            next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
-            position = page * BLOCK_SIZE + offsets
+        next_block = tl.load(table + first // TILES, mask=first < last, other=0)
+        for tile in range(first, last):
+            at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
+            next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
+            position = tile * KEYS + offsets
             seen = (position >= start) & (position < stop)
-            # The values are masked too, not only the scores: 0 · NaN from a stale page is NaN.
-            k = tl.load(k_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
-            scores = tl.where(seen[None, :], tile_scores(q, k, score_scale, cap), float("-inf"))
-            v = tl.load(v_pages + at + of_head, mask=seen[:, None], other=0.0).to(q.dtype)
-            acc, most, total = softmax_step(acc, most, total, scores, v)
+            acc, most, total = add_tile(
+                acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), seen, seen[None, :],
+                score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
+            )  # fmt: skip
 
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
         target = out + row * out_stride + in_row
@@ -308,7 +417,7 @@ def _decode_kernel(
             tl.store(partials + slot * HEAD_DIM + in_row, result, mask=real[:, None])
             tl.store(lses + slot + head, most + tl.log2(total), mask=real)
             tl.debug_barrier()  # all threads store before one of them counts the arrival
-            arrival = arrivals + row * KV_HEADS + kv_head
+            arrival = arrivals + row * UNITS + unit
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
                 highest = tl.full([TILE_ROWS], -1e30, tl.float32)
                 share = tl.zeros([TILE_ROWS], tl.float32)
@@ -330,44 +439,58 @@ def _decode_kernel(
                 tl.store(arrival, 0)
 
 
-def _workspace(heads: int, kv_heads: int, window: int | None = None) -> DecodeWorkspace:
+def _workspace(heads: int, kv_heads: int, head_dim: int = 128, window: int | None = None) -> DecodeWorkspace:
     """256 rows: the default number of concurrent requests."""
     return workspace_decode(
-        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=128, window=window, device="meta"
+        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, device="meta"
     )
 
 
 def _variant(
-    name: str, heads: int, kv_heads: int, *, fp8: bool = False, softcap: float | None = None, sinks: bool = False
+    name: str,
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    fp8: bool = False,
+    softcap: float | None = None,
+    sinks: bool = False,
+    architectures: tuple[int, ...] = (),
 ) -> Variant:
+    pages = shaped(4, kv_heads, 64, head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, pages, pages)
+
     def launch(rows: int) -> None:
-        query = shaped(rows, heads, 128)
-        pages = shaped(4, kv_heads, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        query = shaped(rows, heads, head_dim, dtype=dtype)
         decode_attention(
             query,
             query,
             pages,
             pages,
             shaped(rows, 33, dtype=torch.int32),
-            _workspace(heads, kv_heads),
-            scale=128**-0.5,
+            _workspace(heads, kv_heads, head_dim),
+            scale=head_dim**-0.5,
             softcap=softcap,
             sinks=shaped(heads, dtype=torch.float32) if sinks else None,
             num_programs=396,
         )
 
     opcodes = ("HMMA", "LDGSTS")
+    buffers = _options(layout, dtype.itemsize)["num_stages"] - 1
+    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers) if dtype.itemsize == 2 else NO_TENSOR_CORES
     return Variant(
-        name=f"decode_attention {name} {heads}/{kv_heads} D128",
+        name=f"decode_attention {name} {heads}/{kv_heads} D{head_dim}",
         launch=launch,
-        plans={"_decode_kernel": Plan(sm_80=opcodes, sm_90=opcodes, buffers=_options(128)["num_stages"] - 1)},
+        plans={"_decode_kernel": plan},
         architecture=89 if fp8 else 80,
+        architectures=architectures,
     )
 
 
 def _plan_variant(window: int | None) -> Variant:
     def launch(rows: int) -> None:
-        plan_decode(shaped(rows, dtype=torch.int32), _workspace(16, 8, window))
+        plan_decode(shaped(rows, dtype=torch.int32), _workspace(16, 8, window=window))
 
     return Variant(name="plan_decode" + " window" * bool(window), launch=launch, plans={"_plan_kernel": Plan()})
 
@@ -378,6 +501,10 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("bf16", 32, 4),  # Qwen3-30B-A3B
     _variant("fp8", 32, 8, fp8=True),
     _variant("bf16 softcap sinks", 32, 8, softcap=30.0, sinks=True),
+    _variant("bf16", 16, 2, head_dim=256, architectures=GRID),  # Qwen3-Next, Qwen3.5
+    _variant("fp16", 16, 2, head_dim=256, dtype=torch.float16, architectures=GRID),
+    _variant("fp32", 16, 2, head_dim=256, dtype=torch.float32, architectures=GRID),
+    _variant("fp32", 16, 8, dtype=torch.float32, architectures=GRID),
     _plan_variant(None),
     _plan_variant(4096),
 )

@@ -1,12 +1,13 @@
 """Causal attention over the paged KV cache for rows with any number of new tokens: prompts, chunks of prompts after a
 cached prefix, decode rows and draft tokens to verify, in one launch.
 
-The host cuts the rows' new tokens into tiles (`extend_work`). A program takes a tile and a kv head, and reads the row's
-keys once for all tokens and query heads of the tile. The keys of a row are not split: long rows with few tokens are
-left to `decode_attention.py`, which also describes the layout of pages.
+The host cuts the rows' new tokens into tiles (`extend_work`). A program takes a kv head of a tile, or a part of its
+(token, query head) pairs if all of them do not fit into shared memory, and reads the row's keys once for these pairs.
+The keys of a row are not split: long rows with few tokens are left to `decode_attention.py`, which also describes the
+layout of pages.
 
 The length of a row is read on the device, so the host need not know it. A token has the same bits however its prompt is
-cut into steps and tiles: its sums run over the same pages, and masked keys change no bit.
+cut into steps and tiles: its sums run over the same keys, and masked keys change no bit.
 """
 
 import numpy as np
@@ -16,19 +17,19 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .decode_attention import score_factors, softmax_step, stride_of_pages, tile_scores
+from .decode_attention import add_tile, score_factors, stages_of, stride_of_pages, tile_layout
 from .tuned import tuned
-from .variant import Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
-NUM_STAGES = 3
+_QUERY_BYTES = 32 << 10  # of the queries of a program
 _FIELDS = tl.constexpr(4)  # per tile, see `extend_work`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def tile_tokens(group: int, tile_rows: int = TILE_ROWS) -> int:
-    """Tokens per tile. group: query heads per kv head."""
-    return tile_rows // group
+    """Tokens per tile. group: query heads per kv head; of latent attention: all heads."""
+    return max(1, tile_rows // group)
 
 
 def max_tiles(tokens: int, rows: int, per_tile: int) -> int:
@@ -58,36 +59,39 @@ def extend_attention(
     out: Tensor,
     query: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     block_table: Tensor,
     context_lens: Tensor,
     work: Tensor,
     *,
     scale: float,
+    query_rope: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tile_rows: int = TILE_ROWS,
+    per_tile: int | None = None,
 ) -> None:
     """Attention of the tokens that `work` lists; the output of other tokens is not written.
 
     out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, 0: the row's outputs are zeros; work: [tiles, 4]
-    int32 on the device, from `extend_work` with tiles of `tile_tokens(heads // kv_heads, tile_rows)` tokens. Tiles of 0
-    tokens at its end cost next to nothing, so its length can always be `max_tiles`. With `window` w a token sees
-    itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
+    int32 on the device, from `extend_work` with tiles of `per_tile` tokens; None: `tile_tokens(heads // kv_heads,
+    tile_rows)`. Tiles of 0 tokens at its end cost next to nothing, so its length can always be `max_tiles`. With
+    `window` w a token sees itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
     """
-    _, heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = k_pages.shape
-    group = heads // kv_heads
-    assert group <= tile_rows, (group, tile_rows)
+    layout = tile_layout(query, query_rope, k_pages, v_pages)
+    group, head_dim = layout["GROUP"], layout["HEAD_DIM"]
     assert work.is_contiguous()
     assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    options = _options(layout, tile_rows, query.element_size())
+    parts = triton.cdiv((per_tile or tile_tokens(group, tile_rows)) * group, options["TILE_ROWS"])
     score_scale, cap = score_factors(scale * k_scale, softcap)
-    _extend_kernel[(work.shape[0] * kv_heads,)](
+    _extend_kernel[(work.shape[0] * layout["KV_HEADS"] * parts,)](
         out,
         query,
+        query_rope,
         k_pages,
         v_pages,
         block_table,
@@ -100,68 +104,70 @@ def extend_attention(
         window,
         out.stride(0),
         query.stride(0),
+        None if query_rope is None else query_rope.stride(0),
         block_table.stride(0),
         stride_of_pages(k_pages, v_pages),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        TILE_ROWS=tile_rows,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        **_options(head_dim, tile_rows),
+        PARTS=parts,
+        **layout,
+        **options,
     )
 
 
-def _options(head_dim: int, tile_rows: int) -> dict[str, int]:
-    """The tuned compile-time options."""
-    num_warps = 8 if tile_rows >= 128 else 4  # 128 rows and four warps do not fit into registers
-    return tuned("extend_attention", head_dim, tile_rows, num_warps=num_warps, num_stages=NUM_STAGES)
+def _options(layout: dict[str, int], tile_rows: int, itemsize: int) -> dict[str, int]:
+    """The compile-time options. Those of 16-bit types are tuned."""
+    head_dim = layout["HEAD_DIM"]
+    rows = min(tile_rows, max(16, _QUERY_BYTES // (head_dim * itemsize)))
+    num_warps = 8 if rows >= 128 else 4  # 128 rows and four warps do not fit into registers
+    rule = {"TILE_ROWS": rows, "num_warps": num_warps, "num_stages": stages_of(rows, layout, itemsize)}
+    return tuned("extend_attention", head_dim, tile_rows, **rule) if itemsize == 2 else rule
 
 
 @triton.jit
-def _add_pages(
+def _add_tiles(
     acc,
     most,
     total,
     q,
+    q_rope,
     position,
-    k_head,
-    v_head,
+    k_pages,
+    v_pages,
+    kv_head,
     table,
-    first_page,
-    last_page,
+    first,
+    last,
     stop,
     window,
     score_scale,
     cap,
     page_stride,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds pages of a row to a running softmax (see `softmax_step`). position: [rows] of the queries; stop: end of the
-    keys that any of them sees. Without MASKED every query sees all keys of these pages."""
-    offsets = tl.arange(0, BLOCK_SIZE)
-    in_page = offsets[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    """Adds the tiles [first, last) of a row's keys to a running softmax (see `softmax_step`). position: [rows] of the
+    queries; stop: end of the keys that any of them sees. Without MASKED every query sees all keys of these tiles."""
+    TILES: tl.constexpr = BLOCK_SIZE // KEYS  # of a page
     # One iteration ahead, see `_decode_kernel`.
-    next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
-    for page in range(first_page, last_page):
-        at = next_block.to(tl.int64) * page_stride + in_page
-        next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
+    next_block = tl.load(table + first // TILES, mask=first < last, other=0)
+    for tile in range(first, last):
+        at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
+        next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
+        written = None
+        seen = None
         if MASKED:
-            key = page * BLOCK_SIZE + offsets
-            written = (key < stop)[:, None]  # a NaN in a stale slot would spoil the sums even with a weight of 0
-            k = tl.load(k_head + at, mask=written, other=0.0).to(q.dtype)
-            scores = tile_scores(q, k, score_scale, cap)
+            key = tile * KEYS + tl.arange(0, KEYS)
+            written = key < stop
             seen = key[None, :] <= position[:, None]
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            v = tl.load(v_head + at, mask=written, other=0.0).to(q.dtype)
-        else:
-            k = tl.load(k_head + at).to(q.dtype)
-            scores = tile_scores(q, k, score_scale, cap)
-            v = tl.load(v_head + at).to(q.dtype)
-        acc, most, total = softmax_step(acc, most, total, scores, v)
+        acc, most, total = add_tile(
+            acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), written, seen,
+            score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
+        )  # fmt: skip
     return acc, most, total
 
 
@@ -169,6 +175,7 @@ def _add_pages(
 def _extend_kernel(
     out,
     query,
+    query_rope,
     k_pages,
     v_pages,
     block_table,
@@ -181,35 +188,51 @@ def _extend_kernel(
     window,
     out_stride,
     query_stride,
+    rope_stride,
     table_stride,
     page_stride,
+    PARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """One tile and one kv head per program; the kv heads of a tile are neighbours, and so are their pages in memory."""
-    fields = work + (tl.program_id(0) // KV_HEADS) * _FIELDS
-    kv_head = tl.program_id(0) % KV_HEADS
+    """One program for each part of a kv head of a tile; those of a tile are neighbours, and so are their pages in
+    memory."""
+    part = tl.program_id(0) % PARTS
+    unit = tl.program_id(0) // PARTS
+    kv_head = unit % KV_HEADS
+    fields = work + (unit // KV_HEADS) * _FIELDS
     number = tl.load(fields + 2)
-    if number == 0:
+    before = part * TILE_ROWS // GROUP  # tokens of the tile before the first of this part
+    if before >= number:
         return
     row = tl.load(fields)
     token = tl.load(fields + 1)
     context = tl.load(context_lens + row)
-    start = context - tl.load(fields + 3)  # position of the tile's first token
-    stop = start + number
+    begin = context - tl.load(fields + 3)  # position of the tile's first token
+    start = begin + before
+    stop = begin + tl.minimum(number, (part * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
 
-    pair = tl.arange(0, TILE_ROWS)
+    pair = part * TILE_ROWS + tl.arange(0, TILE_ROWS)
     of_tile = pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     real = of_tile < number
-    position = start + of_tile
+    position = begin + of_tile
     in_row = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(query + (token + of_tile)[:, None] * query_stride + in_row, mask=real[:, None], other=0.0)
     if k_pages.dtype.element_ty.is_fp8():
         q = q.to(tl.float16)
+    q_rope = None
+    if query_rope is not None:
+        in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
+        of_token = query_rope + (token + of_tile)[:, None] * rope_stride
+        q_rope = tl.load(of_token + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
     most = tl.full([TILE_ROWS], -1e30, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     if sinks is not None:
@@ -217,28 +240,26 @@ def _extend_kernel(
         total = tl.full([TILE_ROWS], 1.0, tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
 
-    k_head = k_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    v_head = v_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = block_table + row * table_stride
-    # The pages before `full` end at or before the first token: all tokens see them, unless a window ends earlier. The
+    # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends earlier. The
     # maxima with 0 are for rows whose context is 0.
-    full = tl.maximum(start + 1, 0) // BLOCK_SIZE
-    last_page = tl.cdiv(tl.maximum(stop, 0), BLOCK_SIZE)
-    open_page = 0
+    full = tl.maximum(start + 1, 0) // KEYS
+    last = tl.cdiv(tl.maximum(stop, 0), KEYS)
+    opened = 0
     if window is not None:
-        first_page = tl.maximum(start + 1 - window, 0) // BLOCK_SIZE
-        open_page = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), BLOCK_SIZE), full)
-        acc, most, total = _add_pages(
-            acc, most, total, q, position, k_head, v_head, table, first_page, open_page, stop, window, score_scale, cap,
-            page_stride, HEAD_DIM, BLOCK_SIZE, True,
+        first = tl.maximum(start + 1 - window, 0) // KEYS
+        opened = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), KEYS), full)
+        acc, most, total = _add_tiles(
+            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop, window,
+            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
         )  # fmt: skip
-    acc, most, total = _add_pages(
-        acc, most, total, q, position, k_head, v_head, table, open_page, full, stop, window, score_scale, cap,
-        page_stride, HEAD_DIM, BLOCK_SIZE, False,
+    acc, most, total = _add_tiles(
+        acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
+        score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
     )  # fmt: skip
-    acc, most, total = _add_pages(
-        acc, most, total, q, position, k_head, v_head, table, full, last_page, stop, window, score_scale, cap,
-        page_stride, HEAD_DIM, BLOCK_SIZE, True,
+    acc, most, total = _add_tiles(
+        acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
+        score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
     )  # fmt: skip
 
     result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -251,14 +272,19 @@ def _variant(
     heads: int,
     kv_heads: int,
     *,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
     fp8: bool = False,
     tile_rows: int = TILE_ROWS,
     window: int | None = None,
     softcap: float | None = None,
+    architectures: tuple[int, ...] = (),
 ) -> Variant:
+    pages = shaped(4, kv_heads, 64, head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, pages, pages)
+
     def launch(rows: int) -> None:
-        query = shaped(rows, heads, 128)
-        pages = shaped(4, kv_heads, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        query = shaped(rows, heads, head_dim, dtype=dtype)
         extend_attention(
             query,
             query,
@@ -267,7 +293,7 @@ def _variant(
             shaped(rows, 33, dtype=torch.int32),
             shaped(rows, dtype=torch.int32),
             shaped(rows, _FIELDS.value, dtype=torch.int32),
-            scale=128**-0.5,
+            scale=head_dim**-0.5,
             window=window,
             softcap=softcap,
             tile_rows=tile_rows,
@@ -278,13 +304,15 @@ def _variant(
     plan = Plan(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
-        buffers=_options(128, tile_rows)["num_stages"] - 1,
+        buffers=_options(layout, tile_rows, dtype.itemsize)["num_stages"] - 1,
+        stack=0 if head_dim <= 128 else FEW_BYTES,
     )
     return Variant(
-        name=f"extend_attention {name} {heads}/{kv_heads} D128",
+        name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}",
         launch=launch,
-        plans={"_extend_kernel": plan},
+        plans={"_extend_kernel": plan if dtype.itemsize == 2 else NO_TENSOR_CORES},
         architecture=89 if fp8 else 80,
+        architectures=architectures,
     )
 
 
@@ -295,4 +323,9 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("bf16 draft", 32, 8, tile_rows=16),
     _variant("fp8", 32, 8, fp8=True),
     _variant("bf16 window softcap", 32, 8, window=4096, softcap=30.0),
+    _variant("bf16", 16, 2, head_dim=256, architectures=GRID),  # Qwen3-Next, Qwen3.5
+    _variant("bf16 draft", 16, 2, head_dim=256, tile_rows=16, architectures=GRID),
+    _variant("fp16", 16, 2, head_dim=256, dtype=torch.float16, architectures=GRID),
+    _variant("fp32", 16, 2, head_dim=256, dtype=torch.float32, architectures=GRID),
+    _variant("fp32", 16, 8, dtype=torch.float32, architectures=GRID),
 )

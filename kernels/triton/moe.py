@@ -2,8 +2,8 @@
 
 There are five launches, and none waits for the host. `_route_kernel` picks the experts of a token. `_align_kernel`
 sorts the (token, choice) pairs, called assignments, by expert, and pads each expert's last block of rows.
-`_gate_up_kernel` and `_down_kernel` multiply a block of rows with its expert's weights; grids have the worst-case size,
-and programs without a block return at once. `_sum_kernel` adds the results of a token in the order of its choices.
+`_gate_up_kernel` and `_product_kernel` multiply a block of rows with its expert's weights; grids have the worst-case
+size, and programs without a block return at once. `_sum_kernel` adds a token's results in the order of its choices.
 There are no atomics and each output row is the product of one input row, so a token's bits depend only on the rows of a
 block, which follow from the number of tokens of the launch.
 
@@ -11,6 +11,7 @@ Blocks of one expert are adjacent, and programs that differ only in the block st
 expert are read once, and its other blocks find them in the cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -215,41 +216,48 @@ def _gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["num_assigned"])
-def _down_kernel(
+def _product_kernel(
     out,
     x,
-    down,
-    weights,
+    x_stride,
+    weight,
+    bias,
+    scales,
     assignments,
     block_experts,
     num_blocks,
     num_assigned,
-    hidden,
-    inter,
+    n,
+    k,
+    PER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[assignment] = its weight · the expert's result."""
+    """out[assignment] = (x[assignment // PER] · its expert's weightᵀ [+ bias]) [· its scale]. weight: [experts, n, k];
+    bias: [experts, n]."""
     block = tl.program_id(0)
     if block >= tl.load(num_blocks):
         return
     rows = tl.load(assignments + block * ROWS + tl.arange(0, ROWS))
     real = rows < num_assigned
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < hidden
+    inside = columns < n
     steps = tl.arange(0, DEPTH)
     expert = tl.load(block_experts + block).to(tl.int64)
-    x_at = x + rows.to(tl.int64)[:, None] * inter + steps[None, :]
-    down_at = down + expert * hidden * inter + columns[None, :] * inter + steps[:, None]
+    x_at = x + (rows // PER).to(tl.int64)[:, None] * x_stride + steps[None, :]
+    weight_at = weight + expert * n * k + columns[None, :] * k + steps[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, inter, DEPTH):
+    for _ in range(0, k, DEPTH):
         values = tl.load(x_at, mask=real[:, None], other=0.0)
-        total = tl.dot(values, tl.load(down_at, mask=inside[None, :], other=0.0), total, input_precision="ieee")
+        total = tl.dot(values, tl.load(weight_at, mask=inside[None, :], other=0.0), total, input_precision="ieee")
         x_at += DEPTH
-        down_at += DEPTH
-    total *= tl.load(weights + rows, mask=real, other=0.0)[:, None]
-    out_at = out + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        weight_at += DEPTH
+    if bias is not None:
+        total += tl.load(bias + expert * n + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if scales is not None:
+        total *= tl.load(scales + rows, mask=real, other=0.0)[:, None]
+    out_at = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -304,6 +312,46 @@ def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> No
     )
 
 
+def product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    workspace: MoeWorkspace,
+    *,
+    num_assigned: int,
+    per: int,
+) -> None:
+    """out[assignment] = (x[assignment // per] · its expert's weightᵀ [+ bias]) [· its scale], of the assignments that
+    `align` has sorted. out: [≥ num_assigned, n]; weight: [experts, n, k]; bias: [experts, n]; scales: [num_assigned]
+    float32."""
+    num_experts, n, k = weight.shape
+    tiles = _tiles(num_assigned, num_experts)
+    _product_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(n, tiles.columns))](
+        out,
+        x,
+        x.stride(0),
+        weight,
+        bias,
+        scales,
+        workspace.assignments,
+        workspace.block_experts,
+        workspace.num_blocks,
+        num_assigned,
+        n,
+        k,
+        PER=per,
+        COLUMNS=tiles.columns,
+        DEPTH=_depth(k),
+        **_options(tiles),
+    )
+
+
+def _options(tiles: _Tiles) -> dict[str, int]:
+    return {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
 def moe(
     out: Tensor,
     x: Tensor,
@@ -316,47 +364,73 @@ def moe(
     top_k: int,
     renormalize: bool,
 ) -> None:
-    """out[token] = the sum over its experts of weight · down(silu(gate(x)) · up(x)); 0 for padding tokens.
-
-    out, x: [tokens, hidden], rows of any stride; gate_up: [experts, 2 · inter, hidden] contiguous, the gates first;
-    down: [experts, hidden, inter] contiguous. All of one type, bfloat16 or float16; hidden and inter are multiples of
-    32. router_logits, num_tokens: as in `route`.
-    """
-    tokens, hidden = x.shape
-    num_experts, _, inter = down.shape
-    num_assigned = tokens * top_k
-    assert gate_up.shape == (num_experts, 2 * inter, hidden) and down.shape[1] == hidden, (gate_up.shape, down.shape)
-    assert gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == out.stride(1) == 1
-    assert tokens <= workspace.experts.shape[0] and top_k == workspace.experts.shape[1], (tokens, top_k)
-    if tokens == 0:
+    """`route`, then `experts`: out[token] = the sum over its experts of weight · down(silu(gate(x)) · up(x)); 0 for
+    padding tokens."""
+    assert x.shape[0] <= workspace.experts.shape[0] and top_k == workspace.experts.shape[1], (x.shape, top_k)
+    if x.shape[0] == 0:
         return
     route(router_logits, num_tokens, workspace, top_k=top_k, renormalize=renormalize)
+    experts(out, x, gate_up, down, workspace)
+
+
+def experts(
+    out: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    workspace: MoeWorkspace,
+    *,
+    act: Callable[[Tensor], Tensor] | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    is_weighted: bool = True,
+) -> None:
+    """out[token] = the sum over its experts of weight · down(act(gate_up(x))). `workspace.experts` of these tokens says
+    which, and `workspace.weights` has the weights, unless they are all 1 because not is_weighted.
+
+    out: [tokens, hidden]; x: [tokens, hidden], or [tokens · top_k, hidden] if the input of each expert is another; rows
+    of any stride; down: [experts, hidden, inter] contiguous. act None: silu(gate) · up in the product's launch, with
+    gate_up [experts, 2 · inter, hidden] contiguous, the gates first; else a torch function of the products
+    [tokens · top_k, rows of gate_up] that gives [tokens · top_k, inter]. Biases: [experts, rows]; gate_up_bias needs an
+    act. Weights and activations have one type, bfloat16 or float16; hidden and inter are multiples of 32.
+    """
+    (tokens, hidden), top_k = out.shape, workspace.experts.shape[1]
+    num_experts, _, inter = down.shape
+    num_assigned = tokens * top_k
+    per = num_assigned // max(1, x.shape[0])
+    width = gate_up.shape[1]
+    assert x.shape in ((tokens, hidden), (num_assigned, hidden)) and tokens <= workspace.experts.shape[0], x.shape
+    assert gate_up.shape == (num_experts, width, hidden) and down.shape[1] == hidden, (gate_up.shape, down.shape)
+    assert act is not None or (width == 2 * inter and gate_up_bias is None), (width, inter)
+    assert gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == out.stride(1) == 1
+    if tokens == 0:
+        return
     align(workspace, num_assigned=num_assigned, num_experts=num_experts)
-    tiles = _tiles(num_assigned, num_experts)
-    blocks = _max_blocks(num_assigned, num_experts, tiles.rows)
-    order = (workspace.assignments, workspace.block_experts, workspace.num_blocks, num_assigned, hidden, inter)
-    options = {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    _gate_up_kernel[(blocks, triton.cdiv(2 * inter, tiles.columns))](
-        workspace.gated,
-        x,
-        x.stride(0),
-        gate_up,
-        *order,
-        TOP_K=top_k,
-        COLUMNS=tiles.columns // 2,
-        DEPTH=_depth(hidden),
-        **options,
-    )
-    _down_kernel[(blocks, triton.cdiv(hidden, tiles.columns))](
-        workspace.parts,
-        workspace.gated,
-        down,
-        workspace.weights,
-        *order,
-        COLUMNS=tiles.columns,
-        DEPTH=_depth(inter),
-        **options,
-    )
+    if act is None:
+        inner = workspace.gated
+        tiles = _tiles(num_assigned, num_experts)
+        _gate_up_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(width, tiles.columns))](
+            inner,
+            x,
+            x.stride(0),
+            gate_up,
+            workspace.assignments,
+            workspace.block_experts,
+            workspace.num_blocks,
+            num_assigned,
+            hidden,
+            inter,
+            TOP_K=per,
+            COLUMNS=tiles.columns // 2,
+            DEPTH=_depth(hidden),
+            **_options(tiles),
+        )
+    else:
+        products = torch.empty((num_assigned, width), dtype=x.dtype, device=x.device)
+        product(products, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per)
+        inner = act(products)
+    scales = workspace.weights if is_weighted else None
+    product(workspace.parts, inner, down, down_bias, scales, workspace, num_assigned=num_assigned, per=1)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED))](
         out, out.stride(0), workspace.parts, workspace.experts, hidden, TOP_K=top_k, BLOCK=_SUMMED, num_warps=4
     )
@@ -389,9 +463,27 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
             "_route_kernel": Plan(),
             "_align_kernel": Plan(),
             "_gate_up_kernel": product,
-            "_down_kernel": product,
+            "_product_kernel": product,
             "_sum_kernel": WIDE,
         },
+    )
+
+
+def _product_variant(model: str, num_experts: int, top_k: int, hidden: int, n: int, tokens: int) -> Variant:
+    """The first product of experts with biases, whose activation torch computes."""
+
+    def launch(rows: int) -> None:
+        workspace = workspace_moe(
+            max_tokens=rows, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=n // 2, dtype=torch.bfloat16,
+            device="meta",
+        )  # fmt: skip
+        weight, bias = shaped(num_experts, n, hidden), shaped(num_experts, n)
+        out = shaped(rows * top_k, n)
+        product(out, shaped(rows, hidden), weight, bias, None, workspace, num_assigned=rows * top_k, per=top_k)
+
+    plan = Plan(sm_80=("HMMA", "LDGSTS"), sm_90=("HMMA", "LDGSTS"))
+    return Variant(
+        name=f"moe bf16 {model} biased product", launch=launch, rows=(1, tokens), plans={"_product_kernel": plan}
     )
 
 
@@ -399,4 +491,5 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
 VARIANTS = (
     *(_variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens) for tokens in ((1, 256), (257, 4096), (4097, 8192))),
     *(_variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens) for tokens in ((1, 64), (65, 1024), (1025, 8192))),
+    _product_variant("gpt-oss-20b", 32, 4, 2880, 5760, 128),
 )

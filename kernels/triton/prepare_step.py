@@ -4,11 +4,12 @@ The state of the rows stays on the device: the id each row sampled last, and its
 each group of the cache. So the host can describe a step before the previous one has ended: it names the rows, their
 positions and their new blocks. A packet is one int32 array, sent in one copy:
 
-    rows, tokens, offset of the ids, offset of the pages, new blocks of all rows
+    rows, tokens, offset of the ids, offset of the pages, offset of the table of states from here, new blocks in all
     a record for each row: row, first token, tokens, position of the first, index of its first new block in its
         tables, number of new blocks, offset of these among a table's new blocks
     an id for each token; -1: the id that the row sampled last
     for each table, the pages of the new blocks of all rows
+    the table of states (see `scans.py`), if the model has recurrent layers
 
 A graph is recorded for a padded number of rows and tokens. Padding rows get a context of 0, and padding tokens get no
 slot.
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from .variant import Plan, Variant, shaped
 
-_HEADER = 5
+_HEADER = 6
+STATES_AT = 4  # of the header; at a multiple of 16 bytes, as kernels' pointers must
 _RECORD = 7
 _BLOCK = 256  # tokens or blocks that a program copies at a time
 
 
 def packet_size(*, rows: int, tokens: int, new_blocks: int, tables: int) -> int:
-    """The most int32 that a packet takes."""
+    """The most int32 that a packet takes, without the table of states."""
     return _HEADER + _RECORD * rows + tokens + tables * new_blocks
 
 
@@ -49,10 +51,11 @@ def fill_packet(
     """Writes a step's packet and returns its length in int32. rows: the rows in step order; counts, starts: [rows]
     tokens of each and the position of the first; ids: [tokens], -1 for the id that the row sampled last; places,
     num_new: [rows] index of each row's first new block in its tables, and their number; pages: [tables, new blocks],
-    row after row."""
+    row after row. The table of states begins where the packet ends."""
     ids_at = _HEADER + _RECORD * len(rows)
     blocks_at = ids_at + len(ids)
-    packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at, pages.shape[1]
+    end = blocks_at + pages.size
+    packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at, end - STATES_AT, pages.shape[1]
     records = packet[_HEADER:ids_at].reshape(-1, _RECORD)
     records[:, 0] = rows
     records[:, 1] = np.cumsum(counts) - counts
@@ -62,7 +65,6 @@ def fill_packet(
     records[:, 5] = num_new
     records[:, 6] = np.cumsum(num_new) - num_new
     packet[ids_at:blocks_at] = ids
-    end = blocks_at + pages.size
     packet[blocks_at:end] = pages.reshape(-1)
     return end
 
@@ -86,8 +88,10 @@ def _prepare_step(
     HEADER: tl.constexpr,
     RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_TABLES: tl.constexpr,
 ):
-    """For each table one program per row of the graph, and a last one for the padding tokens."""
+    """For each table one program per row of the graph, and a last one for the padding tokens. Without tables the same
+    programs write the rest."""
     place = tl.program_id(0)
     number = tl.program_id(1).to(tl.int64)  # of the table
     own_slots = slots + number * slots_stride
@@ -98,7 +102,8 @@ def _prepare_step(
             token = begin + lanes
             tl.store(ids + token, 0, mask=token < max_tokens)
             tl.store(positions + token, 0, mask=token < max_tokens)
-            tl.store(own_slots + token, -1, mask=token < max_tokens)
+            if HAS_TABLES:
+                tl.store(own_slots + token, -1, mask=token < max_tokens)
     elif place >= num_rows:
         tl.store(context_lens + place, 0)
     else:
@@ -107,15 +112,16 @@ def _prepare_step(
         first_token = tl.load(record + 1)
         count = tl.load(record + 2)
         start = tl.load(record + 3)
-        num_new = tl.load(record + 5)
-        new_blocks = packet + tl.load(packet + 3) + number * tl.load(packet + 4) + tl.load(record + 6)
         known_ids = packet + tl.load(packet + 2)
         table = row_tables + (number * all_rows + row) * max_blocks
-        new_table = table + tl.load(record + 4)
-        for begin in range(0, num_new, BLOCK):
-            i = begin + lanes
-            tl.store(new_table + i, tl.load(new_blocks + i, mask=i < num_new), mask=i < num_new)
-        tl.debug_barrier()  # other threads read what this one wrote
+        if HAS_TABLES:
+            num_new = tl.load(record + 5)
+            new_blocks = packet + tl.load(packet + 3) + number * tl.load(packet + 5) + tl.load(record + 6)
+            new_table = table + tl.load(record + 4)
+            for begin in range(0, num_new, BLOCK):
+                i = begin + lanes
+                tl.store(new_table + i, tl.load(new_blocks + i, mask=i < num_new), mask=i < num_new)
+            tl.debug_barrier()  # other threads read what this one wrote
 
         end = start + count
         last_id = tl.load(last_ids + row)
@@ -124,16 +130,18 @@ def _prepare_step(
             inside = i < count
             position = start + i
             known = tl.load(known_ids + first_token + i, mask=inside, other=0)
-            block = tl.load(table + position // PAGE, mask=inside, other=0)
             tl.store(ids + first_token + i, tl.where(known >= 0, known, last_id), mask=inside)
             tl.store(positions + first_token + i, position, mask=inside)
-            tl.store(own_slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
+            if HAS_TABLES:
+                block = tl.load(table + position // PAGE, mask=inside, other=0)
+                tl.store(own_slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
 
-        num_blocks = (end + PAGE - 1) // PAGE
-        step_table = tables + (number * max_rows + place) * max_blocks
-        for begin in range(0, num_blocks, BLOCK):
-            i = begin + lanes
-            tl.store(step_table + i, tl.load(table + i, mask=i < num_blocks), mask=i < num_blocks)
+        if HAS_TABLES:
+            num_blocks = (end + PAGE - 1) // PAGE
+            step_table = tables + (number * max_rows + place) * max_blocks
+            for begin in range(0, num_blocks, BLOCK):
+                i = begin + lanes
+                tl.store(step_table + i, tl.load(table + i, mask=i < num_blocks), mask=i < num_blocks)
         tl.store(context_lens + place, end)
 
 
@@ -163,7 +171,7 @@ def prepare_step(
     """
     assert tables.shape[2] == row_tables.shape[2] == tables.stride(1), (tables.shape, row_tables.shape)
     assert row_tables.is_contiguous() and len(slots) == len(tables) == len(row_tables), (slots.shape, tables.shape)
-    _prepare_step[(len(context_lens) + 1, len(tables))](
+    _prepare_step[(len(context_lens) + 1, max(1, len(tables)))](
         packet,
         last_ids,
         row_tables,
@@ -181,6 +189,7 @@ def prepare_step(
         HEADER=_HEADER,
         RECORD=_RECORD,
         BLOCK=_BLOCK,
+        HAS_TABLES=len(tables) > 0,
         num_warps=1,
     )
 

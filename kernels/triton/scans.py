@@ -1,95 +1,130 @@
-"""Recurrent mixers on a GPU, with the functions of `reference_scans`.
+"""Recurrent mixers on a GPU, with the functions of `reference_scans`. Results have the type of the activations.
 
 `conv`, `scan_mamba1` and the scans of linear attention by steps take one position after another, as the reference does,
-so their bits do not depend on how a sequence is cut. `scan_delta`, `scan_mamba2` and `scan_lightning` compute long
-segments in chunks, with products of matrices, unless `deterministic` (section 3 of arXiv 2412.06464; section 6 of arXiv
-2405.21060).
+so their bits do not depend on how a sequence is cut. `scan_delta`, `scan_mamba2` and `scan_lightning` compute steps
+with long rows in chunks, with products of matrices (section 3 of arXiv 2412.06464; section 6 of arXiv 2405.21060).
+
+The rows of a step are described by a table on the device, which the kernels read. A recorded launch therefore serves
+every step whose table is sent to the same memory. A table is one int32 array, which begins as far behind a given place
+as the number at that place says; `fill_states` writes it:
+
+    rows, offset of the chunks, offset of the pages, chunks
+    for each row, and for an end behind the last one: its first chunk, the state that it reads (-1: zeros)
+    for each chunk of at most CHUNK tokens: its first token, the one after its last, the state that it writes (-1: none)
+    for each state: its pages
+
+A row has at least one chunk, whose tokens may be none. Rows are cut where their states are kept.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..lanes import LANES
 from ..reference_scans import Act
-from ..states import LANES, StateRows, Tiles
+from ..states import StateRows, Tiles
 from .variant import Plan, Variant, shaped
 
 CHUNK = 16  # larger ones need more registers than there are
-_LONG = 16  # tokens of a row from which chunks are used
+_HEADER = 4
+_ROWS_AT = tl.constexpr(_HEADER)
 _WARPS = 4
 _ACTS = {"none": 0, "silu": 1, "sigmoid": 2}
 _LIGHTNING, _MAMBA2, _DELTA, _DELTA_BY_KEY = (tl.constexpr(kind) for kind in range(4))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Table:
-    """The rows of a step, cut into chunks of at most CHUNK tokens at the positions where their states are kept.
+class StateTable:
+    """The rows of a step, and where their states are."""
 
-    A row has at least one chunk, whose tokens may be none."""
+    memory: Tensor  # [pages, page bytes] uint8
+    place: Tensor  # int32, on the device: its first number says how far behind it the table begins
+    num_rows: int  # at most: a step that is padded has fewer in its table
+    num_pages: int  # of a state
+    is_long: bool  # the scans that can compute in chunks do so
 
-    row_chunks: Tensor  # [rows + 1] int32: the first chunk of each row
-    tokens: Tensor  # [chunks + 1, 2] int32: the first token and the one after the last
-    pages: Tensor  # [chunks, k] int32: where the state goes after a chunk; below zero: nowhere
-    read: Tensor  # [rows, k] int32
-    is_long: bool
+    @staticmethod
+    def of(rows: StateRows, *, is_long: bool) -> "StateTable":
+        num_rows, num_pages = rows.read.shape
+        num_tokens = int(rows.counts.sum())
+        filled = np.zeros(_HEADER + states_size(rows=num_rows, tokens=num_tokens, pages=num_pages), np.int32)
+        filled[0] = _HEADER
+        fill_states(filled[_HEADER:], rows)
+        place = torch.from_numpy(filled).to(rows.memory.device)
+        return StateTable(memory=rows.memory, place=place, num_rows=num_rows, num_pages=num_pages, is_long=is_long)
 
 
-_tables: "WeakKeyDictionary[StateRows, _Table]" = WeakKeyDictionary()
+def states_size(*, rows: int, tokens: int, pages: int) -> int:
+    """The most int32 that the table of a step takes whose states have so many pages."""
+    return _HEADER + 2 * (rows + 1) + 3 * (rows + tokens) + pages * (2 * rows + tokens)
 
 
-def _table(rows: StateRows) -> _Table:
-    """The table of a step, which all its layers share: made of the index tensors on the host, and copied once."""
-    if rows not in _tables:
-        device, k = rows.memory.device, rows.read.shape[1]
-        row_chunks: list[int] = []
-        tokens: list[tuple[int, int]] = []
-        pages: list[list[int]] = []
-        for segment in rows.segments():
-            if segment.read is not None:
-                row_chunks.append(len(tokens))
-            first = segment.first
-            while segment.end - first > CHUNK:
-                tokens.append((first, first + CHUNK))
-                pages.append([-1] * k)
-                first += CHUNK
-            tokens.append((first, segment.end))
-            pages.append(segment.written)
+def fill_states(table: NDArray[np.int32], rows: StateRows) -> int:
+    """Writes a step's table and returns its length. The memory of `rows` is not used."""
+    counts, read, written, kept, keep_counts, keep_pages = (
+        part.numpy()
+        for part in (rows.counts, rows.read, rows.written, rows.keep_rows, rows.keep_counts, rows.keep_pages)
+    )
+    num, each = len(counts), np.arange(len(counts))
+    # A row is cut into segments, each of which ends with a state that is stored.
+    order = np.argsort(np.concatenate((kept, each)), kind="stable")
+    row = np.concatenate((kept, each))[order]
+    end = np.concatenate((keep_counts, counts))[order]
+    state = np.concatenate((num + np.arange(len(kept)), each))[order]
+    is_first = np.diff(row, prepend=-1) != 0
+    begin = np.where(is_first, 0, np.roll(end, 1))
+    num_chunks = np.maximum(1, -(-(end - begin) // CHUNK))
+    bounds = np.cumsum(num_chunks)
+    total = int(num_chunks.sum())
 
-        def on_device(numbers: Sequence[object]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int32, device=device)
+    is_own, is_none = (read == written).all(axis=1), (read < 0).all(axis=1)
+    others = np.flatnonzero(~is_own & ~is_none)
+    first_state = np.where(is_own, each, -1)
+    first_state[others] = num + len(kept) + np.arange(len(others))
+    pages = np.concatenate((written, keep_pages, read[others]))
 
-        _tables[rows] = _Table(
-            row_chunks=on_device([*row_chunks, len(tokens)]),
-            tokens=on_device([*tokens, (0, 0)]),
-            pages=on_device(pages or [[0] * k]),
-            read=rows.read.to(device),
-            is_long=len(rows.counts) > 0 and int(rows.counts.max()) >= _LONG,
-        )
-    return _tables[rows]
+    chunks_at = _HEADER + 2 * (num + 1)
+    pages_at = chunks_at + 3 * total
+    table[:_HEADER] = num, chunks_at, pages_at, total
+    records = table[_HEADER:chunks_at].reshape(-1, 2)
+    records[:num, 0], records[num, 0] = (bounds - num_chunks)[is_first], total
+    records[:num, 1], records[num, 1] = first_state, -1
+    chunks = table[chunks_at:pages_at].reshape(-1, 3)
+    first_token = (np.cumsum(counts) - counts)[row]
+    segment = np.repeat(np.arange(len(row)), num_chunks)
+    in_segment = np.arange(total) - (bounds - num_chunks)[segment]
+    chunks[:, 0] = (first_token + begin)[segment] + CHUNK * in_segment
+    chunks[:, 1] = np.minimum(chunks[:, 0] + CHUNK, (first_token + end)[segment])
+    chunks[:, 2] = -1
+    chunks[bounds - 1, 2] = state
+    length = pages_at + pages.size
+    table[pages_at:length] = pages.reshape(-1)
+    return length
 
 
 class _States(NamedTuple):
     """The arguments of a kernel that say where states lie."""
 
+    place: Tensor
     memory: Tensor  # [pages, words of a page] float32
     page_words: int
     shelves: Tensor
     offsets: Tensor  # bytes
     per_tile: int
-    k: int
+    num_pages: int
 
 
-def _states(rows: StateRows, tiles: Tiles) -> _States:
+def _states(rows: StateTable, tiles: Tiles) -> _States:
     memory = rows.memory.view(torch.float32)
     shelves, offsets = tiles.shelves.to(memory.device), tiles.offsets.to(memory.device)
-    return _States(memory, memory.stride(0), shelves, offsets, tiles.per_tile, rows.read.shape[1])
+    return _States(rows.place, memory, memory.stride(0), shelves, offsets, tiles.per_tile, rows.num_pages)
 
 
 @triton.jit
@@ -102,10 +137,17 @@ def _softplus(x):
 
 
 @triton.jit
-def _place(pages, row, unit, page_words, shelves, offsets, per_tile, k):
-    """The word at which the state of a unit begins in the pages of a row, and whether there is one."""
+def _row(table, row):
+    """A row's first chunk, the one after its last, and the state that it reads."""
+    record = table + _ROWS_AT + 2 * row
+    return tl.load(record), tl.load(record + 2), tl.load(record + 1)
+
+
+@triton.jit
+def _place(pages, state, unit, page_words, shelves, offsets, per_tile, num_pages):
+    """The word at which a unit of a state begins in memory, and whether there is one."""
     tile = unit // per_tile
-    page = tl.load(pages + row * k + tl.load(shelves + tile))
+    page = tl.load(pages + state * num_pages + tl.load(shelves + tile), mask=state >= 0, other=-1)
     words = tl.load(offsets + tile) // 4
     return tl.maximum(page, 0).to(tl.int64) * page_words + words, page >= 0
 
@@ -129,22 +171,28 @@ def _decays(head, token, decay, decay_stride, a, dt_bias, low, high, inside, KIN
 
 @triton.jit
 def _step_scan(
-    q, k, v, beta, decay, a, dt_bias, d, out, q_stride, k_stride, v_stride, beta_stride, decay_stride, scale, low, high,
-    row_chunks, tokens, pages, read, memory, page_words, shelves, offsets, per_tile, num_pages,
+    q, k, v, beta, decay, a, dt_bias, d, out, q_stride, k_stride, v_stride, beta_stride, decay_stride, scale,
+    beta_scale, low, high, table, memory, page_words, shelves, offsets, per_tile, num_pages,
     HEADS: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    table += tl.load(table)
+    row = tl.program_id(0)
+    if row >= tl.load(table):
+        return
+    first_chunk, end_chunk, first_state = _row(table, row)
+    chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
+    head = tl.program_id(1)
     i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_values = i < KEYS, j < VALUES
     inner = (head % per_tile) * KEYS * VALUES + i[:, None] * VALUES + j[None, :]
     inside = in_keys[:, None] & in_values[None, :]
-    place, exists = _place(read, row, head, page_words, shelves, offsets, per_tile, num_pages)
+    place, exists = _place(pages, first_state, head, page_words, shelves, offsets, per_tile, num_pages)
     state = tl.load(memory + place + inner, mask=inside & exists, other=0.0)
     group = head // SHARE
-    for chunk in range(tl.load(row_chunks + row), tl.load(row_chunks + row + 1)):
-        first = tl.load(tokens + 2 * chunk)
-        for t in range(tl.load(tokens + 2 * chunk + 1) - first):
+    for chunk in range(first_chunk, end_chunk):
+        first = tl.load(chunks + 3 * chunk)
+        for t in range(tl.load(chunks + 3 * chunk + 1) - first):
             token = first.to(tl.int64) + t
             query = tl.load(q + token * q_stride + group * KEYS + i, mask=in_keys, other=0.0).to(tl.float32)
             key = tl.load(k + token * k_stride + group * KEYS + i, mask=in_keys, other=0.0).to(tl.float32)
@@ -164,72 +212,82 @@ def _step_scan(
             if KIND >= _DELTA:
                 query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6) * scale
                 key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-                rate = tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
+                rate = beta_scale * tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
                 change = (value - tl.sum(state * key[:, None], axis=0)) * rate
             state += key[:, None] * change[None, :]
             result = tl.sum(state * query[:, None], axis=0)
             if d is not None:
                 result += value * tl.load(d + head)
             tl.store(out + (token * HEADS + head) * VALUES + j, result, mask=in_values)
-        place, exists = _place(pages, chunk, head, page_words, shelves, offsets, per_tile, num_pages)
+        last_state = tl.load(chunks + 3 * chunk + 2)
+        place, exists = _place(pages, last_state, head, page_words, shelves, offsets, per_tile, num_pages)
         tl.store(memory + place + inner, state, mask=inside & exists)
 
 
 @triton.jit
 def _prepare_chunk(
-    k, v, beta, decay, a, dt_bias, tokens, added, read, k_stride, v_stride, beta_stride, decay_stride,
+    k, v, beta, decay, a, dt_bias, added, seen, table, k_stride, v_stride, beta_stride, decay_stride, beta_scale,
     HEADS: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each position of a chunk adds to the state depends on what those before it have added: a triangular system,
-    whose solution is `added` less `read` times the state before the chunk."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(tokens + 2 * chunk), tl.load(tokens + 2 * chunk + 1)
+    whose solution is `added` less `seen` times the state before the chunk. A program takes every n-th chunk."""
+    table += tl.load(table)
+    chunks, head = table + tl.load(table + 1), tl.program_id(1)
     n, i, j = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    token = (first + n).to(tl.int64)
-    inside = first + n < end
-    log, _ = _decays(head, first + n, decay, decay_stride, a, dt_bias, 0.0, 0.0, inside, KIND)
-    total = tl.cumsum(tl.where(inside, log, 0.0), axis=0)
-    rate = tl.sigmoid(tl.load(beta + token * beta_stride + head, mask=inside, other=0.0).to(tl.float32))
-    mask = inside[:, None] & (i < KEYS)[None, :]
-    address = k + token[:, None] * k_stride + (head // SHARE) * KEYS + i[None, :]
-    key = tl.load(address, mask=mask, other=0.0).to(tl.float32)
-    key *= tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)[:, None]
     before = n[:, None] > n[None, :]
-    between = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
-    products = tl.dot(key * rate[:, None], tl.trans(key), input_precision=PRECISION) * between
-    inverse = tl.where(before & inside[:, None], -products, 0.0)
-    for at in range(1, CHUNK):  # forward substitution; the rows above `at` are those of the inverse
-        line = tl.sum(tl.where((n == at)[:, None], inverse, 0.0), axis=0)
-        line += tl.sum(line[:, None] * inverse, axis=0)
-        inverse = tl.where((n == at)[:, None], line[None, :], inverse)
-    inverse += tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    address = v + token[:, None] * v_stride + head * VALUES + j[None, :]
-    of_values = inside[:, None] & (j < VALUES)[None, :]
-    value = tl.load(address, mask=of_values, other=0.0).to(tl.float32) * rate[:, None]
-    out = (token[:, None] * HEADS + head) * VALUES + j[None, :]
-    tl.store(added + out, tl.dot(inverse, value, input_precision=PRECISION), mask=of_values)
-    seen = tl.dot(inverse, key * (rate * tl.exp(total))[:, None], input_precision=PRECISION)
-    tl.store(read + (token[:, None] * HEADS + head) * KEYS + i[None, :], seen, mask=mask)
+    for chunk in range(tl.program_id(0), tl.load(table + 3), tl.num_programs(0)):
+        first, end = tl.load(chunks + 3 * chunk), tl.load(chunks + 3 * chunk + 1)
+        token = (first + n).to(tl.int64)
+        inside = first + n < end
+        log, _ = _decays(head, first + n, decay, decay_stride, a, dt_bias, 0.0, 0.0, inside, KIND)
+        total = tl.cumsum(tl.where(inside, log, 0.0), axis=0)
+        rate = tl.load(beta + token * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
+        rate = beta_scale * tl.sigmoid(rate)
+        mask = inside[:, None] & (i < KEYS)[None, :]
+        address = k + token[:, None] * k_stride + (head // SHARE) * KEYS + i[None, :]
+        key = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        key *= tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)[:, None]
+        between = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
+        products = tl.dot(key * rate[:, None], tl.trans(key), input_precision=PRECISION) * between
+        inverse = tl.where(before & inside[:, None], -products, 0.0)
+        for at in range(1, CHUNK):  # forward substitution; the rows above `at` are those of the inverse
+            line = tl.sum(tl.where((n == at)[:, None], inverse, 0.0), axis=0)
+            line += tl.sum(line[:, None] * inverse, axis=0)
+            inverse = tl.where((n == at)[:, None], line[None, :], inverse)
+        inverse += tl.where(n[:, None] == n[None, :], 1.0, 0.0)
+        address = v + token[:, None] * v_stride + head * VALUES + j[None, :]
+        of_values = inside[:, None] & (j < VALUES)[None, :]
+        value = tl.load(address, mask=of_values, other=0.0).to(tl.float32) * rate[:, None]
+        out = (token[:, None] * HEADS + head) * VALUES + j[None, :]
+        tl.store(added + out, tl.dot(inverse, value, input_precision=PRECISION), mask=of_values)
+        share = tl.dot(inverse, key * (rate * tl.exp(total))[:, None], input_precision=PRECISION)
+        tl.store(seen + (token[:, None] * HEADS + head) * KEYS + i[None, :], share, mask=mask)
 
 
 @triton.jit
 def _chunk_scan(
     q, k, v, added, seen, decay, a, dt_bias, d, out, q_stride, k_stride, v_stride, decay_stride, scale, low, high,
-    row_chunks, tokens, pages, read, memory, page_words, shelves, offsets, per_tile, num_pages,
+    table, memory, page_words, shelves, offsets, per_tile, num_pages,
     HEADS: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    table += tl.load(table)
+    row = tl.program_id(0)
+    if row >= tl.load(table):
+        return
+    first_chunk, end_chunk, first_state = _row(table, row)
+    chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
+    head = tl.program_id(1)
     n, i, j = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_keys, in_values = i < KEYS, j < VALUES
     inner = (head % per_tile) * KEYS * VALUES + i[:, None] * VALUES + j[None, :]
     of_state = in_keys[:, None] & in_values[None, :]
-    place, exists = _place(read, row, head, page_words, shelves, offsets, per_tile, num_pages)
+    place, exists = _place(pages, first_state, head, page_words, shelves, offsets, per_tile, num_pages)
     state = tl.load(memory + place + inner, mask=of_state & exists, other=0.0)
     group = head // SHARE
-    for chunk in range(tl.load(row_chunks + row), tl.load(row_chunks + row + 1)):
-        first, end = tl.load(tokens + 2 * chunk), tl.load(tokens + 2 * chunk + 1)
+    for chunk in range(first_chunk, end_chunk):
+        first, end = tl.load(chunks + 3 * chunk), tl.load(chunks + 3 * chunk + 1)
         token = (first + n).to(tl.int64)
         inside = first + n < end
         log, step = _decays(head, first + n, decay, decay_stride, a, dt_bias, low, high, inside, KIND)
@@ -261,17 +319,23 @@ def _chunk_scan(
         tl.store(out + (token[:, None] * HEADS + head) * VALUES + j[None, :], result, mask=of_values)
         state *= tl.exp(whole)
         state += tl.dot(tl.trans(key * tl.exp(whole - total)[:, None]), change, input_precision=PRECISION)
-        place, exists = _place(pages, chunk, head, page_words, shelves, offsets, per_tile, num_pages)
+        last_state = tl.load(chunks + 3 * chunk + 2)
+        place, exists = _place(pages, last_state, head, page_words, shelves, offsets, per_tile, num_pages)
         tl.store(memory + place + inner, state, mask=of_state & exists)
 
 
 @triton.jit
 def _mamba1(
     x, dt, b, c, a, dt_bias, d, out, x_stride, dt_stride, b_stride, c_stride,
-    row_chunks, tokens, pages, read, memory, page_words, shelves, offsets, per_tile, num_pages,
+    table, memory, page_words, shelves, offsets, per_tile, num_pages,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    table += tl.load(table)
     row = tl.program_id(0)
+    if row >= tl.load(table):
+        return
+    first_chunk, end_chunk, first_state = _row(table, row)
+    chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     group, inside = channel // LANES, channel < CHANNELS
     of_state, of_n = (n < N)[:, None] & (group * LANES < CHANNELS)[None, :], n < N
@@ -280,11 +344,11 @@ def _mamba1(
     inner = n[:, None] * LANES + (channel % LANES)[None, :]
     in_tile = (unit % per_tile)[None, :] * N * LANES + inner
     rates = tl.load(a + group[None, :] * N * LANES + inner, mask=of_state, other=0.0)
-    place, exists = _place(read, row, unit, page_words, shelves, offsets, per_tile, num_pages)
+    place, exists = _place(pages, first_state, unit, page_words, shelves, offsets, per_tile, num_pages)
     state = tl.load(memory + place[None, :] + in_tile, mask=of_state & exists[None, :], other=0.0)
-    for chunk in range(tl.load(row_chunks + row), tl.load(row_chunks + row + 1)):
-        first = tl.load(tokens + 2 * chunk)
-        for t in range(tl.load(tokens + 2 * chunk + 1) - first):
+    for chunk in range(first_chunk, end_chunk):
+        first = tl.load(chunks + 3 * chunk)
+        for t in range(tl.load(chunks + 3 * chunk + 1) - first):
             token = first.to(tl.int64) + t
             value = tl.load(x + token * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
             raw = tl.load(dt + token * dt_stride + channel, mask=inside, other=0.0).to(tl.float32)
@@ -298,22 +362,26 @@ def _mamba1(
             if d is not None:
                 result += value * tl.load(d + channel, mask=inside, other=0.0)
             tl.store(out + token * CHANNELS + channel, result, mask=inside)
-        place, exists = _place(pages, chunk, unit, page_words, shelves, offsets, per_tile, num_pages)
+        last_state = tl.load(chunks + 3 * chunk + 2)
+        place, exists = _place(pages, last_state, unit, page_words, shelves, offsets, per_tile, num_pages)
         tl.store(memory + place[None, :] + in_tile, state, mask=of_state & exists[None, :])
 
 
 @triton.jit
 def _conv(
-    x, weight, bias, out, x_stride, row_chunks, tokens, pages, read, memory, page_words, shelves, offsets, per_tile,
-    num_pages, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    ACT: tl.constexpr,
+    x, weight, bias, out, x_stride, table, memory, page_words, shelves, offsets, per_tile, num_pages,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
+    table += tl.load(table)
     row = tl.program_id(0)
+    if row >= tl.load(table):
+        return
+    first_chunk, end_chunk, first_state = _row(table, row)
+    chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TOKENS)
     inside = channel < CHANNELS
-    place, exists = _place(read, row, 0, page_words, shelves, offsets, per_tile, num_pages)
-    chunk_first, chunk_end = tl.load(row_chunks + row), tl.load(row_chunks + row + 1)
-    first, end = tl.load(tokens + 2 * chunk_first), tl.load(tokens + 2 * chunk_end - 1)
+    place, exists = _place(pages, first_state, 0, page_words, shelves, offsets, per_tile, num_pages)
+    first, end = tl.load(chunks + 3 * first_chunk), tl.load(chunks + 3 * end_chunk - 2)
     for start in range(first, end, TOKENS):
         t = start + n
         total = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -337,9 +405,10 @@ def _conv(
             total = tl.sigmoid(total)
         address = out + t[:, None].to(tl.int64) * CHANNELS + channel[None, :]
         tl.store(address, total, mask=(t < end)[:, None] & inside[None, :])
-    for chunk in range(chunk_first, chunk_end):
-        target, is_kept = _place(pages, chunk, 0, page_words, shelves, offsets, per_tile, num_pages)
-        last = tl.load(tokens + 2 * chunk + 1)
+    for chunk in range(first_chunk, end_chunk):
+        last_state = tl.load(chunks + 3 * chunk + 2)
+        target, is_kept = _place(pages, last_state, 0, page_words, shelves, offsets, per_tile, num_pages)
+        last = tl.load(chunks + 3 * chunk + 1)
         # In this order, because the state that is read may be the one that is written.
         for tap in tl.static_range(TAPS - 1):
             at = last - (TAPS - 1) + tap
@@ -349,15 +418,15 @@ def _conv(
             tl.store(memory + target + tap * CHANNELS + channel, value, mask=inside & is_kept)
 
 
-def conv(x: Tensor, weight: Tensor, bias: Tensor | None, act: Act, rows: StateRows, tiles: Tiles) -> Tensor:
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None, act: Act, rows: StateTable, tiles: Tiles) -> Tensor:
     taps, channels = weight.shape
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    table, states = _table(rows), _states(rows, tiles)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    states = _states(rows, tiles)
     block = min(triton.next_power_of_2(channels), 128)
-    grid = (len(rows.counts), triton.cdiv(channels, block))
+    grid = (rows.num_rows, triton.cdiv(channels, block))
     if grid[0]:
         _conv[grid](
-            x, weight, bias, out, x.stride(0), table.row_chunks, table.tokens, table.pages, table.read, *states,
+            x, weight, bias, out, x.stride(0), *states,
             CHANNELS=channels, TAPS=taps, BLOCK=block, TOKENS=16, ACT=_ACTS[act],
         )  # fmt: skip
     return out
@@ -365,64 +434,60 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, act: Act, rows: StateRo
 
 def scan_mamba1(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, dt_bias: Tensor | None, d: Tensor | None,
-    rows: StateRows, tiles: Tiles,
+    rows: StateTable, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
     channels, n = x.shape[1], b.shape[1]
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    table, states = _table(rows), _states(rows, tiles)
-    grid = (len(rows.counts), triton.cdiv(channels, 64))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    states = _states(rows, tiles)
+    grid = (rows.num_rows, triton.cdiv(channels, 64))
     if grid[0]:
         _mamba1[grid](
-            x, dt, b, c, a, dt_bias, d, out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
-            table.row_chunks, table.tokens, table.pages, table.read, *states,
+            x, dt, b, c, a, dt_bias, d, out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), *states,
             CHANNELS=channels, N=n, BLOCK_N=triton.next_power_of_2(n), BLOCK=64, LANES=LANES,
         )  # fmt: skip
     return out
 
 
 def scan_delta(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, a: Tensor, dt_bias: Tensor, rows: StateRows,
-    tiles: Tiles, *, deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, a: Tensor, dt_bias: Tensor, rows: StateTable,
+    tiles: Tiles, beta_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     kind = _DELTA if decay.dim() == 2 else _DELTA_BY_KEY
-    return _linear(q, k, v, beta, decay, a, dt_bias, None, (0.0, 0.0), rows, tiles, kind, deterministic)
+    return _linear(q, k, v, beta, decay, a, dt_bias, None, (0.0, 0.0), rows, tiles, kind, beta_scale)
 
 
 def scan_mamba2(
     x: Tensor, b: Tensor, c: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor | None, d: Tensor | None,
-    dt_limits: tuple[float, float], rows: StateRows, tiles: Tiles, *, deterministic: bool = False,
+    dt_limits: tuple[float, float], rows: StateTable, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
-    return _linear(c, b, x, None, dt, a, dt_bias, d, dt_limits, rows, tiles, _MAMBA2, deterministic)
+    return _linear(c, b, x, None, dt, a, dt_bias, d, dt_limits, rows, tiles, _MAMBA2)
 
 
-def scan_lightning(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rows: StateRows, tiles: Tiles, *, deterministic: bool = False
-) -> Tensor:
-    return _linear(q, k, v, None, decay, None, None, None, (0.0, 0.0), rows, tiles, _LIGHTNING, deterministic)
+def scan_lightning(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rows: StateTable, tiles: Tiles) -> Tensor:
+    return _linear(q, k, v, None, decay, None, None, None, (0.0, 0.0), rows, tiles, _LIGHTNING)
 
 
 def _linear(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, a: Tensor | None, dt_bias: Tensor | None,
-    d: Tensor | None, limits: tuple[float, float], rows: StateRows, tiles: Tiles, kind: tl.constexpr,
-    deterministic: bool,
+    d: Tensor | None, limits: tuple[float, float], rows: StateTable, tiles: Tiles, kind: tl.constexpr,
+    beta_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     heads, keys, values = v.shape[1], q.shape[2], v.shape[2]
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    table, states = _table(rows), _states(rows, tiles)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    states = _states(rows, tiles)
     block_k, block_v = max(triton.next_power_of_2(keys), 16), min(max(triton.next_power_of_2(values), 16), 32)
-    grid = (len(rows.counts), heads, triton.cdiv(values, block_v))
+    grid = (rows.num_rows, heads, triton.cdiv(values, block_v))
     if not grid[0]:
         return out
-    where = (table.row_chunks, table.tokens, table.pages, table.read, *states)
     shape = {
         "HEADS": heads, "SHARE": heads // q.shape[1], "KEYS": keys, "VALUES": values, "BLOCK_K": block_k, "KIND": kind,
     }  # fmt: skip
     scale, low, high = keys**-0.5, limits[0], min(limits[1], torch.finfo(torch.float32).max)
     decay_stride, beta_stride = decay.stride(0), beta.stride(0) if beta is not None else 0
-    if deterministic or not table.is_long or kind == _DELTA_BY_KEY:
+    if not rows.is_long or kind == _DELTA_BY_KEY:
         _step_scan[grid](
             q, k, v, beta, decay, a, dt_bias, d, out, q.stride(0), k.stride(0), v.stride(0), beta_stride, decay_stride,
-            scale, low, high, *where, BLOCK_V=block_v, **shape,
+            scale, beta_scale, low, high, *states, BLOCK_V=block_v, **shape,
         )  # fmt: skip
         return out
     # Three products of tf32 are about as exact as one of float32. One has 3 bits more than activations of bfloat16.
@@ -434,25 +499,25 @@ def _linear(
     }
     added = seen = None
     if kind == _DELTA:
-        added, seen = torch.empty_like(out), out.new_empty((v.shape[0], heads, keys))
+        added, seen = (v.new_empty((v.shape[0], heads, n), dtype=torch.float32) for n in (values, keys))
         whole_v = max(triton.next_power_of_2(values), 16)
-        _prepare_chunk[(table.pages.shape[0], heads)](
-            k, v, beta, decay, a, dt_bias, table.tokens, added, seen, k.stride(0), v.stride(0), beta_stride,
-            decay_stride, BLOCK_V=whole_v, **shape, **chunks,
+        _prepare_chunk[(rows.num_rows + v.shape[0] // CHUNK, heads)](
+            k, v, beta, decay, a, dt_bias, added, seen, states.place, k.stride(0), v.stride(0), beta_stride,
+            decay_stride, beta_scale, BLOCK_V=whole_v, **shape, **chunks,
         )  # fmt: skip
     _chunk_scan[grid](
         q, k, v, added, seen, decay, a, dt_bias, d, out, q.stride(0), k.stride(0), v.stride(0), decay_stride, scale,
-        low, high, *where, BLOCK_V=block_v, **shape, **chunks,
+        low, high, *states, BLOCK_V=block_v, **shape, **chunks,
     )  # fmt: skip
     return out
 
 
-def _some_rows(rows: int, tokens: int, units: int, words: int) -> tuple[StateRows, Tiles]:
+def _some_rows(rows: int, tokens: int, units: int, words: int) -> tuple[StateTable, Tiles]:
     """Rows of so many tokens, each with a state of so many units in one page."""
-    memory = shaped(64, units * words * 4, dtype=torch.uint8)
-    pages = [[row] for row in range(rows)]
+    memory, place = shaped(64, units * words * 4, dtype=torch.uint8), shaped(4096, dtype=torch.int32)
     tiles = Tiles(shaped(units, dtype=torch.int32), shaped(units, dtype=torch.int64), 1)
-    return StateRows.of(memory, [tokens] * rows, pages, pages), tiles
+    table = StateTable(memory=memory, place=place, num_rows=rows, num_pages=1, is_long=tokens > 1)
+    return table, tiles
 
 
 def _float(*shape: int) -> Tensor:

@@ -76,7 +76,9 @@ def _small_product(
         inside = (k < K) | EVEN
         left = tl.load(x_rows + k[None, :], mask=used & inside[None, :], other=0.0)
         if norm is not None:
-            normed = (left.to(tl.float32) * factor).to(dtype).to(tl.float32)
+            normed = left.to(tl.float32) * factor
+            if norm.dtype.element_ty == dtype:  # see rms_norm.py
+                normed = normed.to(dtype).to(tl.float32)
             left = (normed * tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)[None, :]).to(dtype)
         right = tl.load(columns + k[:, None], mask=inside[:, None], other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+GRID = (80, 86, 89, 90, 100, 120)
+"""Every kind of GPU that the kernels run on. They differ most in their shared memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -18,10 +21,17 @@ class Plan:
     sm_80: tuple[str, ...] = ()  # SASS mnemonics that must appear, for example ("HMMA", "LDGSTS")
     sm_90: tuple[str, ...] = ()  # for example ("HGMMA",)
     buffers: int | None = None  # pipelining buffers of K (ttgir local_alloc); None: not checked
+    stack: int | None = 0  # bytes a thread may use, for spilled registers; None: any number
 
 
 WIDE = Plan(sm_80=("LDG.E.128", "STG.E.128"), sm_90=("LDG.E.128", "STG.E.128"))
 """Each thread reads and writes 16 bytes at a time."""
+
+NO_TENSOR_CORES = Plan(stack=None)
+"""float32, whose products need more registers than there are. Only its shared memory is checked."""
+
+FEW_BYTES = 64
+"""A stack that costs little: values that are spilled outside the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,7 @@ class Variant:
     rows: tuple[int, ...] = (16, 1, 2, 5)  # all of these must launch the same kernels
     plans: Mapping[str, Plan]  # by the name of the launched kernel
     architecture: int = 80  # the lowest that can run it
+    architectures: tuple[int, ...] = ()  # for which it is checked besides the default ones, for example `GRID`
 
 
 def shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

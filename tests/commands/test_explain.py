@@ -62,6 +62,9 @@ def test_reasons_follow_the_decision() -> None:
     assert rows(Config(), CPU, {})["cpu_kernels"] == ("avx2", "the best of those that work here: avx2, portable")
     assert rows(Config(), CPU, {})["batch_invariance"][0] == "exact"
     assert rows(Config(), GPU, {})["batch_invariance"][0] == "none"
+    wide = msgspec.structs.replace(MODEL, checkpoint_dtype="float32")
+    reason = {row[0]: row[1:] for row in settings(Config(), server(Config(), GPU, wide), GPU, {})}["dtype"]
+    assert reason[0] == "bfloat16" and "--dtype float32 keeps the checkpoint's" in reason[1]
     assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
     assert rows(make_config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
     assert "shared by 2 ranks" in rows(make_config(tensor_parallel_size=2), CPU, {})["threads"][1]

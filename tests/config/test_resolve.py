@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from pagewire.config.config import Config, EngineConfig, MachineFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, Purpose
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
@@ -78,7 +78,10 @@ def test_defaults_on_a_cpu() -> None:
         ({"wide_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
         ({"checkpoint_dtype": "bfloat16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
         ({"checkpoint_dtype": "float16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
-        ({"checkpoint_dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
+        ({"checkpoint_dtype": "float32"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
+        ({"checkpoint_dtype": "float32"}, GPU, {"dtype": "float32"}, ("float32", "float32", None, "float32")),
+        ({"checkpoint_dtype": "float32", "purpose": Purpose(is_encoder=True)}, GPU, {},
+         ("float32", "float32", None, "float32")),
         ({"checkpoint_dtype": "bfloat16"}, GPU, {"deterministic": True}, ("bfloat16", "bfloat16", None, "exact")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "deterministic": True},
          ("bfloat16", "bfloat16", "compiled", "exact")),

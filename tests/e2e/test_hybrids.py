@@ -1,4 +1,5 @@
-"""A hybrid model's worker dies during streams: the states in its memory are lost, and no token changes."""
+"""A worker of a hybrid model, or one of two ranks, dies during streams: the states in its memory are lost, and no token
+changes."""
 
 import json
 import random
@@ -37,24 +38,32 @@ def _stream(server: Server, prompt: list[int], got: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lfm2", pytest.param("qwen3_5", marks=pytest.mark.long)])
-def test_streams_go_on_after_the_worker_is_killed(kind: str, start: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("lfm2", 1), pytest.param("qwen3_5", 1, marks=pytest.mark.long), ("qwen3_5", 2)],
+)
+def test_streams_go_on_after_a_worker_is_killed(
+    kind: str, num_ranks: int, start: Callable[..., Server], tmp_path: Path
+) -> None:
     folder = checkpoints.make_checkpoint(tmp_path / "model", kind)
     vocabulary.add_tokenizer(folder)
     rng = random.Random(5)
     prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(20 + 40 * i)] for i in range(4)]
     expected = checkpoints.reference_greedy(folder, prompts, NUM_TOKENS)
-    server = start(str(folder), "--dtype", "float32", "--max-model-len", "640").wait_ready()
+    flags = ("--dtype", "float32", "--max-model-len", "640", "--tensor-parallel-size", str(num_ranks))
+    server = start(str(folder), *flags).wait_ready()
     outputs: list[list[int]] = [[] for _ in prompts]
-    (worker,) = server.of_kind("worker")
+    workers = server.of_kind("worker")
+    assert len(workers) == num_ranks
     with ThreadPoolExecutor(len(prompts)) as pool:
         streams = [pool.submit(_stream, server, prompt, got) for prompt, got in zip(prompts, outputs, strict=True)]
         until(lambda: all(outputs), "every stream has begun", timeout_s=60)
         assert min(map(len, outputs)) < NUM_TOKENS, "no stream has ended"
-        worker.kill()
+        workers[-1].kill()
         for stream in streams:
             stream.result()
-    assert server.of_kind("worker")[0].pid != worker.pid
+    after = {worker.pid for worker in server.of_kind("worker")}
+    assert len(after) == num_ranks and after.isdisjoint(worker.pid for worker in workers)
     assert outputs == expected
 
     # The state at the end of a turn on the new worker is found by the next turn.

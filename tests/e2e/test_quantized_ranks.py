@@ -28,7 +28,10 @@ def _complete(server: Server) -> list[list[int]]:
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 64})])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 64}), ("jamba", {}), ("bamba", {}), ("minimax", {})],
+)
 def test_two_ranks_of_an_awq_checkpoint_give_the_tokens_of_one_rank(
     family: str, sizes: dict[str, Any], tmp_path: Path, start: Callable[..., Server]
 ) -> None:

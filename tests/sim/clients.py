@@ -84,6 +84,7 @@ class Client:
         grammar_fails: bool,
         may_be_too_large: bool,
         groups: Groups,
+        regime_limit: int | None = None,
     ) -> None:
         """`fails`: its logits are not finite. `stop_after`: the output length at which its text has a stop string.
         `grammar_fails`: its grammar may fail. `may_be_too_large`: its steps may not fit into the memory."""
@@ -106,10 +107,16 @@ class Client:
             ask.min_tokens,
             grammar,
             groups,
+            regime_limit,
         )
+        self.is_twice_as_long = regime_limit is not None and len(ask.prompt) + self.max_tokens > regime_limit
         # What plans in flight at its end may sample after it. A constrained row samples one token at a time.
         self.beyond = (
-            [] if ask.constraint else expected_output(ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups)
+            []
+            if ask.constraint
+            else expected_output(
+                ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups, regime_limit=regime_limit
+            )
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # ids of the prompt positions whose log-probabilities arrived
@@ -132,8 +139,9 @@ class Client:
 
     @property
     def size(self) -> int:
-        """The most positions and tokens that serving it takes, for the bound on its wait."""
-        return len(self.ask.prompt) + self.max_tokens + 1
+        """The most positions and tokens that serving it takes, for the bound on its wait. If its regime may change, all
+        of it may be computed twice."""
+        return (len(self.ask.prompt) + self.max_tokens + 1) * (1 + self.is_twice_as_long)
 
     def hear_tokens(self, tokens: Tokens) -> None:
         """Output of the core with its log-probabilities and end."""

@@ -57,7 +57,7 @@ class History:
         self.counts: Counter[str] = Counter()
         self._log = log
         self._setting = Setting(self.rng)
-        self._oracle = Oracle(self._setting.groups, BLOCK_SIZE)
+        self._oracle = Oracle(self._setting.groups, BLOCK_SIZE, self._setting.regime_limit)
         self._journal = Journal(self._oracle)
         self._facts = facts_of(self._setting.groups, BLOCK_SIZE)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: (time, number of the event, call)
@@ -156,6 +156,7 @@ class History:
                 grammar_fails=grammar_fails,
                 may_be_too_large=setting.shortage_rate > 0,
                 groups=setting.groups,
+                regime_limit=setting.regime_limit,
             )
             if grammar_fails:
                 self._grammar_fails_at[client.rid] = rng.randint(0, 10)
@@ -200,6 +201,7 @@ class History:
             connector=self._connector,
             kv_events=setting.kv_events,
             speculate=setting.speculate,
+            regime_limit=setting.regime_limit,
         )
         self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
@@ -296,7 +298,10 @@ class History:
     def _apply(self, message: StepResult) -> None:
         scheduler = self._scheduler
         healthy = [request for request in scheduler._in_flight[0].requests() if not request.is_poisoned]
+        num_changes = scheduler.counters.num_regime_changes
         scheduler.apply(message)
+        for _ in range(scheduler.counters.num_regime_changes - num_changes):
+            self._patience.change_regime()
         if (group := scheduler.pool.groups.state) is not None:
             keys = [key for request in healthy if request.is_poisoned for key in request.snapshots]
             assert all(scheduler.pool.find(key, group) is None for key in keys), "a poisoned state is found"
@@ -466,7 +471,7 @@ class History:
         """Draft tokens of a row, each right with probability `draft_accuracy`."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
-            ids.append(next_token(Content(self._setting.groups, ids).reads(), row.sampling.seed))
+            ids.append(next_token(Content(self._setting.groups, ids, row.regime).reads(), row.sampling.seed))
             if rng.random() >= self._setting.draft_accuracy:
                 ids[-1] = rng.randrange(VOCAB)
         return ids[len(row.ids) :]
@@ -569,6 +574,8 @@ class History:
         counters = scheduler.counters
         self.counts["preempted"] += counters.num_preemptions
         self.counts["cached tokens"] += counters.num_cached_tokens
+        self.counts["regime changes"] += counters.num_regime_changes
+        self.counts["regimes, cached tokens"] += counters.num_cached_tokens * (setting.regime_limit is not None)
         if len(setting.groups.shapes) > 1:
             self.counts["several groups"] += 1
             self.counts["several groups, cached tokens"] += counters.num_cached_tokens

@@ -24,7 +24,7 @@ from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.host import HostCore
-from pagewire.ipc.messages import Failed, StepPlan, Tokens
+from pagewire.ipc.messages import Failed, RowOpen, StepPlan, Tokens
 
 from .stores import Copy, StoreWorker
 
@@ -41,6 +41,7 @@ _request_preempt = Request.preempt
 _request_loaded = Request.loaded
 _request_open = Request.open
 _request_forget = Request._forget
+_request_as_row = Request.as_row
 _apply_each = Request.apply_each
 _apply_drafted = Request.apply_drafted
 _builder_init = PlanBuilder.__init__
@@ -516,6 +517,10 @@ def _poison_blocks_only(request: Request, pool: BlockPool, loads: Loads | None, 
     request.snapshots = snapshots
 
 
+def _open_in_the_first_regime(self: Request, pool: BlockPool) -> RowOpen:
+    return replace(_request_as_row(self, pool), regime=0)
+
+
 def _nothing(*_: object) -> None:
     """Replaces a method by nothing."""
 
@@ -533,6 +538,9 @@ MUTANTS: dict[str, Patch] = {
     "no terminal message": (RequestTable, "end", _terminal_never),
     "a key does not name the whole prefix": (request_module, "block_key", _key_without_parent),
     "a key does not name the owner": (scheduler, "root_key", lambda model, salt: root_key(model, b"")),
+    "a block of another regime is found": (request_module, "regime_key", lambda root, regime: root),
+    "a request does not leave its regime": (RequestTable, "change_regime", _nothing),
+    "a row is opened in another regime": (Request, "as_row", _open_in_the_first_regime),
     "a block is found before it is computed": (PrefixCache, "commit", _commit_too_early),
     "a block is copied too far": (PrefixCache, "find", _copy_one_too_many),
     "a block is not copied": (PlanBuilder, "finish", _forget_copies),

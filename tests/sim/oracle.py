@@ -1,28 +1,35 @@
 """The content that every key of the prefix cache must name, computed from the clients' requests alone."""
 
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
 from fakes import KV_BYTES, Content, shelved
 
-from pagewire.engine.core.block_hash import root_key
+from pagewire.engine.core.block_hash import regime_key, root_key
 from pagewire.engine.core.groups import Groups
 
 
 class Oracle:
     """Maps each key to what a block of this key begins with, in each group."""
 
-    def __init__(self, groups: Groups, block_size: int) -> None:
+    def __init__(self, groups: Groups, block_size: int, regime_limit: int | None = None) -> None:
         self.groups = groups
+        self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self._block_size = block_size
         self._known: dict[bytes, tuple[Content, int, int]] = {}  # key → a sequence, and its positions from … to
 
     def learn(self, ids: Sequence[int], salt: bytes) -> None:
         """Adds the keys of a sequence with this salt: of its full blocks, and of every beginning of a block."""
+        self._learn(ids[: self.regime_limit], salt, 0)
+        if len(ids) > self.regime_limit:
+            self._learn(ids, salt, 1)
+
+    def _learn(self, ids: Sequence[int], salt: bytes, regime: int) -> None:
         size, known = self._block_size, self._known
-        content, data = Content(self.groups, ids), array("i", ids).tobytes()
-        parent = root_key(b"", salt)
+        content, data = Content(self.groups, ids, regime), array("i", ids).tobytes()
+        parent = regime_key(root_key(b"", salt), regime)
         for start in range(0, len(ids), size):
             digest = sha256(parent)
             for end in range(start + 1, min(start + size, len(ids)) + 1):

@@ -71,6 +71,13 @@ class Patience:
             return  # a request waits for its mask
         self._num_plans += 1
 
+    def change_regime(self) -> None:
+        """A request has given its row back because its regime changed. It may wait until the requests that run have
+        ended, whatever their rank, and others wait for it."""
+        cost = sum(self._sizes[rid] for rid in self._waits)
+        for wait in self._waits.values():
+            wait.limit += cost
+
     def start_again(self) -> None:
         """All KV was lost, so every wait starts again."""
         for wait in self._waits.values():

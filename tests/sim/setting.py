@@ -79,3 +79,5 @@ class Setting:
                 latency_s=rng.choice([0.0001, 0.003, 0.03]),
                 block_ms=rng.choice([0.0, 0.01, 3.0]),
             )
+        # Beyond so many ids, all positions of a sequence have another content.
+        self.regime_limit = rng.randint(1, self.max_len) if rng.random() < 0.3 else None

@@ -37,6 +37,8 @@ COVERED = {
     "sleeps with running requests": 50,
     "plans without rows": 100,
     "preempted": 200,
+    "regime changes": 100,
+    "regimes, cached tokens": 2000,
     "resumed with output": 40,
     "sends": 100,
     "several choices": 1000,

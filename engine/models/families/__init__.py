@@ -30,22 +30,22 @@ def text_fields(c: Fields) -> Fields:
     return Fields(DEFAULTS.get(inner.text("model_type", ""), {}) | types | inner.raw | tied, c.file)
 
 
-def describe(architecture: str, c: Fields) -> Decoder | None:
-    """c: of config.json. None: there is no page. Raises NotDescribedError if the page does not cover the model, and
-    ConfigError for fields that make no sense."""
-    page = pages().get(architecture)
-    return None if page is None else page(text_fields(c))
+def describe(architecture: str, c: Fields) -> Decoder:
+    """c: of config.json. Raises NotDescribedError if there is no page or it does not cover the model, and ConfigError
+    for fields that make no sense."""
+    if architecture not in pages():
+        raise NotDescribedError
+    return pages()[architecture](text_fields(c))
 
 
-def describe_body(architecture: str, c: Fields) -> Decoder | None:
+def describe_body(architecture: str, c: Fields) -> Decoder:
     """The same for a model of which only the last hidden states are wanted: the file may have a head or not, and its
     names may be those of the class without a head. Raises NotDescribedError, ConfigError."""
     found = describe(architecture, c)
-    if found is None:
-        return None
     if found.head.project is not None:
         raise NotDescribedError("a projection of its last hidden states")
-    heads = [] if found.head.weight is None else [*found.head.weight.parts, *found.head.weight.bias]
+    weights = [weight for weight in (found.head.weight, found.head.bias) if weight is not None]
+    heads = [part for weight in weights for part in (*weight.parts, *weight.bias)]
     names = tuple(r"(.*\.)?" + part.name.removeprefix("/").replace(".", r"\.") for part in heads)
     prefixes = dict.fromkeys((*found.prefixes, *(prefix.removeprefix("model.") for prefix in found.prefixes)))
     return replace(found, head=Head(), prefixes=tuple(prefixes), ignored=(*found.ignored, *names))

@@ -1,7 +1,7 @@
 """ERNIE 4.5 with experts: adjacent features turn together, and the choice of experts is corrected."""
 
 from ..description import Attention, Block, Decoder, Mlp, Moe, Part, Router
-from ..fields import Fields, NotDescribedError
+from ..fields import Fields
 from ..pieces import activation, decoder, experts_of, heads_of, matrix, mlp, num_layers, prenorm, qkvo, rms, rope
 from ..registry import family
 
@@ -9,8 +9,6 @@ from ..registry import family
 @family("Ernie4_5_MoeForCausalLM")
 def ernie4_5_moe(c: Fields) -> Decoder:
     bias, is_tied = c.flag("use_bias", False), c.flag("tie_word_embeddings", True)
-    if bias:
-        raise NotDescribedError("a head with a bias")
     h, eps = c.size("hidden_size"), c.number("rms_norm_eps", 1e-5)
     heads, kv_heads, dim = heads_of(c)
     num_experts, top_k = experts_of(c, "moe_num_experts", "num_experts", top="moe_k", default=64, top_k=6)
@@ -22,7 +20,7 @@ def ernie4_5_moe(c: Fields) -> Decoder:
 
     def feed_forward(at: str, layer: int) -> Mlp | Moe:
         if (layer + 1) % interval or not first <= layer <= last:
-            return mlp(at, h, c.size("intermediate_size"), act)
+            return mlp(at, h, c.size("intermediate_size"), act, bias=bias)
         router = Router(
             matrix(at + "gate", num_experts, h),
             top_k,
@@ -33,7 +31,7 @@ def ernie4_5_moe(c: Fields) -> Decoder:
             is_float32=True,
         )
         experts = mlp(at + "experts.{e}.", h, width, act, experts=num_experts)
-        shared = mlp(at + "shared_experts.", h, width * num_shared, act) if num_shared else None
+        shared = mlp(at + "shared_experts.", h, width * num_shared, act, bias=bias) if num_shared else None
         return Moe(num_experts, router, experts, shared)
 
     def block(layer: int) -> Block:
@@ -42,10 +40,11 @@ def ernie4_5_moe(c: Fields) -> Decoder:
             (
                 rms(at + "input_layernorm", h, eps),
                 Attention(
-                    heads, kv_heads, dim, dim, dim**-0.5, **qkvo(at + "self_attn.", h, heads, kv_heads, dim), rope=turn
+                    heads, kv_heads, dim, dim, dim**-0.5, **qkvo(at + "self_attn.", h, heads, kv_heads, dim, bias),
+                    rope=turn,
                 ),
             ),
             (rms(at + "post_attention_layernorm", h, eps), feed_forward(at + "mlp.", layer)),
-        )
+        )  # fmt: skip
 
-    return decoder(c, block, rms("norm", h, eps), tied=is_tied, ignored=(r"(.*\.)?mtp_.*",))
+    return decoder(c, block, rms("norm", h, eps), tied=is_tied, head_bias=bias, ignored=(r"(.*\.)?mtp_.*",))

@@ -1,10 +1,11 @@
 """MiniMax-01 (arXiv 2501.08313): lightning attention in most layers, softmax attention in the others, and experts. The
-residual stream continues with what a sublayer's norm returns."""
+residual stream continues with what a sublayer's norm returns. MiniMax-Text-01 and M1 have the fields that their
+authors gave them, MiniMax-Text-01-hf those of transformers."""
 
 import math
 
 from ..description import Block, Branch, Decoder, Lightning, Moe, Router, Sublayer, Weight
-from ..fields import Fields
+from ..fields import Fields, NotDescribedError
 from ..pieces import (
     activation,
     attention,
@@ -29,11 +30,38 @@ _BUFFERS = (r"(.*\.)?(slope_rate|query_decay|key_decay|diagonal_decay)",)
 
 @family("MiniMaxForCausalLM")
 def minimax(c: Fields) -> Decoder:
+    return _decoder(c, heads_of(c)[2])
+
+
+@family("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM")
+def minimax_text_01(c: Fields) -> Decoder:
+    """Only the first `rotary_dim` features of a head turn."""
+    if not c.flag("postnorm", False):
+        raise NotDescribedError("a residual stream that goes around its norms (postnorm = false)")
+    if c.count("shared_intermediate_size"):
+        raise NotDescribedError("shared experts beside lightning attention")
+    kinds = c.integers("attn_type_list")
+    if kinds is None or len(kinds) != num_layers(c):
+        raise NotDescribedError("no attn_type_list with a number for each layer")
+    names = {
+        f"{kind}_{name}_factor": f"layernorm_{long}_{name}"
+        for kind, long in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+        for name in ("alpha", "beta")
+    }
+    raw = {
+        **c.raw,
+        **{name: c.raw.get(own) for name, own in names.items()},
+        "layer_types": ["full_attention" if kind else "linear_attention" for kind in kinds],
+    }
+    return _decoder(Fields(raw, c.file), c.size("rotary_dim", default=heads_of(c)[2]))
+
+
+def _decoder(c: Fields, rotary_dim: int) -> Decoder:
     h, eps, width = c.size("hidden_size"), c.number("rms_norm_eps", 1e-5), c.size("intermediate_size", default=14336)
     sizes, act, reach = heads_of(c), activation(c, "silu"), window_of(c)
     heads, _, dim = sizes
     num_experts, top_k = experts_of(c, "num_local_experts", "num_experts", default=8, top_k=2)
-    turn = rope(c, dim, theta=1e6)
+    turn = rope(c, rotary_dim, theta=1e6)
     kinds = layer_types(c, lambda layer: "linear_attention" if layer % 2 else "full_attention")
     mixer_activation(c)
 

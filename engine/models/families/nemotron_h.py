@@ -88,7 +88,7 @@ def _kinds(c: Fields) -> tuple[str, ...]:
     """Of the layers; older files have a text with one letter for each."""
     found = c.texts("layers_block_type") or c.texts("layer_types") or tuple(c.text("hybrid_override_pattern", ""))
     if not found:
-        raise NotDescribedError("no layers_block_type")
+        raise NotDescribedError("a config without layers_block_type")
     kinds = tuple(_KINDS.get(kind, kind) for kind in found)
     for kind in kinds:
         if kind not in _KINDS.values():

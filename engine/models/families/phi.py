@@ -1,5 +1,7 @@
 """Phi-1 to 4. In Phi-3 and 4, projections that read the same input are one tensor."""
 
+from dataclasses import replace
+
 from ..description import Block, Decoder
 from ..fields import Fields, NotDescribedError
 from ..pieces import (
@@ -51,4 +53,6 @@ def phi3(c: Fields) -> Decoder:
             (rms(at + "post_attention_layernorm", h, eps), fused_mlp(at + "mlp.", h, width, act)),
         )
 
-    return decoder(c, block, rms("norm", h, eps))
+    made = decoder(c, block, rms("norm", h, eps))
+    # transformers computes a sequence again once it is longer than the original length.
+    return replace(made, regime_limit=turn.original) if turn.kind == "longrope" else made

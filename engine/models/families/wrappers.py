@@ -103,7 +103,7 @@ _JOINTS = (
 def wrapper(c: Fields) -> Decoder:
     kind = c.text("model_type", "")
     if kind not in _TEXTS:
-        raise NotDescribedError(f"a text model of the kind {kind!r}, for which there is no description")
+        raise NotDescribedError(f"a text model of the kind {kind!r}")
     found = PAGES[_TEXTS[kind]](Fields(DEFAULTS.get(kind, {}) | c.raw, c.file))
     ignored = dict.fromkeys((*found.ignored, *TOWERS, *_JOINTS))
     return replace(found, prefixes=(*WRAPPED, *found.prefixes), ignored=tuple(ignored))

@@ -83,5 +83,24 @@ def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
 
 
+# Metric → the panel that shows the same, or why it has none.
+NO_PANEL = {
+    "cache_config_info": "it never changes",
+    "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
+    "request_inference_time_seconds": "prefill and decode in the mean time of each part",
+    "spec_decode_num_drafts_total": "accepted draft tokens",
+}
+
+
+def test_every_metric_has_a_panel() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    panels = dashboard["panels"]
+    asked = set(re.findall(r"\{prefix\}:(\w+)", " ".join(t["expr"] for p in panels for t in p.get("targets", ()))))
+    found = {full_name(family).removeprefix("pagewire:") for family in families(page()).values()}
+    assert found - {re.sub("_(bucket|sum|count)$", "", name) for name in asked} == NO_PANEL.keys()
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len({*places}) == len({panel["id"] for panel in panels}) == len(panels), "panels on top of each other"
+
+
 def test_the_names_of_vllm_are_served() -> None:
     assert {f"vllm:{name}" for name in VLLM_HAS.split()} <= series(page("vllm"))

@@ -3,18 +3,21 @@
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output, kv_of
 from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.groups import PLAIN, Groups
 from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
-from pagewire.engine.core.request import State
+from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.kv_connector.one_group import OneGroup
 from pagewire.ipc.messages import (
     Failed,
+    GroupShape,
     Pooling,
     StepResult,
     TierSnapshot,
@@ -32,10 +35,14 @@ PROMPTS = [list(range(1 + 20 * i, 14 + 21 * i)) for i in range(4)]
 class Engine:
     """A scheduler, a worker with memory for steps of at most `max_positions`, and the output of all requests."""
 
-    def __init__(self, *, depth: int = 2, max_positions: int = 1000, **more: Any) -> None:
-        self.max_positions = max_positions
+    def __init__(
+        self, *, depth: int = 2, max_positions: int = 1000, fault_every: int = 0, groups: Groups = PLAIN, **more: Any
+    ) -> None:
+        """fault_every: so many steps, the first and each after as many, have no memory whatever their size; 0: none."""
+        self.max_positions, self.fault_every = max_positions, fault_every
+        self.num_steps = 0  # that the worker was to run
         self.scheduler = Scheduler(
-            pool=BlockPool(num_pages=64),
+            pool=BlockPool(num_pages=64, groups=groups),
             block_size=SIZE,
             depth=depth,
             max_model_len=100,
@@ -48,7 +55,8 @@ class Engine:
         self.worker = FakeWorker(
             num_blocks=64,
             block_size=SIZE,
-            fits=lambda num: num <= self.max_positions,
+            fits=self._fits,
+            groups=groups,
             carry_out=lambda metadata: None,
             **SIZES,
         )
@@ -56,6 +64,11 @@ class Engine:
         self.results: deque[StepResult] = deque()
         self.output: dict[int, list[int]] = {}
         self.ends: dict[int, Tokens | Failed] = {}
+
+    def _fits(self, num_positions: int) -> bool:
+        self.num_steps += 1
+        is_fault = self.fault_every > 0 and self.num_steps % self.fault_every == 1
+        return not is_fault and num_positions <= self.max_positions
 
     def plan(self) -> bool:
         """Runs every plan that the scheduler allows now. Returns whether a result waits to be applied."""
@@ -78,9 +91,10 @@ class Engine:
                     self.ends[tokens.rid] = tokens
         return result
 
-    def serve(self) -> None:
+    def serve(self, most: int = 1000) -> None:
         """Plans and applies until nothing is left."""
         while self.plan():
+            assert len(self.sizes) < most, "steps without an end"
             self.apply()
 
 
@@ -170,6 +184,43 @@ def test_plans_in_flight_behind_a_step_without_memory_are_not_counted() -> None:
     assert engine.scheduler.counters.num_out_of_memory == 1
     engine.serve()
     assert engine.output == {rid: expected(rid, prompt, 20) for rid, prompt in enumerate(PROMPTS)}
+
+
+# A dropped step spoils the states of its requests, which go on from the last states that were kept.
+HYBRIDS = [
+    Groups([GroupShape("full", 0, 1), GroupShape("state", 0, 1)], interval=400),
+    Groups([GroupShape("full", 0, 1), GroupShape("window", 6, 1), GroupShape("state", 0, 2)], interval=400),
+    Groups([GroupShape("state", 0, 1)], interval=400),
+]
+
+
+def serve_with_faults(groups: Groups, depth: int) -> None:
+    engine = Engine(depth=depth, fault_every=3 * depth, groups=groups)
+    prompt = list(range(1, 80))
+    engine.scheduler.add(enqueue(0, prompt, max_tokens=8, ignore_eos=True))
+    engine.serve(most=200)
+    assert engine.output == {0: expected_output(prompt, 8, 100, 0, True, groups=groups)}
+    assert engine.scheduler.counters.num_out_of_memory >= 3
+    assert sum(engine.sizes) < 4 * (len(prompt) + 8), "most positions are computed once"
+    assert engine.scheduler.pool.num_free == 64
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", HYBRIDS, ids=["full", "window", "states only"])
+def test_a_hybrid_goes_on_after_each_chunk_while_steps_are_short_of_memory(groups: Groups, depth: int) -> None:
+    """Far from the interval at which a prompt leaves states behind: every chunk leaves one while memory is short."""
+    serve_with_faults(groups, depth)
+
+
+@pytest.mark.parametrize("groups", HYBRIDS, ids=["full", "window", "states only"])
+def test_a_hybrid_without_these_states_would_begin_again_for_ever(groups: Groups) -> None:
+    keep_positions = Request.keep_positions
+
+    def without_end(self: Request, start: int, end: int, interval: int, *, with_end: bool) -> list[int]:
+        return keep_positions(self, start, end, interval, with_end=False)
+
+    with patch.object(Request, "keep_positions", without_end), pytest.raises(AssertionError, match="without an end"):
+        serve_with_faults(groups, 1)
 
 
 class OneBlock:

@@ -4,11 +4,14 @@ import ast
 from array import array
 from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import EOS, enqueue
 
 import pagewire
+from pagewire.engine.core.block_hash import regime_key
+from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.request import Request, State, Table
 
 ROOT = Path(pagewire.__file__).resolve().parent
@@ -25,8 +28,8 @@ CHANGES = frozenset(
 SIZE = 4
 
 
-def make(num_prompt: int = 10, **more: object) -> Request:
-    message = enqueue(1, list(range(num_prompt)), **{"max_tokens": 20, **more})  # type: ignore[arg-type]
+def make(num_prompt: int = 10, *, regime_limit: int = 1000, **more: Any) -> Request:
+    message = enqueue(1, list(range(num_prompt)), **{"max_tokens": 20, **more})
     return Request(
         message,
         choice=0,
@@ -36,10 +39,11 @@ def make(num_prompt: int = 10, **more: object) -> Request:
         block_size=SIZE,
         root=b"",
         eos_token_ids=frozenset({EOS}),
+        regime_limit=regime_limit,
     )
 
 
-def admitted(num_prompt: int = 10, **more: object) -> Request:
+def admitted(num_prompt: int = 10, **more: Any) -> Request:
     """A request with a row and three blocks whose whole prompt is in flight."""
     request = make(num_prompt, **more)
     request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)
@@ -223,3 +227,33 @@ def test_a_constrained_request_is_not_a_decode_row() -> None:
     request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)
     request.open()
     assert request.fast_limit == -1
+
+
+def test_a_request_computes_nothing_beyond_the_limit_of_its_regime() -> None:
+    request = make(10, regime_limit=11)
+    assert (request.regime, request.num_due, request.num_needed) == (0, 11, 29)
+    request.admit(0, [Table([5, 6, 7])], 3, num_found=0, num_loading=0)
+    request.open()
+    assert request.fast_limit == 11
+    request.plan(10, 1)
+    request.plan(1, 1)
+    assert not request.has_work
+    request.apply(10, array("i", [30]))
+    assert not request.changes_regime
+    first = request.block_keys(2, SIZE)
+    request.apply(1, array("i", [31]))
+    assert request.changes_regime and not request.has_work
+    request.preempt()
+    request.release()
+    assert (request.regime, request.num_due, request.changes_regime) == (1, 29, False)
+    assert not set(request.block_keys(2, SIZE)) & set(first)
+    assert request.root == regime_key(b"", 1) != b""
+
+
+def test_a_long_prompt_begins_in_the_second_regime() -> None:
+    request, long = make(12, regime_limit=12), make(13, regime_limit=12)
+    assert (request.regime, long.regime) == (0, 1)
+    assert request.block_keys(1, SIZE) != long.block_keys(1, SIZE)
+    assert long.as_row(BlockPool(num_pages=1)).regime == 1
+    resumed = make(10, regime_limit=12, resume_ids=[20, 21, 22])
+    assert resumed.regime == 1 and resumed.root == long.root

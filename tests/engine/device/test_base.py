@@ -7,7 +7,7 @@ from pagewire.config.config import MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.device import cpu
-from pagewire.engine.device.base import choose_device
+from pagewire.engine.device.base import choose_device, is_out_of_memory
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.errors import ConfigError
 
@@ -43,3 +43,20 @@ def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
 
 def test_the_local_rank_counts_ranks_on_this_machine():
     assert RankInfo(5, (4, 5, 6)).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 10 bytes."), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later."), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_for_lack_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected

@@ -27,8 +27,11 @@ def test_log_probabilities_equal_those_of_transformers(
     check_log_probabilities(config_class, changes, kernels, tmp_path)
 
 
-def test_longrope_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
-    make_kind(tmp_path, "Phi3Config", {**LONGROPE, "sliding_window": None})
+def test_longrope_beyond_the_original_length_is_refused_but_for_phi_3(tmp_path: Path) -> None:
+    """transformers' Phi-3.5-MoE keeps the short factors, and other classes mix both in one sequence."""
+    scales: dict[str, Any] = {"short_mscale": 1.2, "long_mscale": 1.2}
+    changes: dict[str, Any] = {**LONGROPE, "rope_parameters": {**LONGROPE["rope_parameters"], **scales}}
+    make_kind(tmp_path, "PhimoeConfig", {**changes, "num_local_experts": 4, "head_dim": None})
     with pytest.raises(ConfigError, match=r"--max-model-len 257 is more than the 256 tokens"):
         Runner.load(engine_config(tmp_path, max_model_len=257))
 

@@ -3,11 +3,13 @@
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from decoders import bodies
+from rank_processes import run_ranks, this_part
+from tensor_files import load_tensors, save_tensors
 from torch import Tensor
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionStep
@@ -18,7 +20,7 @@ from pagewire.engine.executors.native import NativeModel, in_torch
 from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
-from pagewire.engine.models.cut import cut
+from pagewire.engine.models.cut import cut, share
 from pagewire.engine.models.description import (
     Block,
     Body,
@@ -29,6 +31,7 @@ from pagewire.engine.models.description import (
     Head,
     Lightning,
     LowRank,
+    Mamba2,
     Norm,
     ShortConv,
     Sublayer,
@@ -36,8 +39,8 @@ from pagewire.engine.models.description import (
 )
 from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import conv, mamba1, mamba2, matrix, rms, vector
-from pagewire.engine.models.program import Embed, State, Vector
-from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.models.program import State, Vector
+from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.runner.served import shape_of
 from pagewire.errors import ConfigError
 from pagewire.kernels.cpu import build
@@ -48,24 +51,45 @@ from pagewire.kernels.states import StateRows
 
 HIDDEN = 24
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
-_DELTA = DeltaNet(
-    2, 6, 11, 5,
-    qkv=matrix("qkv", 74, HIDDEN), conv=conv("conv", 74, 4), beta=matrix("beta", 6, HIDDEN),
-    decay=matrix("decay", 6, HIDDEN), a_log=vector("a", 6, "neg_exp"), dt_bias=vector("dt", 6),
-    gate=matrix("gate", 30, HIDDEN), norm=rms("norm", 5, 1e-6), o=matrix("o", HIDDEN, 30),
-)  # fmt: skip
+
+
+def delta(heads: int) -> DeltaNet:
+    """heads: of keys."""
+    return DeltaNet(
+        heads, 3 * heads, 11, 5,
+        qkv=matrix("qkv", 37 * heads, HIDDEN), conv=conv("conv", 37 * heads, 4), beta=matrix("beta", 3 * heads, HIDDEN),
+        decay=matrix("decay", 3 * heads, HIDDEN), a_log=vector("a", 3 * heads, "neg_exp"),
+        dt_bias=vector("dt", 3 * heads), gate=matrix("gate", 15 * heads, HIDDEN), norm=rms("norm", 5, 1e-6),
+        o=matrix("o", HIDDEN, 15 * heads),
+    )  # fmt: skip
+
+
+def by_channel(heads: int) -> DeltaNet:
+    return replace(
+        delta(heads),
+        decay=LowRank(matrix("down", 4, HIDDEN), matrix("up", 33 * heads, 4)),
+        gate=LowRank(matrix("down", 4, HIDDEN), matrix("up", 15 * heads, 4)),
+        dt_bias=vector("dt", 33 * heads),
+        decay_per="channel",
+        gate_act="sigmoid",
+    )
+
+
+def lightning(heads: int) -> Lightning:
+    return Lightning(
+        heads, 10,
+        qkv=matrix("qkv", 30 * heads, HIDDEN), decay=tuple(0.9 / (1 + head) for head in range(heads)),
+        norm=rms("norm", 10 * heads, 1e-6), gate=matrix("gate", 10 * heads, HIDDEN),
+        out=matrix("out", HIDDEN, 10 * heads),
+    )  # fmt: skip
+
+
+_DELTA = delta(2)
 _MAMBA2 = mamba2("", HIDDEN, 6, 7, 9, 3, 4, norm=rms("norm", 14, 1e-6, total=42), bias=True, limits=(0.3, 1.5))
 _NORMS = (rms("n", 3, 1e-6), Norm(5), None)
 BODIES: dict[str, Body] = {
     "delta": _DELTA,
-    "delta by channel": replace(
-        _DELTA,
-        decay=LowRank(matrix("down", 4, HIDDEN), matrix("up", 66, 4)),
-        gate=LowRank(matrix("down", 4, HIDDEN), matrix("up", 30, 4)),
-        dt_bias=vector("dt", 66),
-        decay_per="channel",
-        gate_act="sigmoid",
-    ),
+    "delta by channel": by_channel(2),
     "delta without a weight of its norm": replace(_DELTA, norm=Norm(5)),
     "mamba1": mamba1("", HIDDEN, 37, 5, 3, 4, norms=(None, None, None)),
     "mamba1 normed": mamba1("", HIDDEN, 48, 5, 3, 3, norms=_NORMS, bias=True, conv_bias=False),
@@ -77,15 +101,7 @@ BODIES: dict[str, Body] = {
         conv("conv", HIDDEN, 3, bias=True, act=""),
         matrix("out", HIDDEN, HIDDEN),
     ),
-    "lightning": Lightning(
-        3,
-        10,
-        matrix("qkv", 90, HIDDEN),
-        (0.9, 0.5, 0.2),
-        rms("norm", 30, 1e-6),
-        matrix("gate", 30, HIDDEN),
-        matrix("out", HIDDEN, 30),
-    ),
+    "lightning": lightning(3),
 }
 
 
@@ -109,8 +125,12 @@ def numbers(weight: Weight) -> Iterator[Tensor]:
 class Engine:
     """One layer with a mixer, over two rows."""
 
-    def __init__(self, body: Body, *, native: bool) -> None:
-        program = lower(decoder(body))
+    def __init__(self, body: Body, *, native: bool, group: Group | None = None) -> None:
+        """group: of whose ranks this one has a part of the mixer."""
+        group = group or Alone()
+        whole = decoder(body)
+        first_id, _ = share(whole.vocab, group.rank, group.size)
+        program = lower(cut(whole, group.rank, group.size), ranks=group.size, first_id=first_id)
         kernels = Kernels(build.find().load())
         ops = native_ops(kernels) if native else reference_ops()
         packing = Packing(Options(ops=ops, dtype=FLOAT32, weight_dtype=FLOAT32, device=CPU, keeps=False))
@@ -120,22 +140,17 @@ class Engine:
             if isinstance(target, Vector):
                 values.add_(1)
             packing.end(target, -values.abs() if target.weights[0].map == "neg_exp" else values)
-        self.reference = reference = Reference(
-            program, packing.weights, max_len=64, dtype=FLOAT32, weight_dtype=FLOAT32, device=CPU, group=Alone()
+        reference = Reference(
+            program, packing.weights, max_len=64, dtype=FLOAT32, weight_dtype=FLOAT32, device=CPU, group=group
         )
         self.cache = KvCache(shape=shape_of(program, FLOAT32), num_pages=20, block_size=16, device=CPU)
-        vocabulary = Vocabulary(program, packing.weights, Alone())
+        vocabulary = Vocabulary(program, packing.weights, group)
         self.model: ReferenceModel | NativeModel = ReferenceModel(reference, vocabulary, self.cache.shape)
         self.attention: AttentionBackend = TorchPagedAttention(cache=self.cache, ops=ops, dtype=FLOAT32)
         if native:
             self.model = NativeModel(reference, vocabulary, self.cache.shape, kernels)
             self.attention = NativePagedAttention(cache=self.cache, ops=ops, kernels=kernels)
             assert not in_torch(self.model, self.attention), "C has every mixer"
-
-    def embed(self, ids: Tensor) -> Tensor:
-        embed = self.reference.program.ops[0].args
-        assert isinstance(embed, Embed)
-        return self.reference.embed(embed, ids)
 
     def step(self, ids: list[int], states: StateRows) -> Tensor:
         counts = states.counts.numpy()
@@ -176,37 +191,66 @@ def test_c_and_torch_agree_and_states_continue(kind: str) -> None:
     assert not torch.equal(first[0], first[5])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BODIES if not kind.startswith(("mamba1", "lightning"))])
-def test_the_parts_of_two_ranks_add_up(kind: str) -> None:
-    """Without the sums that they exchange, each adds its part to the embeddings."""
-    whole = decoder(BODIES[kind])
-    if kind.startswith("mamba2"):  # three groups are no multiple of two
-        norm = None if "without" in kind else rms("norm", 21, 1e-6, total=42)
-        mixer = mamba2("", HIDDEN, 6, 7, 9, 2 if norm else 1, 4, norm=norm, bias=True, norm_first="first" in kind)
-        whole = decoder(mixer)
-    (body,) = bodies(whole)
-    parts = [next(iter(bodies(cut(whole, rank, 2)))) for rank in range(2)]
-    assert all(type(part) is type(body) and part != body for part in parts)
-    ids = torch.tensor([3, 9, 1, 7, 7, 2, 8])
-    engine = Engine(body, native=True)
-    embeddings = engine.embed(ids)
-    expected = engine.run()[0] - embeddings
-    found = sum(Engine(part, native=True).run()[0] - embeddings for part in parts)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+def shared_by(size: int) -> dict[str, Body]:
+    """Mixers of which each of `size` ranks has a part."""
+    wide = 14 * size
+
+    def with_groups(groups: int) -> Mamba2:
+        norm = rms("norm", wide // groups, 1e-6, total=wide)
+        return mamba2("", HIDDEN, 2 * size, 7, 9, groups, 4, norm=norm, bias=True, limits=(0.3, 1.5))
+
+    return {
+        "delta": delta(size),
+        "delta by channel": by_channel(size),
+        "mamba1": mamba1("", HIDDEN, 13 * size, 5, 3, 4, norms=(None, None, None)),
+        "mamba1 normed": mamba1("", HIDDEN, 24 * size, 5, 3, 3, norms=_NORMS, bias=True, conv_bias=False),
+        **{f"mamba2 in {groups} groups": with_groups(groups) for groups in (1, size // 2, size) if groups},
+        "mamba2 normed first": replace(with_groups(1), norm_first=True, scales=(0.5, 2.0, 0.7, 1.2, 1.1)),
+        "mamba2 without a norm": replace(with_groups(1), norm=None),
+        "short convolution": BODIES["short convolution"],
+        "lightning": lightning(2 * size),
+    }
+
+
+def take_part() -> None:
+    """A rank's process: the states of each mixer, by C and by torch."""
+    torch.set_num_threads(1)
+    part = this_part()
+    with torch.inference_mode():
+        group = join(part.info, part.size, CPU)
+        bodies = shared_by(part.size).values()
+        found = [Engine(body, native=native, group=group).run() for body in bodies for native in (True, False)]
+    save_tensors([states for each in found for states in each], part.folder / f"rank-{part.info.rank}.safetensors")
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_have_the_states_of_one(size: int, tmp_path: Path) -> None:
+    """Four ranks share two groups of a norm, too."""
+    run_ranks(__file__, size, tmp_path)
+    found = [load_tensors(tmp_path / f"rank-{rank}.safetensors") for rank in range(size)]
+    for number, (kind, body) in enumerate(shared_by(size).items()):
+        expected = Engine(body, native=True).run() * 2
+        for rank in range(size):
+            for ours, theirs in zip(found[rank][4 * number : 4 * number + 4], expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, msg=f"{kind}, rank {rank}")
+            assert torch.equal(found[rank][4 * number], found[0][4 * number]), f"{kind}: ranks differ in bits"
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (_MAMBA2, "norms over the heads of 3 groups of Mamba cannot be divided"),
-        (replace(_MAMBA2, norm=None), "2 and the model's 3 groups of Mamba: one must divide the other"),
+        (_MAMBA2, "and the model's 3 groups of Mamba: one must divide the other"),
+        (replace(_MAMBA2, groups=1), "and the 3 groups of the model's norms over recurrent layers: one must divide"),
+        (replace(_MAMBA2, heads=9), "the model's 9 heads of Mamba cannot be divided evenly; choose a divisor"),
         (replace(_DELTA, key_heads=3, value_heads=6), "the model's 3 key heads of the delta rule cannot be divided"),
-        (BODIES["lightning"], "cannot divide layers of the kind Lightning"),
+        (BODIES["mamba1"], "the model's 37 channels of Mamba cannot be divided evenly; choose a divisor"),
+        (BODIES["lightning"], "the model's 3 heads of lightning attention cannot be divided evenly; choose a divisor"),
     ],
 )
 def test_mixers_that_two_ranks_cannot_share(body: Body, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        cut(decoder(body), 0, 2)
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=f"--tensor-parallel-size 2.*{reason}"):
+            cut(decoder(body), rank, 2)
 
 
 def test_states_are_tiles_of_some_units() -> None:
@@ -227,3 +271,7 @@ def test_a_branch_that_is_delayed_too_far_is_not_dropped() -> None:
     blocks = (Block((sublayer,)),)
     with pytest.raises(AssertionError, match="1 branches are delayed beyond the last sublayer"):
         lower(Decoder(HIDDEN, 40, Embedding(matrix("t", 40, HIDDEN)), blocks, None, Head(), ("",)))
+
+
+if __name__ == "__main__":
+    take_part()

@@ -1,8 +1,5 @@
 """The C program gives the hidden states of the reference, however many operations it has in C."""
 
-import os
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +10,7 @@ import decoders
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_ranks, this_part
 from tensor_files import load_tensors, save_tensors
 from torch import Tensor
 
@@ -45,8 +43,6 @@ from pagewire.engine.models.lower import lower
 from pagewire.engine.models.pieces import matrix, mlp, vector
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
-from pagewire.engine.parallel.rank import RankInfo
-from pagewire.engine.parallel.shared_memory import make_memory
 from pagewire.engine.runner.runner import Runner
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.library import Kernels
@@ -80,8 +76,10 @@ def test_one_c_call_gives_the_states_of_the_reference(kind, options, dtype, tmp_
             logits, greedy = staticmethod(inner.logits), staticmethod(inner.greedy)
 
             @staticmethod
-            def hidden(ids, positions, attention, inner: NativeModel | ReferenceModel = inner, to=outputs):
-                to.append(inner.hidden(ids, positions, attention))
+            def hidden(
+                ids, positions, attention, regimes=None, inner: NativeModel | ReferenceModel = inner, to=outputs
+            ):
+                to.append(inner.hidden(ids, positions, attention, regimes))
                 return to[-1]
 
         runner._steps._model = Recorder()
@@ -276,41 +274,42 @@ def with_low_ranks(body: Body) -> Body:
     return replace(body, low=(low("low.gate", body.width), low("low.up", body.width)))
 
 
+def with_wide_norms(body: Body) -> Body:
+    """Over the heads of all ranks."""
+    if not isinstance(body, Attention):
+        return body
+    return replace(body, q_norm=Norm(64, vector("q_norm", 64)), k_norm=Norm(32, vector("k_norm", 32)))
+
+
 # A change of each body, and the parts of the program. The sparsity of a gate is that of all of its columns, which the
 # ranks exchange.
 DIVIDED: dict[str, tuple[Callable[[Body], Body], str]] = {
     "heads with keys": (lambda body: body, "C"),
     "latent heads": (as_latent, "C"),
+    "norms over all heads": (with_wide_norms, "C"),
     "experts that return their input": (as_experts, "C"),
     "projections of low rank": (with_low_ranks, "C"),
     "sparse gates": (CHANGES["sparse gates"], "C Glu C"),
 }
 
 
-def take_part(rank: int, fd: int, folder: Path) -> None:
+def take_part() -> None:
     """A rank's process."""
     torch.set_num_threads(1)
+    part = this_part()
     with torch.inference_mode():
-        group = join(RankInfo(rank, (0, 1), f"file://{folder}/ranks", fd), 2, torch.device("cpu"))
+        group = join(part.info, part.size, torch.device("cpu"))
         found = []
         for change, parts in DIVIDED.values():
             engine = Engine(decoder(change), group)
             states = check(engine)
             found += [*states, *(engine.model.logits(state) for state in states)]
             assert engine.parts == parts
-    save_tensors(found, folder / f"rank-{rank}.safetensors")
+    save_tensors(found, part.folder / f"rank-{part.info.rank}.safetensors")
 
 
 def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
-    fd = make_memory()
-    command = [sys.executable, __file__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(fd), str(tmp_path)], pass_fds=[fd], env=environment)
-        for rank in range(2)
-    ]
-    os.close(fd)
-    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    run_ranks(__file__, 2, tmp_path)
     expected = []
     for change, _ in DIVIDED.values():
         whole = Engine(decoder(change))
@@ -322,4 +321,4 @@ def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    take_part(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    take_part()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.engine.executors.mixers import MIXERS
@@ -25,6 +26,7 @@ from pagewire.engine.models.program import (
     Heat,
     MatchMagnitude,
     Matrix,
+    MeanSquares,
     MixStreams,
     Multiply,
     Normalize,
@@ -143,6 +145,13 @@ CASES: dict[str, Case] = {
         Normalize(Norm(8), vector("w"), None), (16,), (16,), lambda x: rms(x, 8) * WIDE_SCALES,
         vectors={"w": WIDE_SCALES},
     ),
+    "rms over several ranks": Case(
+        Normalize(Norm(8, eps=9.0, ranks=2), vector("w"), None), (8, 1), (8,),
+        lambda x, mean: x / (mean + 9).sqrt() * SCALES, vectors=NORM, in_place=True,
+    ),
+    "mean squares": Case(
+        MeanSquares(24, 1, 3), (8,), (3,), lambda x: F.pad(x.square().sum(1, keepdim=True) / 24, (1, 1))
+    ),
     "layer norm": Case(
         Normalize(Norm(8, kind="layer", eps=1e-3), vector("w"), vector("b")), (8,), (8,),
         lambda x: (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True, unbiased=False) + 1e-3).sqrt() * SCALES
@@ -221,7 +230,7 @@ def step() -> Step:
 
         forward = begin
 
-    return Step(IDS, POSITIONS, NoAttention())
+    return Step(IDS, POSITIONS, NoAttention(), POSITIONS)
 
 
 def run(case: Case, *, margin: int, fixed: bool, group: Group | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,7 +7,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.executors.rotary import RotaryTable, inverse_frequencies
+from pagewire.engine.executors.rotary import RotaryTable, inverse_frequencies, places_of
 from pagewire.engine.models.description import Attention, Rope
 
 VARIANTS = {
@@ -95,3 +95,19 @@ def test_ntk_alpha_enlarges_the_base():
     """HunYuan: theta · alpha^(dims / (dims − 2))."""
     expected = inverse_frequencies(Rope(16, 100.0 * 50 ** (16 / 14)))
     torch.testing.assert_close(inverse_frequencies(Rope(16, 100.0, "ntk_alpha", 50.0)), expected)
+
+
+def test_a_table_holds_both_regimes_of_longrope():
+    rope = Rope(
+        8, 100.0, "longrope", original=4, divisors=(1.0, 2.0, 3.0, 4.0), long_divisors=(5.0,) * 4, cos_scale=2.0
+    )
+    device = torch.device("cpu")
+    table = RotaryTable(rope, max_len=9, dtype=torch.float32, device=device, regime_limit=4)
+    positions, regimes = torch.tensor([3, 3, 8, 0]), torch.tensor([0, 1, 1, 1])
+    cos, _ = table.at(places_of(positions, regimes, 4))
+    frequencies = torch.stack([inverse_frequencies(rope, int(regime)) for regime in regimes])
+    assert torch.equal(cos[:, 0, :4], (positions[:, None] * frequencies).cos() * 2)
+    assert torch.equal(inverse_frequencies(rope, 1), inverse_frequencies(Rope(8, 100.0)) / 5)
+    assert places_of(positions, None, 4) is positions
+    short = RotaryTable(rope, max_len=4, dtype=torch.float32, device=device, regime_limit=4)
+    assert short.tables[0].shape[0] == 4, "no sequence is long"

@@ -4,6 +4,7 @@ import random
 
 import checkpoints
 import pytest
+from family_kinds import KINDS, make_kind
 from runner_driver import Request, arrays
 
 from pagewire.errors import ConfigError
@@ -93,3 +94,10 @@ def test_without_the_flag_chunking_may_change_bits(checkpoint, driver):
 def test_deterministic_is_refused_for_models_that_exclude_it(checkpoint, driver):
     with pytest.raises(ConfigError, match="--deterministic excludes"):
         driver(checkpoint("mixtral"), **FLAGS)
+
+
+def test_deterministic_is_refused_for_latent_attention(tmp_path, driver):
+    name, changes = KINDS["MiniCPM3-0"]
+    folder = make_kind(tmp_path, name, {**changes, "qk_rope_head_dim": 16})
+    with pytest.raises(ConfigError, match="--deterministic excludes latent attention on a GPU"):
+        driver(folder, **FLAGS)

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from runner_driver import engine_config
 
-from pagewire.engine.attention.kv_cache import KvCache, KvShape
+from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
@@ -72,6 +73,7 @@ class Decoder:
     num_ranks = 1
     shapes: list[Any] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)  # table of each step: rows, chunks and pages
 
     def open(self, cache):
         pass
@@ -80,6 +82,11 @@ class Decoder:
         self.shapes.append(shape)
         num_rows, num_tokens = packet.step[:2].tolist()
         self.steps.append((num_rows, num_tokens, packet.decode_lens.tolist(), packet.tiles[:, 2].tolist()))
+        if packet.states is not None:
+            table = packet.states[int(packet.states[0]) :]
+            _, chunks_at, pages_at, num_chunks = table[:4].tolist()
+            records = table[4:chunks_at].view(-1, 2)[:-1], table[chunks_at:pages_at].view(num_chunks, 3)
+            self.states.append((*(part.tolist() for part in records), table[pages_at:].tolist()))
 
     def hidden(self, tokens):
         return tokens
@@ -114,11 +121,16 @@ def steps(checkpoint):
     """flags → (steps, decoder, state, queue)."""
     from pagewire.engine.gpu.device_steps import DeviceModel, limits_of
 
-    def make(**flags):
+    def make(*, num_states=0, **flags):
+        """num_states: of a row, each in a page of its own."""
         config = engine_config(checkpoint("llama"), **flags)
-        limits = limits_of(config, group=2, draft_tokens=0)
-        shape = KvShape.uniform(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.float32)
-        cache = KvCache(shape=shape, num_pages=8, block_size=config.block_size, device=torch.device("cpu"))
+        states = (StateTile((1, config.block_size * 2)),) * num_states
+        shape = KvShape(layers=(Tile(1, 1, 1),), dtype=torch.float32, states=states)
+        assert shape.groups(config.block_size).state_pages == num_states
+        limits = limits_of(config, group=2, draft_tokens=3, state_pages=num_states)
+        cache = KvCache(
+            shape=shape, num_pages=40, block_size=config.block_size, device=torch.device("cpu"), num_spares=3
+        )
         decoder, state, queue = Decoder(), State(limits), RecordingQueue()
         model = DeviceModel(
             decoder=decoder,
@@ -297,3 +309,63 @@ def test_results_of_an_aborted_request_do_not_change_the_new_request_in_its_row(
     ours.collect()
     assert np.array_equal(ours._rows.ids[0, :9], before)
     assert ours._rows.num_ids[0] == 10
+
+
+def with_states(opened, *sources):
+    """The plan whose rows have states in the pages 20 + row and 30 + row, and begin with those in these pages."""
+    found = [
+        structs.replace(row, state=ids_to_bytes([20 + row.row, 30 + row.row]), state_from=ids_to_bytes(list(source)))
+        for row, source in zip(opened.open, sources, strict=True)
+    ]
+    return structs.replace(opened, open=tuple(found))
+
+
+def test_a_packet_says_which_states_rows_read_write_and_keep(steps):
+    ours, decoder, _, queue = steps(num_states=2, max_num_seqs=8, max_num_batched_tokens=128)
+    opened = with_states(plan(0, [5, 2], [20, 30], open=[(5, 20, GREEDY), (2, 30, GREEDY)]), (), (8, 9))
+    kept = {"keep_rows": [2, 5, 2], "keep_positions": [30, 7, 16], "keep_pages": [10, 11, 12, 13, 14, 15]}
+    ours.launch(structs.replace(opened, **{name: ids_to_bytes(numbers) for name, numbers in kept.items()}))
+    ours.launch(plan(1, [2, 5], [1, 1]))
+    first, second = decoder.states
+    rows, chunks, pages = first
+    assert rows == [[0, -1], [2, 5]], "the first row begins with zeros"
+    assert chunks == [[0, 7, 2], [7, 20, 0], [20, 36, 3], [36, 50, 4], [50, 50, 1]]
+    states = [pages[i : i + 2] for i in range(0, 12, 2)]
+    assert states == [[25, 35], [22, 32], [12, 13], [14, 15], [10, 11], [8, 9]]
+    rows, chunks, pages = second
+    assert (rows, chunks, pages[:4]) == ([[0, 0], [1, 1]], [[0, 1, 0], [1, 2, 1]], [22, 32, 25, 35])
+    assert not queue.waits
+
+
+def test_the_state_of_accepted_draft_tokens_is_copied_without_waiting(steps):
+    ours, decoder, _, queue = steps(
+        num_states=2, max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1, speculative="ngram,tokens=3"
+    )
+    opened = with_states(plan(0, [1], [6], open=[(1, 6, GREEDY)]), ())
+    ids = ids_to_bytes([5, 101, 102, 102, 9, 5])  # 101 is sampled next, and then 102 for ever
+    ours.launch(structs.replace(opened, open=(structs.replace(opened.open[0], ids=ids),)))
+    ours.collect()
+    ours._rows.draft_level[1] = 0
+    cache = ours._cache
+    cache.storage.copy_(torch.arange(len(cache.storage))[:, None].expand_as(cache.storage))
+    ours.launch(structs.replace(plan(1, [1], [1]), num_speculative=1, speculate=3))
+    rows, chunks, pages = decoder.states[1]
+    spares = cache.spare_states.tolist()
+    assert spares == [[40, 41], [42, 43], [44, 45]] and rows == [[0, 0]]
+    assert chunks == [[0, 1, 1], [1, 2, 2], [2, 3, 3], [3, 4, 0]]
+    assert pages[:8] == [21, 31, *spares[0], *spares[1], *spares[2]]
+    queue.waits.clear()
+    result = ours.collect()
+    assert bytes_to_ids(result.ids).tolist() == [102, 102, 102], "two of three draft tokens are accepted"
+    assert len(queue.waits) == 1, "for the sampled ids alone"
+    assert cache.storage[[21, 31], 0].tolist() == spares[2], "the state after 101, 102 and 102"
+    changed = (cache.storage != torch.arange(len(cache.storage))[:, None]).any(dim=1)
+    assert changed.nonzero()[:, 0].tolist() == [21, 31]
+
+
+def test_pages_are_copied_in_queue_order(steps):
+    ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
+    cache = ours._cache
+    cache.storage.copy_(torch.arange(len(cache.storage))[:, None].expand_as(cache.storage))
+    ours.launch(structs.replace(plan(0, [1], [6], open=[(1, 6, GREEDY)]), copies=ids_to_bytes([7, 30, 9, 31, 7, 32])))
+    assert cache.storage[[30, 31, 32], 0].tolist() == [7, 9, 7] and not queue.waits

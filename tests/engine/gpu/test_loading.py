@@ -25,7 +25,6 @@ def test_the_memory_note_names_every_part(checkpoint):
         ("persimmon", {}, "PersimmonForCausalLM runs in transformers"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1}, "at most 16 query heads"),
         ("qwen3", {"head_dim": 24}, "a head dimension of 24"),
-        ("lfm2", {}, "the kernels have no recurrent layers"),
         ("qwen3_moe", {}, "experts whose sizes are multiples of 32"),
     ],
 )

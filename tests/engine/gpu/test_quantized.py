@@ -11,7 +11,6 @@ import torch
 from runner_driver import Driver, Request, engine_config
 
 from pagewire.engine.device.queue import EagerQueue
-from pagewire.engine.gpu.feed_forward import GatedFeedForward
 from pagewire.engine.gpu.products import QuantizedProduct
 from pagewire.engine.runner.runner import Runner
 
@@ -42,8 +41,6 @@ def test_greedy_tokens_are_the_best_of_the_dequantized_weights(kind, architectur
             logits = reference(torch.tensor([request.prompt + request.output])).logits[0, len(request.prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(request.output)[:, None])[:, 0]
         assert (logits.amax(dim=1) - chosen).max() < AS_GOOD * logits.std()
-    (layer,) = runner._model.decoder._layers
-    assert isinstance(layer.feed_forward, GatedFeedForward)
-    products = [layer.qkv, layer.out, layer.feed_forward._gate_up, layer.feed_forward._down]
-    assert all(isinstance(product, QuantizedProduct) for product in products)
+    products = runner._model.decoder._walk._products
+    assert len(products) == 4 and all(isinstance(product, QuantizedProduct) for product in products.values())
     assert "widened" not in runner.notes[0] and "a checkpoint of" in runner.notes[0]

@@ -9,28 +9,46 @@ from decoders import bodies, decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Attention, Block, Branch, Decoder, Mlp, Moe, Sublayer
+from pagewire.engine.models.description import Attention, Branch, Decoder, Mamba2, Mlp, Moe, Sublayer
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import layer_norm, mamba1, rms
+from pagewire.engine.models.pieces import layer_norm, rms
 from pagewire.errors import ConfigError
+
+# Of attention, feed-forward parts, experts, and each recurrent layer.
+KINDS = (
+    "llama", "llama-biased", "qwen2", "qwen3", "qwen3_moe", "mixtral", "bamba", "jamba", "lfm2", "mamba2", "minimax"
+)  # fmt: skip
+# Each number of these belongs to one rank.
+WHOLE = (
+    "embed.weight", "head.weight", ".o.weight", ".down.weight", "o_proj.weight", "x_proj.weight", "dt_proj.weight",
+    "out_proj.weight", "A_log", ".D", "output_gate.weight", "qkv_proj.weight",
+)  # fmt: skip
+OF_HEADS = "q_norm", "k_norm", ".mamba.norm", ".mixer.norm", ".self_attn.norm", ".linear_attn.norm"
+
+
+def shareable(decoder: Decoder) -> set[int]:
+    """Numbers of what several ranks may share."""
+    kv_heads = {body.kv_heads for body in bodies(decoder) if isinstance(body, Attention)}
+    return kv_heads | {body.groups for body in bodies(decoder) if isinstance(body, Mamba2)}
 
 
 def check(decoder: Decoder, size: int) -> None:
-    """Every number of the checkpoint is read by one rank, by all, or, of key/value heads, by those that share one."""
+    """Every number of the checkpoint is read by one rank, by all, or, of key/value heads and groups of Mamba, by those
+    that share one."""
     whole = lower(decoder)
     expected = shapes(decoder, whole)
     assert all((counts == 1).all() for counts in claims(sources(decoder, whole), expected).values())
     parts = [cut(decoder, rank, size) for rank in range(size)]
     counts = [claims(sources(part, lower(part)), expected) for part in parts]
-    replicated = {size} | {max(1, size // body.kv_heads) for body in bodies(decoder) if isinstance(body, Attention)}
+    replicated = {size, *(max(1, size // num) for num in shareable(decoder))}
     for name in expected:
         total = sum(count[name] for count in counts)
         assert set(total.flatten().tolist()) <= {1, *replicated}, name
         if name.endswith((".o.bias", ".down.bias", "o_proj.bias", "down_proj.bias")):
             assert (total == 1).all() and counts[0][name].all(), "one rank adds the bias"
-        elif name.endswith(("embed.weight", "head.weight", ".o.weight", ".down.weight", "o_proj.weight")):
+        elif name.endswith(WHOLE):
             assert (total == 1).all(), "no number twice"
-        elif "norm" in name and "q_norm" not in name and "k_norm" not in name:
+        elif "norm" in name and not any(part in name for part in OF_HEADS):
             assert (total == size).all(), "every rank has the whole stream"
     for a, b in pairwise(parts):
         assert [type(op.args) for op in lower(a).ops] == [type(op.args) for op in lower(b).ops]
@@ -50,8 +68,10 @@ def test_the_parts_of_a_random_decoder_are_the_whole(decoder: Decoder) -> None:
         check(decoder, size)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [*((kind, size) for kind in KINDS for size in (2, 4)), ("qwen3_5", 2), ("mamba2", 8)],
+)
 def test_the_parts_of_a_family_are_the_whole(kind: str, size: int) -> None:
     decoder = of_checkpoint(kind)
     assert decoder is not None
@@ -85,11 +105,8 @@ def test_models_that_cannot_be_divided_are_refused(size: int, fields: dict[str, 
             cut(llama(**fields), rank, size)
 
 
-def test_bodies_that_cannot_be_divided_are_refused() -> None:
+def test_layer_norms_over_all_heads_are_refused() -> None:
     (first, *_) = llama().blocks
-    mamba = mamba1("", 48, 96, 16, 3, 4, norms=(None, None, None))
-    with pytest.raises(ConfigError, match="cannot divide layers of the kind Mamba1 among ranks"):
-        cut(replace(llama(), blocks=(Block((Sublayer((Branch(mamba),)),)),)), 0, 2)
     attention = next(body for body in bodies(llama()) if isinstance(body, Attention))
     wide = replace(attention, q_norm=layer_norm("q_norm", 64, 1e-6))
     blocks = (replace(first, sublayers=(Sublayer((Branch(wide),)),)),)

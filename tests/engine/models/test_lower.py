@@ -6,6 +6,7 @@ import pytest
 from decoders import bodies, decoders, llama
 from hypothesis import HealthCheck, given, settings
 
+from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import (
     AltUp,
     Aside,
@@ -28,8 +29,18 @@ from pagewire.engine.models.description import (
     Weight,
 )
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import layer_norm, matrix, mlp, qkvo, rms, rows_of
-from pagewire.engine.models.program import Matrix, Program, Tile, Vector, layout
+from pagewire.engine.models.pieces import layer_norm, mamba2, matrix, mlp, qkvo, rms, rows_of
+from pagewire.engine.models.program import (
+    AllReduce,
+    Matrix,
+    MeanSquares,
+    Normalize,
+    Program,
+    Tile,
+    Vector,
+    View,
+    layout,
+)
 
 ATTENTION = Attention(4, 2, 4, 4, 0.5, **qkvo("", 16, 4, 2, 4), rope=Rope(4))
 
@@ -88,6 +99,33 @@ def test_each_rank_sums_after_every_sublayer_and_the_embedding() -> None:
     assert [name.partition("= ")[2] for name in names].count("AllReduce") == 3
     (embed, *_) = program.ops
     assert vars(embed.args)["first_id"] == 45
+
+
+def test_norms_over_the_heads_of_all_ranks_share_a_sum() -> None:
+    norms = {"q_norm": rms("q_norm", 16, 1e-6), "k_norm": rms("k_norm", 8, 1e-6)}
+    whole = of(Sublayer((Branch(replace(ATTENTION, rope=None, **norms)),)))
+    assert listed(lower(cut(whole, 1, 2), ranks=2, first_id=10))[2:8] == [
+        "b[0:8], b[8:12], b[12:16] = Product(a) 0.0.qkv",
+        "c[0:1] = MeanSquares(b[0:8])",
+        "c[1:2] = MeanSquares(b[8:12])",
+        "c = AllReduce(c)",
+        "b[0:8] = Normalize(b[0:8], c[0:1]) 0.0.q_norm",
+        "b[8:12] = Normalize(b[8:12], c[1:2]) 0.0.k_norm",
+    ]
+
+
+def test_ranks_that_share_a_group_of_a_norm_have_a_column_of_its_sum() -> None:
+    """Four ranks, two groups."""
+    mixer = mamba2("", 16, 4, 2, 3, 2, 4, norm=rms("norm", 4, 1e-6, total=8))
+    for rank in range(4):
+        program = lower(cut(of(Sublayer((Branch(mixer),))), rank, 4), ranks=4)
+        squares, total, last = (
+            next(op for op in program.ops if isinstance(op.args, kind) and op.layer == 0)
+            for kind in (MeanSquares, AllReduce, Normalize)
+        )
+        assert squares.args == MeanSquares(4, group=rank // 2, groups=2)
+        assert squares.outs == total.ins == (View(squares.outs[0].register, 0, 2),)
+        assert last.ins[1] == View(squares.outs[0].register, rank // 2, 1)
 
 
 def test_biased_and_unbiased_projections_are_two_products() -> None:

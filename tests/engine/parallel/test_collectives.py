@@ -15,7 +15,7 @@ from tensor_files import load_tensors, save_tensors
 from waiting import until
 
 from pagewire.config.machine import machine_facts
-from pagewire.engine.parallel.collectives import GlooGroup, SharedMemoryGroup, join
+from pagewire.engine.parallel.collectives import GlooGroup, OneShot, SharedMemoryGroup, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import SharedMemory, make_memory
 from pagewire.kernels.cpu import build, levels
@@ -266,3 +266,17 @@ def test_ranks_use_gloo_if_one_of_them_has_no_kernels(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num", "expected"),
+    [
+        (torch.float32, 1 << 18, True),
+        (torch.float32, (1 << 18) + 4, False),  # more than 1 MiB
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 7, False),  # no multiple of 16 bytes
+        (torch.float16, 8, False),  # torch's kernel has no float16
+    ],
+)
+def test_sums_on_gpus_in_one_kernel(dtype: torch.dtype, num: int, expected: bool) -> None:
+    assert OneShot.can_sum(torch.empty(num, dtype=dtype)) is expected

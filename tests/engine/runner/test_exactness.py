@@ -3,9 +3,11 @@
 import random
 
 import checkpoints
+import families
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from pagewire.engine.checkpoint.spec import is_native, read_spec
 
@@ -74,22 +76,79 @@ def test_unwritten_memory_is_never_read(kind, checkpoint, driver, make_request):
 def test_bfloat16_logprobs_are_close_to_those_of_transformers(
     kind, kernels, checkpoint, driver, make_request, logprob_arrays, tmp_path
 ):
-    """Both round to bfloat16, at different places. Our mean error against float32 may be 1.25 times theirs."""
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=torch.bfloat16, initializer_range=0.1)
-    prompt = _prompts(9)[-3]
-    requests = [make_request(prompt, max_new=1, sampling=_scoring())]
-    served = driver(folder, dtype="bfloat16", cpu_kernels=kernels)
-    served.run(requests)
-    _, values = logprob_arrays(requests[0].prompt_logprobs)
+    requests = [make_request(_prompts(9)[-3], max_new=1, sampling=_scoring())]
+    driver(folder, dtype="bfloat16", cpu_kernels=kernels).run(requests)
+    _check_bounds(folder, requests, logprob_arrays)
+
+
+# Two families of each kind of layer, where two are described; the first with the C kernels in `make test`.
+OF_KIND = {
+    "full": ("olmo2", "stablelm"),
+    "window": ("gemma3_text", "olmo3"),
+    "chunk": ("llama4_text",),
+    "latent": ("minicpm3", "deepseek_v3"),
+    "sinks": ("gpt_oss", "granite_swa"),
+    "ALiBi": ("bloom", "mpt"),
+    "delta net": ("qwen3_5_text", "kimi_linear"),
+    "Mamba 2": ("mamba2", "bamba"),
+    "lightning": ("minimax",),
+    "short convolution": ("lfm2", "lfm2_moe"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        pytest.param(family, kernels, marks=[] if number == 0 and kernels == "auto" else pytest.mark.long)
+        for each in OF_KIND.values()
+        for number, family in enumerate(each)
+        for kernels in ("auto", "torch")
+    ],
+)
+def test_bfloat16_logprobs_of_every_kind_of_layer(family, kernels, driver, make_request, logprob_arrays, tmp_path):
+    folder = _family_of_16_bits(tmp_path, family)
+    requests = [make_request(prompt, max_new=1, sampling=_scoring()) for prompt in _prompts(9)[-4:-1]]
+    driver(folder, dtype="bfloat16", cpu_kernels=kernels).run(requests)
+    _check_bounds(folder, requests, logprob_arrays)
+
+
+def _family_of_16_bits(folder, family):
+    config = families.tiny(family)
+    config.initializer_range = 0.1
+    # Which experts a token has is a choice that rounding can turn, in transformers too; here it has all of them.
+    for name in ("num_experts_per_tok", "num_experts_per_token"):
+        if hasattr(config, name):
+            setattr(config, name, 4)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases are ones and zeros by default
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    torch.set_rng_state(state)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _check_bounds(folder, requests, logprob_arrays):
+    """Both round to bfloat16, at different places. Our mean error against float32 may be 1.25 times theirs, and the
+    greatest twice theirs."""
+    ours = [logprob_arrays(request.prompt_logprobs)[1][:, 0] for request in requests]
 
     def reference(dtype):
-        with torch.inference_mode():
-            logits = checkpoints.load_reference(folder, dtype)(torch.tensor([prompt])).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
+        model, found = checkpoints.load_reference(folder, dtype), []
+        for request in requests:
+            with torch.inference_mode():
+                logits = model(torch.tensor([request.prompt]), use_cache=False).logits[0, :-1].float()
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(request.prompt[1:])[:, None])[:, 0].numpy())
+        return np.concatenate(found)
 
-    exact, theirs, ours = reference(torch.float32), reference(torch.bfloat16), values[:, 0]
-    assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean()
-    assert np.abs(ours - exact).max() < 2 * np.abs(theirs - exact).max()
+    exact, theirs = reference(torch.float32), reference(torch.bfloat16)
+    our_errors, their_errors = np.abs(np.concatenate(ours) - exact), np.abs(theirs - exact)
+    assert our_errors.mean() <= 1.25 * their_errors.mean(), (our_errors.mean(), their_errors.mean())
+    assert our_errors.max() <= 2 * their_errors.max(), (our_errors.max(), their_errors.max())
 
 
 def _scoring():

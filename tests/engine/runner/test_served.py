@@ -11,9 +11,10 @@ import torch
 from pagewire.config.config import EngineConfig
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.native import NativeModel, in_torch
+from pagewire.engine.models.in_c import lacks
 from pagewire.engine.runner.loading import HostModel
 from pagewire.engine.runner.runner import Runner
-from pagewire.engine.runner.served import Served, how_served, operation_name
+from pagewire.engine.runner.served import Served, how_served
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def test_the_operations_in_torch_are_those_of_the_loaded_model(
     assert isinstance(runner._model, HostModel) and isinstance(runner._model.model, NativeModel)
     assert runner._cache is not None
     attention: Any = runner._model.backend.attention(runner._cache)
-    names = dict.fromkeys(operation_name(op) for op in in_torch(runner._model.model, attention))
+    names = dict.fromkeys(lacks(op.args) for op in in_torch(runner._model.model, attention))
     assert found.in_torch == tuple(names)
     assert found.note in runner.notes
     if kind == "llama":
@@ -53,7 +54,9 @@ def test_the_lines_of_other_models(
 ) -> None:
     config = resolved(checkpoint("persimmon"))
     first, _, groups = served(config).lines(config)
-    assert first == "PersimmonForCausalLM, computed by transformers" and groups == "cache groups: full"
+    assert first == "PersimmonForCausalLM, computed by transformers, because pagewire does not describe this family"
+    assert groups == "cache groups: full"
     config = resolved(checkpoint("llama", hidden_act="mish"))
     first = served(config).lines(config)[0]
-    assert first == "LlamaForCausalLM, computed by transformers, because it has the activation 'mish'"
+    covers = "pagewire's description of this family does not cover the activation 'mish'"
+    assert first == f"LlamaForCausalLM, computed by transformers, because {covers}"

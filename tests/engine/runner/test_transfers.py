@@ -8,6 +8,7 @@ import pytest
 import torch
 from recording_connector import Recording
 
+from pagewire.engine.executors.reference import Reference
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, Transferred, bytes_to_ids, ids_to_bytes
@@ -87,16 +88,26 @@ def test_the_connector_is_called_in_order(runner):
     engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))
     assert connector.calls == [("register", 40)], "a step without metadata does not call the connector"
     engine.launch(plan(2, [0], [1], kv=metadata()))
-    passes = [call for layer in range(3) for call in (("wait", layer), ("save", layer))]
-    assert connector.calls[1:] == [("bind", b"x"), "start", *passes, "wait for save"]
+    waits, saves = ([(call, layer) for layer in range(3)] for call in ("wait", "save"))
+    expected = [("bind", b"x"), "start", *waits, *saves, "wait for save"]
+    assert connector.calls[1:] == expected
     del connector.calls[:]
     engine.launch(plan(3, kv=metadata()))
-    assert connector.calls == [("bind", b"x"), "start", "wait for save"]
+    assert connector.calls == expected
     del connector.calls[:]
     engine.launch(plan(4, [0], [1]))
     assert connector.calls == []
     engine.close()
     assert connector.calls == ["close"]
+
+
+def test_a_pass_with_a_connector_is_one_call_of_c(runner, monkeypatch):
+    engine = runner()
+    if engine._config.kernels != "compiled":
+        pytest.skip("torch computes here")
+    monkeypatch.setattr(Reference, "run", lambda *_: pytest.fail("an operation ran in torch"))
+    engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),), kv=metadata()))
+    assert engine.collect().step == 1
 
 
 def test_loads_are_written_before_copies(runner):

@@ -124,3 +124,13 @@ def test_a_model_with_one_group_has_one_table():
     assert (step.attention.tables.tolist(), step.attention.slots.tolist()) == ([[[9]]], [[36, 37, 38]])
     assert step.attention.states is None
     assert step.fresh_pages is not None and step.fresh_pages.tolist() == [9]
+
+
+def test_each_token_has_the_regime_of_its_row():
+    rows, cache = _rows(KvShape.uniform(num_layers=2, kv_heads=1, head_dim=4, dtype=torch.float32))
+    for row, regime in ((0, 0), (1, 1)):
+        ids, block = ids_to_bytes([5, 6, 7]), ids_to_bytes([row])
+        rows.open(RowOpen(row, ids, 3, 0, block, Sampling(temperature=0), regime=regime))
+    regimes = step_inputs(_plan([0, 1], [2, 3]), rows, NONE, cache=cache).regimes
+    assert regimes is not None and regimes.tolist() == [0, 0, 1, 1, 1]
+    assert step_inputs(_plan([0], [2]), rows, NONE, cache=cache).regimes is None

@@ -1,5 +1,6 @@
 """Loading quantized checkpoints: whole, in shards, kept quantized, and malformed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import checkpoints
 import pytest
 import quantized_checkpoints
 import torch
+from family_kinds import make_kind
 from programs import load
 from safetensors.torch import load_file, save_file
 
@@ -92,6 +94,29 @@ def test_experts_that_stay_quantized_have_the_same_values(family, kind, tmp_path
         loaded = load(narrow, rank=rank, size=size, keeps=True)
         assert {"0.1.experts.gate_up", "0.1.experts.down"} < loaded.kept.keys()
         _check_kept(loaded.kept, load(wide, rank=rank, size=size).tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "awq") for family in ("bamba", "jamba", "lfm2", "mamba2", "minimax", "qwen3_5")),
+        *((family, "fp8-block") for family in ("bamba", "jamba", "minimax")),
+        ("bamba", "gptq"), ("jamba", "int8"), ("mamba2", "packed-zeros"),
+    ],
+)  # fmt: skip
+def test_recurrent_layers_that_stay_quantized_have_the_same_values(family, kind, tmp_path, monkeypatch):
+    """Whole, and of two ranks, whose rows lie apart in a product that several inputs of a mixer share."""
+    monkeypatch.setattr(quantized_checkpoints, "BLOCK", 16)
+    monkeypatch.setitem(quantized_checkpoints.CONFIGS["fp8-block"], "weight_block_size", [16, 16])
+    source = checkpoints.make_checkpoint(tmp_path / "float", family, intermediate_size=128)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    for rank, size in [(0, 1), (0, 2), (1, 2)]:
+        loaded, expected = load(narrow, rank=rank, size=size, keeps=True), load(wide, rank=rank, size=size).tensors
+        of_mixer = {"0.0.bcx", "0.0.xz", "0.0.zxbcdt", "0.0.qkv", "0.0.qkv_gate", "0.0.out", "0.0.o"}
+        assert of_mixer & loaded.kept.keys()
+        _check_kept(loaded.kept, expected)
+        for key, tensor in loaded.tensors.items():
+            assert torch.equal(tensor, expected[key]), key
 
 
 GATE, DOWN = ("model.layers.0.mlp.gate_proj", 96, 64), ("model.layers.0.mlp.down_proj", 64, 96)
@@ -197,6 +222,21 @@ def test_8_bit_values_without_a_scale_are_refused(quantized):
     folder = quantized("fp8-channel")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has 8-bit values, but .* no scale for it"):
+        load(folder)
+
+
+def test_a_quantized_matrix_whose_columns_come_first_is_refused(tmp_path):
+    """GPT-2's. That of a square matrix has the shape that is expected, and would be taken for its transpose."""
+    folder = make_kind(tmp_path, "GPT2Config", {})
+    file, name = folder / "config.json", "transformer.h.0.attn.c_proj"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+
+    def change(tensors):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = torch.ones(())
+
+    _edit(folder, change)
+    with pytest.raises(CheckpointError, match=f"{name} is quantized, .* whose columns come first, only unquantized"):
         load(folder)
 
 

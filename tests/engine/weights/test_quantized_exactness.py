@@ -54,6 +54,10 @@ def make(tmp_path):
         ("packed-zeros", "qwen3"),
         ("int8", "llama"),
         ("mxfp4", "llama"),
+        ("fp8-block", "bamba"),
+        ("fp8-channel", "jamba"),
+        ("fp8-tensor", "qwen3_5"),
+        ("awq", "minimax"),
     ],
 )
 def test_greedy_tokens_are_those_of_the_same_weights_as_floats(kind, architecture, make):
@@ -123,6 +127,34 @@ def test_experts_that_are_kept_give_the_logits_of_their_specification(kind, arch
     ]
     is_near = (torch.tensor(found) - logprobs).abs() < 1e-4
     assert is_near.float().mean() > 0.9, "rounding to 8 bits changes a logprob by about 1e-2"
+
+
+RECURRENT = ("bamba", "jamba", "lfm2", "mamba2", "minimax", "qwen3_5")  # one of each mixer, and Mamba 2 alone
+
+
+@pytest.mark.usefixtures("c_kernels")
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("bamba", "gptq"), ("jamba", "awq"), ("lfm2", "int8"), ("mamba2", "mxfp4"), ("minimax", "packed"),
+     ("qwen3_5", "packed-zeros")],
+)  # fmt: skip
+def test_integers_of_recurrent_layers_are_kept(kind, architecture, make):
+    """Nearly the probabilities of the weights as floats."""
+    quantized, widened = make(architecture, kind)
+    kept, floats = _logprobs(quantized, dtype="float32"), _logprobs(widened, dtype="float32")
+    distances = [abs(a - b) for a, b in zip(kept, floats, strict=True)]
+    assert 0 < sum(distances) / len(distances) < 0.15
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_products_of_recurrent_layers_are_rounded(architecture, kernels, tmp_path):
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, architecture))
+    floats = _logprobs(folder, dtype="float32", cpu_kernels=kernels)
+    for quantization, limit in (("int8", 0.1), ("int4", 1.0)):
+        rounded = _logprobs(folder, quantization=quantization, cpu_kernels=kernels)
+        distances = [abs(a - b) for a, b in zip(rounded, floats, strict=True)]
+        assert 0 < sum(distances) / len(distances) < limit, quantization
 
 
 def _logprobs(folder, **options):

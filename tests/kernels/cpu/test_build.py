@@ -95,6 +95,19 @@ def test_what_the_compiler_says_is_told(sources):
     assert not list((sources.parent / "cache").rglob("*.so"))
 
 
+def test_a_compiler_that_takes_too_long_is_ended_and_told(sources, tmp_path, monkeypatch):
+    """Nothing is compiled a second time for the other cache folder, and the message does not blame the folders."""
+    count, cc = tmp_path / "count", tmp_path / "cc"
+    cc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo slow\necho "$@" >>{count}\nexec sleep infinity\n')
+    cc.chmod(0o755)
+    monkeypatch.setenv("CC", str(cc))
+    monkeypatch.setattr(build, "_TIMEOUT_S", 2.0)
+    with pytest.raises(build.BuildError, match=r"cc took longer than 2 s for one file, .*: start again when .* or "):
+        build.find("portable")
+    assert len(count.read_text().splitlines()) == 1
+    assert not list((sources.parent / "cache").rglob("*.so"))
+
+
 def test_a_level_that_the_cpu_lacks_is_refused(sources):
     with pytest.raises(build.BuildError, match="this CPU cannot run kernels of the level nonsense, only "):
         build.find("nonsense")

@@ -5,6 +5,7 @@ sample is compiled, and the golden numbers are checked, as long as source and Tr
 `python -m pagewire.kernels.triton.compile --write tests/kernels/triton/golden.json` writes new numbers.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.kernels.triton.compile import Report, failures
-from pagewire.kernels.triton.variant import Plan
+from pagewire.kernels.triton.compile import MAX_SHARED, Report, failures, variants
+from pagewire.kernels.triton.variant import GRID, Plan
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -29,6 +30,22 @@ def test_no_variant_is_worse_than_its_golden_numbers():
     command = [sys.executable, "-m", "pagewire.kernels.triton.compile", "--check", str(GOLDEN), "--sample"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+WIDE = [
+    f"{kernel}_attention {name} 16/2 D256"
+    for kernel, names in {"decode": ["bf16", "fp16", "fp32"], "extend": ["bf16", "bf16 draft", "fp16", "fp32"]}.items()
+    for name in names
+] + [f"latent {name} H16" for name in ("decode bf16", "decode fp32", "extend bf16", "extend bf16 draft", "extend fp32")]
+
+
+@pytest.mark.parametrize("architecture", GRID)
+def test_wide_heads_and_latents_fit_into_shared_memory(architecture):
+    """The golden numbers, which the test above compares with the compiler."""
+    assert set(WIDE) <= {variant.name for variant in variants() if variant.architectures == GRID}
+    reports = json.loads(GOLDEN.read_text())["reports"]
+    used = {name: max(report["shared"] for report in reports[f"{name} sm_{architecture}"].values()) for name in WIDE}
+    assert 0 < max(used.values()) <= 1024 * MAX_SHARED[architecture], used
 
 
 def test_kernels_worse_than_the_golden_numbers_are_reported():

@@ -22,10 +22,15 @@ CASES = [  # type of pages, heads, kv heads, head_dim, block size
     (torch.bfloat16, 8, 2, 64, 16),
     (torch.float16, 8, 1, 64, 64),
     (FP8, 8, 2, 64, 64),
+    (torch.bfloat16, 4, 2, 256, 64),  # tiles of a half of a page,
+    (torch.float32, 2, 1, 256, 64),  # and of a quarter
+    (torch.float32, 40, 2, 16, 16),  # more heads than a tile has rows
 ]
 if BIG:
     CASES += [(dtype, heads, 8, 128, 64) for dtype in (torch.bfloat16, FP8) for heads in (16, 32)]
 OPTIONS = [{}, {"window": 20}, {"window": 64, "softcap": 3.0}, {"sinks": True}]
+QUICK = (1, 3, 7, 16)
+GROUPS = [pytest.param(group, marks=[] if group in QUICK else pytest.mark.long) for group in range(1, 17)]
 
 
 def lengths(block_size: int) -> list[int]:
@@ -124,7 +129,7 @@ def test_every_context_length(case, device):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[6:])
+@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[9:])
 def test_windows_softcaps_and_sinks(case, option, device):
     contexts = lengths(case[-1])
     query = queries_of(len(contexts), case, device)
@@ -132,6 +137,20 @@ def test_windows_softcaps_and_sinks(case, option, device):
     options = options_of(option, case, device)
     out = attend(query, pages, contexts, case, **options)
     assert_near(out, expected_of(query, *pages, contexts, **options), case[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_with_every_size(group, head_dim, device):
+    """A row of two chunks, rows at the edges of pages, and windows that begin in the midst of a tile."""
+    case = (torch.bfloat16, group, 1, head_dim, 64)
+    contexts = [1, 64, 65, 170]
+    query = queries_of(len(contexts), case, device)
+    for option in ({"window": 50}, {"softcap": 3.0}, {"sinks": True}, {"window": 50, "sinks": True}):
+        pages = pages_of(contexts, case, device, window=option.get("window"))
+        options = options_of(option, case, device)
+        out = attend(query, pages, contexts, case, **options)
+        assert_near(out, expected_of(query, *pages, contexts, **options), case[0])
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -20,6 +20,8 @@ CASES = [  # type of pages, heads, kv heads, head_dim, block size, rows of a til
     (torch.bfloat16, 8, 2, 64, 16, 64),
     (torch.float16, 8, 1, 64, 64, 128),
     (FP8, 8, 2, 64, 64, 64),
+    (torch.bfloat16, 4, 2, 256, 64, 128),  # programs of a half of the tile, which take halves of pages
+    (torch.float32, 2, 1, 256, 64, 64),
 ]
 if BIG:
     CASES += [
@@ -29,6 +31,8 @@ if BIG:
         for tile_rows in (16, 64, 128)
     ]
 OPTIONS = [{"window": 20}, {"window": 70, "softcap": 3.0}, {"sinks": True}]
+QUICK = (1, 3, 7, 16)
+GROUPS = [pytest.param(group, marks=[] if group in QUICK else pytest.mark.long) for group in range(1, 17)]
 
 
 def steps_of(block_size: int) -> tuple[list[int], list[int]]:
@@ -140,7 +144,7 @@ def test_every_kind_of_row(case, device):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[6:])
+@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[8:])
 def test_windows_softcaps_and_sinks(case, option, device):
     counts, contexts = steps_of(case[-2])
     query = queries_of(sum(counts), case, device)
@@ -148,6 +152,20 @@ def test_windows_softcaps_and_sinks(case, option, device):
     options = options_of(option, case, device)
     out = attend(query, pages, counts, contexts, case, **options)
     assert_near(out, expected_of(query, *pages, counts, contexts, **options), case[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_with_every_size(group, head_dim, device):
+    """A prompt, a chunk whose windows begin in several pages, and draft tokens."""
+    case = (torch.bfloat16, group, 1, head_dim, 64, 128)
+    counts, contexts = [65, 30, 3], [65, 150, 70]
+    query = queries_of(sum(counts), case, device)
+    for option in ({"window": 50}, {"softcap": 3.0}, {"sinks": True}, {"window": 50, "sinks": True}):
+        pages = pages_of(counts, contexts, case, device, window=option.get("window"))
+        options = options_of(option, case, device)
+        out = attend(query, pages, counts, contexts, case, **options)
+        assert_near(out, expected_of(query, *pages, counts, contexts, **options), case[0])
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -154,3 +154,39 @@ def test_a_token_has_the_same_bits_in_any_batch(device):
     together = _moe(x, logits, gate_up, down, workspace).clone()
     for part in (slice(0, 1), slice(5, 9), slice(20, 24)):
         assert torch.equal(_moe(x[part], logits[part], gate_up, down, workspace), together[part])
+
+
+@pytest.mark.parametrize("own_inputs", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_experts_with_an_activation_in_torch(device, own_inputs, has_biases):
+    """own_inputs: each assignment has its own input, and the results are not weighted."""
+    tokens, num_experts, top_k, hidden, inter = 5, 6, 2, 64, 96
+    x, _, gate_up, down, workspace = _case(
+        device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=inter
+    )
+    up = gate_up[:, :inter].contiguous()  # experts without a gate
+    chosen = torch.stack([torch.randperm(num_experts, device=device)[:top_k] for _ in range(tokens)])
+    chosen[3, 1] = -1  # computed nowhere
+    weights = torch.rand(tokens, top_k, device=device)
+    workspace.experts.copy_(chosen)
+    workspace.weights.copy_(weights)
+    biases = (
+        [torch.randn(num_experts, n, device=device).bfloat16() for n in (inter, hidden)] if has_biases else [None] * 2
+    )
+    inputs = (x[:, None] * weights[:, :, None].bfloat16()).flatten(0, 1) if own_inputs else x
+    out = torch.full((tokens, hidden), torch.nan, dtype=x.dtype, device=device)
+    moe.experts(
+        out, inputs, up, down, workspace, act=torch.relu, gate_up_bias=biases[0], down_bias=biases[1],
+        is_weighted=not own_inputs,
+    )  # fmt: skip
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
+    for token in range(tokens):
+        for choice, expert in enumerate(chosen[token].tolist()):
+            if expert < 0:
+                continue
+            states = (inputs[token * top_k + choice] if own_inputs else x[token]).double() @ up[expert].double().t()
+            states = torch.relu(states if biases[0] is None else states + biases[0][expert])
+            result = states @ down[expert].double().t()
+            result = result if biases[1] is None else result + biases[1][expert]
+            expected[token] += result if own_inputs else result * weights[token, choice]
+    assert _error(out, expected) < CLOSE

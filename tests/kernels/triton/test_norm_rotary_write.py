@@ -75,6 +75,36 @@ def test_states_are_normed_rotated_and_stored(device, dtype, max_error, heads, k
     assert torch.equal(gathered(case.pages[1], case.slots)[stored].double(), value[stored])
 
 
+def test_weights_of_float32_and_heads_that_do_not_turn(device):
+    """As in Gemma's layers without a rotary embedding: rounded once."""
+    heads, kv_heads, dim = HEADS[0]
+    case = Case(device, torch.bfloat16, heads, kv_heads, dim, normed=True)
+    case.norms = tuple(torch.randn(dim, device=device) for _ in range(2))
+    case.rotary = rotary_table(torch.zeros(0, device=device), 1.0, 1, dim)
+    case.positions.zero_()
+    case.run()
+    wide = case.qkv[:, : heads * dim].unflatten(1, (heads, dim)).double()
+    exact = case.norms[0] * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    assert (case.q_out == exact.bfloat16()).float().mean() > 0.995
+
+
+@pytest.mark.parametrize("turning", [2, 8, 12])
+def test_only_the_first_features_turn(device, turning):
+    heads, kv_heads, dim = HEADS[0]
+    case = Case(device, torch.float32, heads, kv_heads, dim, normed=False)
+    inverse = 1 / 10000 ** (torch.arange(0, turning, 2, device=device) / turning)
+    case.rotary = rotary_table(inverse, 1.5, MAX_LEN, dim)
+    norm_rotary_write(
+        case.qkv, None, EPS, case.rotary, case.positions, case.slots, case.q_out, *case.pages, turning=turning
+    )
+    query, key, _ = case.qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+    table = rotary_table(inverse, 1.5, MAX_LEN)
+    stored = case.slots >= 0
+    for states, out in ((query, case.q_out), (key, gathered(case.pages[0], case.slots))):
+        exact = torch.cat((expected(states[..., :turning], None, table, case.positions), states[..., turning:]), dim=-1)
+        assert error(out[stored], exact[stored]) < 1e-6
+
+
 def test_only_the_given_slots_are_written(device):
     case = Case(device, torch.bfloat16, *HEADS[0], normed=True)
     case.run()

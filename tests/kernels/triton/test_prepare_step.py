@@ -119,6 +119,25 @@ def test_a_step_without_rows_writes_only_padding(device):
     assert (ours.slots == -1).all()
 
 
+def test_a_model_without_attention_has_no_tables(device):
+    ours = Device(device)
+    ours.row_tables, ours.tables, ours.slots = ours.row_tables[:0], ours.tables[:0], ours.slots[:0]
+    ours.last_ids[3] = 55
+    pages = np.zeros((0, 1), np.int32)
+    packet = np.zeros(len(ours.packet), np.int32)
+    fill_packet(
+        packet, rows=np.array([3, 5]), counts=np.array([1, 2]), starts=np.array([8, 0]), ids=np.array([-1, 6, 7]),
+        places=np.array([0, 0]), num_new=np.array([1, 0]), pages=pages,
+    )  # fmt: skip
+    ours.packet.copy_(torch.from_numpy(packet))
+    prepare_step(
+        ours.packet, ours.last_ids, ours.row_tables, ours.ids, ours.positions, ours.slots, ours.context_lens,
+        ours.tables, PAGE,
+    )  # fmt: skip
+    assert ours.ids[:4].tolist() == [55, 6, 7, 0] and ours.positions[:4].tolist() == [8, 0, 1, 0]
+    assert ours.context_lens[:3].tolist() == [9, 2, 0]
+
+
 def test_sampled_ids_become_the_last_ids_of_their_rows(device):
     last_ids = torch.full((600,), 7, dtype=torch.int32, device=device)
     rows = torch.randperm(600, dtype=torch.int32, device=device)[:300]

@@ -56,6 +56,18 @@ def test_rounding_is_that_of_transformers(device):
     assert same > 0.995 and rounded_once < 0.9
 
 
+def test_a_weight_of_float32_is_applied_before_the_states_are_rounded(device):
+    """As Gemma multiplies by 1 + weight."""
+    x, residual = (torch.randn(64, 256, device=device).bfloat16() for _ in range(2))
+    weight = torch.randn(256, device=device)
+    out = torch.empty_like(x)
+    rms_norm(x, weight, EPS, out)
+    assert (out == exact_norm(x, weight).bfloat16()).float().mean() > 0.999
+    total = x + residual
+    rms_norm(x, weight, EPS, out, residual)
+    assert (out == exact_norm(total, weight).bfloat16()).float().mean() > 0.999
+
+
 def test_no_rows(device):
     x = torch.empty(0, 64, device=device)
     rms_norm(x, torch.ones(64, device=device), EPS, x)

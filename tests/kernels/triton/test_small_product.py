@@ -74,6 +74,14 @@ def test_norm_before_the_product(device, dtype, shape):
     assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < MAX[dtype]
 
 
+def test_a_norm_of_float32_is_applied_before_the_states_are_rounded(device):
+    case = Case(device, WIDE, torch.bfloat16, 3)
+    weight = torch.randn(WIDE[1], device=device)
+    wide = case.x.float()
+    normed = (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS))).bfloat16()
+    assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < MAX[torch.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
 def test_residual_is_added_in_place(device, dtype, shape):

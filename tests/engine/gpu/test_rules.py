@@ -1,0 +1,147 @@
+"""Which operations share a launch, and which programs the kernels do not take."""
+
+from dataclasses import replace
+
+import pytest
+from decoders import decoders, llama, of_checkpoint
+from hypothesis import HealthCheck, given, settings
+
+from pagewire.engine.gpu.rules import UnknownLayerError, body_of, in_torch, kind_of, largest_group, parts_of
+from pagewire.engine.models.cut import cut
+from pagewire.engine.models.description import Alibi, Attention, Decoder, Reach
+from pagewire.engine.models.lower import lower
+from pagewire.engine.models.program import Attend, Matrix, Op, Program
+
+
+def few_tokens(matrix: Matrix) -> bool:
+    """Products of few tokens take norms and residuals."""
+    return True
+
+
+def many_tokens(matrix: Matrix) -> bool:
+    return False
+
+
+def of_kind(kind: str) -> Program:
+    decoder = of_checkpoint(kind)
+    assert decoder is not None
+    return lower(decoder)
+
+
+def launches(program: Program, *, few: bool = False) -> list[str]:
+    """Of one layer, and the operations before it."""
+    parts = parts_of(program, fuses=few_tokens if few else many_tokens)
+    return [part.kind for part in parts if part.ops[-1].layer < 1]
+
+
+def changed(program: Program, **fields: object) -> Program:
+    """With other fields of its attention."""
+
+    def attend(op: Op) -> Op:
+        return replace(op, args=replace(op.args, **fields)) if isinstance(op.args, Attend) else op
+
+    return replace(program, ops=tuple(attend(op) for op in program.ops))
+
+
+def test_a_layer_of_llama_takes_six_launches_for_few_tokens_and_seven_for_many() -> None:
+    program = lower(llama(num_hidden_layers=1))
+    assert launches(program, few=True) == [
+        "torch", "norm product", "attend", "product add", "norm product", "product add",
+    ]  # fmt: skip
+    assert launches(program) == [
+        "torch",
+        "norm",
+        "product",
+        "attend",
+        "product",
+        "add norm",
+        "product",
+        "product",
+        "add",
+    ]
+    two = parts_of(lower(llama(num_hidden_layers=2)))
+    assert [part.kind for part in two].count("add norm") == 3, "also between layers"
+    assert in_torch(program) == ()
+
+
+def test_head_norms_and_rotation_share_the_launch_that_writes_keys() -> None:
+    for kind, num in (("qwen2", 3), ("qwen3", 5), ("gemma3", 5), ("gpt_neox", 3)):
+        (attend,) = [part for part in parts_of(of_kind(kind)) if part.kind == "attend" and part.ops[-1].layer == 0]
+        assert len(attend.ops) == num, (kind, attend)
+
+
+def test_a_norm_that_several_operations_read_is_stored() -> None:
+    """The router and the experts read it."""
+    found = launches(of_kind("mixtral"), few=True)
+    assert found == ["torch", "norm product", "attend", "product add", "norm", "product", "experts", "add"]
+
+
+def test_a_sum_over_ranks_stands_between_a_product_and_its_sum() -> None:
+    decoder = llama(num_hidden_layers=1)
+    assert launches(lower(cut(decoder, 0, 2), ranks=2), few=True) == [
+        "torch", "sum", "norm product", "attend", "product", "sum", "add", "norm product", "product", "sum", "add",
+    ]  # fmt: skip
+
+
+def test_without_rules_every_operation_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.engine.gpu.rules.RULES", ())
+    program = of_kind("qwen3")
+    parts = parts_of(program, fuses=few_tokens)
+    assert [part.ops for part in parts] == [(op,) for op in program.ops[:-1]]
+    assert [part.kind for part in parts] == [kind_of(op) for op in program.ops[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("llama", set()),
+        ("qwen3", set()),
+        ("mixtral", set()),
+        ("gemma2", {"Glu"}),
+        ("gpt_neox", {"Normalize", "Activate"}),
+        ("granite", {"Add"}),
+    ],
+)
+def test_torch_computes_what_the_kernels_lack(kind: str, names: set[str]) -> None:
+    assert {type(op.args).__name__ for op in in_torch(of_kind(kind))} == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"head_dim": 24, "value_dim": 24}, "do not support a head dimension of 24"),
+        ({"value_dim": 32}, "values of 32 numbers beside keys of 16"),
+        ({"heads": 34}, "at most 16 query heads"),
+        ({"alibi": Alibi((1.0,))}, "no attention with ALiBi"),
+        ({"reach": Reach("chunk", 64)}, "no chunked attention"),
+    ],
+)
+def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(UnknownLayerError, match=why):
+        in_torch(changed(lower(llama()), **fields))
+
+
+@pytest.mark.parametrize(("kind", "why"), [("qwen3_moe", "experts whose sizes are multiples of 32")])
+def test_other_programs_that_the_kernels_lack(kind: str, why: str) -> None:
+    with pytest.raises(UnknownLayerError, match=why):
+        in_torch(of_kind(kind))
+
+
+def test_the_tiles_are_cut_for_the_largest_group() -> None:
+    decoder = llama()
+    (sublayer, *rest), other = decoder.blocks[0].sublayers, decoder.blocks[1]
+    (branch,) = sublayer.branches
+    assert isinstance(branch.body, Attention) and largest_group(lower(decoder)) == 2
+    wide = replace(branch, body=replace(branch.body, heads=8))
+    block = replace(decoder.blocks[0], sublayers=(replace(sublayer, branches=(wide,)), *rest))
+    assert largest_group(lower(replace(decoder, blocks=(block, other)))) == 4
+
+
+@given(decoders())
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
+def test_the_parts_of_random_programs_are_their_operations_in_order(decoder: Decoder) -> None:
+    program = lower(decoder)
+    body, last = body_of(program)
+    assert (*body, *([] if last is None else [last])) == program.ops
+    for fuses in (few_tokens, many_tokens):
+        assert tuple(op for part in parts_of(program, fuses=fuses) for op in part.ops) == body
