@@ -25,7 +25,24 @@ from ..models.description import LatentAttention
 from ..models.families import pages
 from ..models.in_c import operations_in_torch
 from ..models.lower import lower
-from ..models.program import AllReduce, Attend, AttendLatent, Embed, Mixture, Normalize, Op, Positions, Program, Rotate
+from ..models.program import (
+    Activate,
+    Add,
+    AllReduce,
+    Attend,
+    AttendLatent,
+    Embed,
+    Glu,
+    Heat,
+    MeanSquares,
+    Mixture,
+    Multiply,
+    Normalize,
+    Op,
+    Positions,
+    Program,
+    Rotate,
+)
 from ..weights.loader import Found, check_weights
 from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
@@ -179,6 +196,16 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
+_WORDS: dict[type, str] = {
+    Activate: "activation",
+    Add: "sum with factors",
+    Glu: "gated activation",
+    Heat: "temperature of queries",
+    MeanSquares: "norm over ranks",
+    Multiply: "gate",
+}
+
+
 def names(ops: Iterable[Op]) -> tuple[str, ...]:
     """In words, each once. Sums over ranks are left out: every executor has them."""
     return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce)))
@@ -204,6 +231,8 @@ def operation_name(op: Op) -> str:
             return "layer norm" if args.norm.kind == "layer" else "RMS norm"
         case Embed():
             return "embedding"
+    if (known := _WORDS.get(type(args))) is not None:
+        return known
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(args).__name__)
     return words.strip()
 

@@ -138,9 +138,10 @@ def _softplus(x):
 
 @triton.jit
 def _row(table, row):
-    """A row's first chunk, the one after its last, and the state that it reads."""
-    record = table + _ROWS_AT + 2 * row
-    return tl.load(record), tl.load(record + 2), tl.load(record + 1)
+    """A row's first chunk, the one after its last, and the state that it reads. A row beyond the last has no chunks."""
+    record, inside = table + _ROWS_AT + 2 * row, row < tl.load(table)
+    first, end = tl.load(record, mask=inside, other=0), tl.load(record + 2, mask=inside, other=0)
+    return first, end, tl.load(record + 1, mask=inside, other=-1)
 
 
 @triton.jit
@@ -178,8 +179,6 @@ def _step_scan(
 ):  # fmt: skip
     table += tl.load(table)
     row = tl.program_id(0)
-    if row >= tl.load(table):
-        return
     first_chunk, end_chunk, first_state = _row(table, row)
     chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     head = tl.program_id(1)
@@ -274,8 +273,6 @@ def _chunk_scan(
 ):  # fmt: skip
     table += tl.load(table)
     row = tl.program_id(0)
-    if row >= tl.load(table):
-        return
     first_chunk, end_chunk, first_state = _row(table, row)
     chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     head = tl.program_id(1)
@@ -332,8 +329,6 @@ def _mamba1(
 ):  # fmt: skip
     table += tl.load(table)
     row = tl.program_id(0)
-    if row >= tl.load(table):
-        return
     first_chunk, end_chunk, first_state = _row(table, row)
     chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
@@ -374,14 +369,14 @@ def _conv(
 ):  # fmt: skip
     table += tl.load(table)
     row = tl.program_id(0)
-    if row >= tl.load(table):
-        return
     first_chunk, end_chunk, first_state = _row(table, row)
     chunks, pages = table + tl.load(table + 1), table + tl.load(table + 2)
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TOKENS)
     inside = channel < CHANNELS
     place, exists = _place(pages, first_state, 0, page_words, shelves, offsets, per_tile, num_pages)
-    first, end = tl.load(chunks + 3 * first_chunk), tl.load(chunks + 3 * end_chunk - 2)
+    has_chunks = first_chunk < end_chunk
+    first = tl.load(chunks + 3 * first_chunk, mask=has_chunks, other=0)
+    end = tl.load(chunks + 3 * end_chunk - 2, mask=has_chunks, other=0)
     for start in range(first, end, TOKENS):
         t = start + n
         total = tl.zeros((TOKENS, BLOCK), tl.float32)

@@ -10,7 +10,7 @@ from pagewire.engine.gpu.rules import UnknownLayerError, body_of, in_torch, kind
 from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import Alibi, Attention, Decoder, Reach
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.program import Attend, Matrix, Op, Program
+from pagewire.engine.models.program import Attend, AttendLatent, Matrix, Op, Program
 
 
 def few_tokens(matrix: Matrix) -> bool:
@@ -125,6 +125,32 @@ def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, 
 def test_other_programs_that_the_kernels_lack(kind: str, why: str) -> None:
     with pytest.raises(UnknownLayerError, match=why):
         in_torch(of_kind(kind))
+
+
+def with_latents(rank: int, rope_dim: int) -> Program:
+    """Llama with latent attention of 20 heads."""
+    program = lower(llama())
+    matrix = program.matrices[0]
+    args = AttendLatent(
+        layer=0, tile=0, heads=20, nope_dim=12, rope_dim=rope_dim, value_dim=10, rank=rank, scale=1.0, keys=matrix,
+        values=matrix,
+    )  # fmt: skip
+    ops = tuple(replace(op, args=args) if isinstance(op.args, Attend) else op for op in program.ops)
+    return replace(program, ops=ops)
+
+
+@pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (32, 16)])
+def test_latents_are_attended_as_one_group_of_all_heads(rank: int, rope_dim: int) -> None:
+    program = with_latents(rank, rope_dim)
+    assert {type(op.args).__name__ for op in in_torch(program)} == {"Rotate"}
+    assert "latent" in {part.kind for part in parts_of(program)}
+    assert largest_group(program) == 20
+
+
+@pytest.mark.parametrize(("rank", "rope_dim"), [(48, 16), (32, 8)])
+def test_latents_of_other_sizes_are_left_to_torch(rank: int, rope_dim: int) -> None:
+    with pytest.raises(UnknownLayerError, match=f"rank {rank} with rotated keys of {rope_dim}"):
+        in_torch(with_latents(rank, rope_dim))
 
 
 def test_the_tiles_are_cut_for_the_largest_group() -> None:

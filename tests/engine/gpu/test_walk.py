@@ -20,10 +20,10 @@ NARROW = {"moe_intermediate_size": 32, "num_hidden_layers": 2}
 QUICK = ("Gemma4TextConfig", "GptOssConfig", "GPTNeoXConfig", "DeepseekV3Config")  # together all kinds of operations
 # Each with what torch computes.
 FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
-    (("Gemma2Config", {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}), ("glu",)),
+    (("Gemma2Config", {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}), ("gated activation",)),
     (
         ("Gemma3TextConfig", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("glu",),
+        ("gated activation",),
     ),
     (
         (
@@ -40,7 +40,7 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
                 "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             },
         ),
-        ("glu", "rotary embedding", "RMS norm"),
+        ("gated activation", "rotary embedding", "RMS norm"),
     ),
     (
         (
@@ -51,7 +51,7 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
     ),
     (("CohereConfig", {"num_hidden_layers": 2, "use_qk_norm": True, "logit_scale": 0.5}), ("layer norm",)),
     (("Olmo2Config", {"num_hidden_layers": 2}), ()),
-    (("GPTNeoXConfig", {"num_hidden_layers": 2}), ("layer norm", "activate")),
+    (("GPTNeoXConfig", {"num_hidden_layers": 2}), ("layer norm", "activation")),
     (("Phi3Config", {"num_hidden_layers": 2, "sliding_window": 24, "partial_rotary_factor": 0.5}), ()),
     (
         (

@@ -21,11 +21,13 @@ PADDING = 2  # rows that a launch has and its table has not
 def device_scans(is_long):
     """The scans of Triton, with the arguments of the reference."""
 
+    def padded(rows):
+        table = StateTable.of(rows, is_long=is_long)
+        return replace(table, num_rows=table.num_rows + PADDING)
+
     def taking_rows(scan):
         def run(*args):
-            *others, rows, tiles = args
-            table = StateTable.of(rows, is_long=is_long)
-            return scan(*others, replace(table, num_rows=table.num_rows + PADDING), tiles)
+            return scan(*(padded(arg) if isinstance(arg, StateRows) else arg for arg in args))
 
         return run
 
