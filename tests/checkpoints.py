@@ -117,6 +117,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "adapter_rank": 8,
             "head_dim": 32,
             "use_mem_rope": True,
+            "time_step_min": 1e-9,  # transformers has this limit in prompts, but not in single steps
         },
     ),
 }

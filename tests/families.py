@@ -137,6 +137,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
             **{"num_hidden_layers": 5, "num_mem_blocks": 2, "n_mamba_heads": 8, "mamba_d_state": 16},
             **{"mamba_ngroups": 2, "adapter_rank": 8, "use_shared_attention_adapter": True, "use_mem_rope": True},
             **{"head_dim": 32, "num_key_value_heads": 4},
+            "time_step_min": 1e-9,  # transformers has this limit in prompts, but not in single steps
         },
         SERVED,
     ),
