@@ -5,6 +5,7 @@ Only PhiMoE's router (sparsemixer) has so many thresholds that random prompts me
 thousand.
 """
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,8 @@ def margins(scores: Tensor, jitter: float, top_k: int) -> Tensor:
 
 def first_tie(model: Any, ids: list[int]) -> int:
     """The first position at which rounding decides; len(ids): there is none."""
-    compute, of_layers = modeling_phimoe.sparsemixer, []
+    compute: Callable[..., Any] = modeling_phimoe.sparsemixer
+    of_layers: list[Tensor] = []
 
     def watched(scores: Tensor, jitter_eps: float, training: bool, top_k: int = 2) -> Any:
         of_layers.append(margins(scores, jitter_eps, top_k))
