@@ -106,6 +106,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 4,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 2,
+            "adapter_rank": 8,
+            "head_dim": 32,
+            "use_mem_rope": True,
+            "time_step_min": 1e-9,  # transformers has this limit in prompts, but not in single steps
+        },
+    ),
 }
 """Kind → its config class and the fields that differ from COMMON."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagewire.engine.models.description import (
     Activation,
+    Aside,
     Attention,
     Block,
     Body,
@@ -19,6 +20,7 @@ from pagewire.engine.models.description import (
     Decoder,
     Embedding,
     Head,
+    LowRank,
     Mlp,
     Moe,
     Norm,
@@ -52,10 +54,7 @@ def llama(**fields: object) -> Decoder:
 
 
 def bodies(decoder: Decoder) -> Iterator[Body]:
-    for block in decoder.blocks:
-        for sublayer in block.sublayers:
-            for branch in sublayer.branches:
-                yield branch.body
+    yield from decoder.bodies
 
 
 def of_checkpoint(kind: str) -> Decoder | None:
@@ -84,7 +83,13 @@ def norms(draw: st.DrawFn, name: str, size: int, total: int = 0) -> Norm:
 
 
 @st.composite
-def attentions(draw: st.DrawFn, at: str) -> Attention:
+def low_ranks(draw: st.DrawFn, at: str, rows: int, columns: int = HIDDEN) -> LowRank:
+    rank = draw(st.sampled_from([2, 3]))
+    return LowRank(matrix(at + "low_down", rank, columns), matrix(at + "low_up", rows, rank))
+
+
+@st.composite
+def attentions(draw: st.DrawFn, at: str, columns: int = HIDDEN) -> Attention:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     heads, dim = kv_heads * draw(st.sampled_from([4, 8])), draw(st.sampled_from([2, 4]))
     bias, fused = draw(st.booleans()), draw(st.booleans())
@@ -94,11 +99,11 @@ def attentions(draw: st.DrawFn, at: str) -> Attention:
         every = (group + 2) * dim
         parts = ((group * dim, 0), (dim, group * dim), (dim, (group + 1) * dim))
         q, k, v = (
-            rows_of(at + "qkv", count, HIDDEN, first=first, every=every, times=kv_heads, bias=bias)
+            rows_of(at + "qkv", count, columns, first=first, every=every, times=kv_heads, bias=bias)
             for count, first in parts
         )
     else:
-        q, k, v = (matrix(at + name, count, HIDDEN, bias) for name, count in (("q", n), ("k", m), ("v", m)))
+        q, k, v = (matrix(at + name, count, columns, bias) for name, count in (("q", n), ("k", m), ("v", m)))
     rope = None
     if not fused and draw(st.booleans()):
         rope = Rope(draw(st.sampled_from([2, dim])), pairs=draw(st.sampled_from(["halves", "adjacent"])))
@@ -122,7 +127,14 @@ def attentions(draw: st.DrawFn, at: str) -> Attention:
         clip=draw(st.sampled_from([0.0, 2.0])),
         sinks=Part(at + "sinks", heads) if draw(st.booleans()) else None,
         temperature=draw(st.sampled_from([None, Temperature(0.5, 4)])),
-        gate=matrix(at + "gate", n, HIDDEN) if draw(st.booleans()) else None,
+        gate=matrix(at + "gate", n, columns) if draw(st.booleans()) else None,
+        low=(
+            draw(low_ranks(at + "q.", n, columns)),
+            draw(low_ranks(at + "k.", m, columns)),
+            draw(low_ranks(at + "v.", m, columns)),
+        )
+        if draw(st.booleans())
+        else None,
     )
 
 
@@ -136,7 +148,11 @@ def mlps(draw: st.DrawFn, at: str, *, experts: int = 0) -> Mlp:
     if gated and draw(st.booleans()):  # one tensor of gates and ups
         gate, up = (Weight((Part(at + "gate_up", width, first),), HIDDEN, experts=experts) for first in (0, width))
     down = matrix(at + "down", HIDDEN, width, bias, experts=experts)
-    return Mlp(width, up, down, gate, act, out_scale=draw(st.sampled_from([1.0, 0.5])))
+    low = None
+    if gate is not None and not experts and draw(st.booleans()):
+        first = matrix(at + "both_down", 2, HIDDEN)
+        low = LowRank(first, matrix(at + "gate_low", width, 2)), LowRank(first, matrix(at + "up_low", width, 2))
+    return Mlp(width, up, down, gate, act, out_scale=draw(st.sampled_from([1.0, 0.5])), low=low)
 
 
 @st.composite
@@ -154,17 +170,23 @@ def sublayers(draw: st.DrawFn, at: str) -> Sublayer:
     branches = []
     for number in range(draw(st.integers(1, 2))):
         own = f"{at}{number}."
-        body = draw(st.one_of(attentions(own), mlps(own), moes(own)) if number == 0 else mlps(own))
+        first = st.one_of(attentions(own), mlps(own), moes(own), low_ranks(own, HIDDEN))
+        body: Body = draw(first if number == 0 else mlps(own))
         pre = draw(norms(own + "pre", HIDDEN)) if draw(st.booleans()) else None
         post = draw(norms(own + "post", HIDDEN)) if draw(st.booleans()) else None
         delay = draw(st.sampled_from([0, 1])) if number else 0
-        branches.append(Branch(body, pre, post, *draw(st.sampled_from([(1.0, 1.0), (2.0, 0.5)])), delay))
+        scales = draw(st.sampled_from([(1.0, 1.0), (2.0, 0.5)]))
+        branches.append(Branch(body, pre, post, *scales, delay, adds_input=draw(st.booleans())))
     before, after, last = (
         draw(norms(at + name, HIDDEN)) if draw(st.booleans()) else None for name in ("norm", "post_norm", "after")
     )
     keep: Literal["stream", "normed"] = "normed" if before is not None and draw(st.booleans()) else "stream"
     alpha, beta = draw(st.sampled_from([(1.0, 1.0), (1.0, 0.25), (2.0, 1.0)]))
-    return Sublayer(tuple(branches), before, after, last, keep, alpha, beta)
+    aside = None
+    if draw(st.booleans()):
+        beside = Branch(draw(attentions(at + "aside.", 2 * HIDDEN)), draw(norms(at + "aside_norm", 2 * HIDDEN)))
+        aside = Aside((beside, Branch(draw(mlps(at + "aside.mlp.")))), matrix(at + "aside.out", HIDDEN, HIDDEN))
+    return Sublayer(tuple(branches), before, after, last, keep, alpha, beta, aside)
 
 
 @st.composite

@@ -110,7 +110,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
         "has sparse attention",
     ),
-    "mimo_v2_flash": ({}, "has keys of 16 numbers per head and values of 12"),
+    "mimo_v2_flash": ({"head_dim": 48, "v_head_dim": 32}, SERVED),
+    "longcat_flash": ({"num_layers": 2, "zero_expert_num": 2, "head_dim": 8, "num_key_value_heads": 4}, SERVED),
     **{kind: ({}, _MLA + ".*sparse attention") for kind in ("deepseek_v32", "glm_moe_dsa")},
     "bamba": ({**_MAMBA, "attn_layer_indices": [1]}, SERVED),
     "falcon_h1": (_MAMBA, SERVED),
@@ -130,9 +131,27 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (
         {"intermediate_size_mlp": 80, "attention_chunk_size": 32, "no_rope_layer_interval": 2}, SERVED,
     ),
+    "zamba2": (
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+            **{"num_hidden_layers": 5, "num_mem_blocks": 2, "n_mamba_heads": 8, "mamba_d_state": 16},
+            **{"mamba_ngroups": 2, "adapter_rank": 8, "use_shared_attention_adapter": True, "use_mem_rope": True},
+            **{"head_dim": 32, "num_key_value_heads": 4},
+            "time_step_min": 1e-9,  # transformers has this limit in prompts, but not in single steps
+        },
+        SERVED,
+    ),
     **{kind: ({}, SERVED) for kind in ("bloom", "falcon", "nemotron", "stablelm")},
     "gptj": ({"rotary_dim": 8}, SERVED),
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, SERVED),
+    "gemma3n_text": (
+        {
+            **{"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+            **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.75, 0.5, 0.0, 0.0, 0.0, 0.0]},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300, "laurel_rank": 8},
+        },
+        SERVED,
+    ),
     "gemma4_text": (
         {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -147,9 +166,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
-    "gemma3n": ("Gemma3nForConditionalGeneration", r"has inputs other than text \(audio and images\)"),
     "paligemma": ("PaliGemmaForConditionalGeneration", _IMAGES),
-    "gemma3n_text": ("Gemma3nForCausalLM", r"keys and values of earlier layers in its last 15 \(shared KV\)"),
     "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
 }
@@ -159,7 +176,8 @@ ONLY_DESCRIBED = {
     "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
     "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "granite_swa", "minicpm3", "olmo_hybrid", "youtu",
+    "granite_swa", "minicpm3", "youtu", "gemma3n_text", "longcat_flash", "mimo_v2_flash",
+    "zamba2", "olmo_hybrid",
 }  # fmt: skip
 
 # For these, only the comparison with transformers after loading shows the reason.

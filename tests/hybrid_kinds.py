@@ -31,6 +31,11 @@ _KIMI = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4,
 }  # fmt: skip
 
+_SHARED_BLOCKS = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 5,
+    "n_mamba_heads": 8, "mamba_d_state": 16, "mamba_ngroups": 2, "adapter_rank": 8, "head_dim": 32,
+}  # fmt: skip
+
 # (config class, changes of COMMON), sorted by name.
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
@@ -132,6 +137,21 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3_5MoeTextConfig", {**_WIDE, **_SHARED, "norm_topk_prob": True, "tie_word_embeddings": True}),
     ("Qwen3_5TextConfig", _DELTA),
     ("Qwen3_5TextConfig", {**_WIDE, "tie_word_embeddings": True, "attention_bias": True}),
+    ("Zamba2Config", {**_SHARED_BLOCKS, "num_mem_blocks": 2}),
+    (
+        "Zamba2Config",
+        {
+            **_SHARED_BLOCKS,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 3,
+            "mamba_ngroups": 1,
+            "num_key_value_heads": 4,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "add_bias_linear": True,
+            "tie_word_embeddings": False,
+        },
+    ),
 ]
 RECURRENT: dict[str, Kind] = dict(zip(ids_of(FAMILIES), FAMILIES, strict=True))
 

@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "ipc": "errors",
     "engine.core": "errors config ipc",
     "engine.models": "errors kernels kernels.cpu",
-    "engine.models.families": "engine.models",
+    "engine.models.families": "errors engine.models",
     "engine.checkpoint": "errors config engine.models engine.models.families",
     "engine.text": "errors config ipc engine.checkpoint",
     "engine.attention": "kernels kernels.cpu",

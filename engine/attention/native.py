@@ -75,7 +75,7 @@ class NativePagedAttention:
         if key is not None:
             self._write_kv(key, value, *self._cache.pages[tile], self._slots[table])
         query = dense(query)
-        out = torch.empty(query.shape)
+        out = torch.empty((*query.shape[:2], layer[0].value_dim))
         self._kernels.attend(
             layer[1], query.data_ptr(), query.stride(0), self._tables[table].ctypes.data, self._tables.shape[2],
             self._contexts.ctypes.data, self._counts.ctypes.data, out.data_ptr(), len(self._counts),
@@ -94,6 +94,7 @@ class NativePagedAttention:
             window=parameters.window or 0, chunk=parameters.chunk or 0, scale=parameters.scale,
             softcap=parameters.softcap or 0.0, bf16=keys.dtype == torch.bfloat16, rounds=self._rounds,
             sinks=None if sinks is None else sinks.data_ptr(), page_stride=page_stride(keys),
+            value_dim=(keys if parameters.latent else values).shape[3],
         )  # fmt: skip
         if alibi is not None:
             slopes = (alibi.slopes.bfloat16() if alibi.rounded else alibi.slopes).float().contiguous()

@@ -147,7 +147,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         model_type=config.text("model_type", ""),
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+        intermediate_size=_intermediate_size(config, 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -164,6 +164,13 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         why_not_described=why,
         scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
     )
+
+
+def _intermediate_size(config: Fields, default: int) -> int:
+    """The widest, if there is one for each layer (Gemma 3n)."""
+    if isinstance(config.raw.get("intermediate_size"), list):
+        return max(config.integers("intermediate_size") or (default,))
+    return config.size("intermediate_size", "n_inner", "ffn_dim", default=default)
 
 
 def _describe(whole: Fields, architecture: str, *, generates: bool, folder: Path | None) -> tuple[Decoder | None, str]:

@@ -65,7 +65,9 @@ def mixture(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> Tenso
     for expert, count in enumerate(counts):
         if count:
             some = states[first : first + count]
-            results[first : first + count] = _expert(args, weights, expert, some) if expert < args.num_experts else some
+            has_weights = expert < args.num_experts
+            result = _expert(args, weights, expert, some) if has_weights else some * args.router.zero_scale
+            results[first : first + count] = result
             first += count
     parts = torch.empty_like(results).index_copy_(0, order, results).view(-1, args.router.top_k, results.shape[1])
     # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not

@@ -54,21 +54,25 @@ def activate(x: Tensor, act: Activation) -> Tensor:
             return F.relu(x)
         case "relu2":
             return F.relu(x).square()
+        case "tanh":
+            return torch.tanh(x)
     raise AssertionError(f"{act} needs a gate")
 
 
+def sparse(x: Tensor, whole: Tensor, share: float) -> Tensor:
+    """What the numbers of a row exceed the quantile `share` of the row of `whole` by, if that is normally distributed;
+    at least 0 (Gemma 3n)."""
+    deviations = NormalDist().inv_cdf(share)
+    return F.relu(x - whole.mean(-1, keepdim=True) - whole.std(-1, keepdim=True, unbiased=False) * deviations)
+
+
 def glu(
-    gate: Tensor, up: Tensor, act: Activation, *, limit: float = 0.0, sharpness: float = 1.702, gate_scale: float = 1.0,
-    sparsity: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """act(gate · gate_scale) · up. sparsity: the share of a gate's numbers that count as zero, if they were normally
-    distributed (Gemma 3n)."""
+    gate: Tensor, up: Tensor, act: Activation, *, limit: float = 0.0, sharpness: float = 1.702, gate_scale: float = 1.0
+) -> Tensor:
+    """act(gate · gate_scale) · up"""
     if gate_scale != 1.0:
         gate = gate * gate_scale
     if act == "swiglu_clamped":  # gpt-oss: (up + 1) · gate · sigmoid(sharpness · gate), both clamped
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * sharpness))
-    if sparsity:
-        deviations = NormalDist().inv_cdf(sparsity)
-        gate = F.relu(gate - gate.mean(-1, keepdim=True) - gate.std(-1, keepdim=True, unbiased=False) * deviations)
     return activate(gate, act) * up

@@ -33,8 +33,10 @@ from ..models.program import (
     Glu,
     Heat,
     Layout,
+    MatchMagnitude,
     Matrix,
     MeanSquares,
+    MixStreams,
     Mixture,
     Multiply,
     Normalize,
@@ -58,13 +60,14 @@ from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
 _EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _SQUARES = range(8)
-_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX = range(8, 14)
+_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX, _STREAMS = range(8, 15)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
-_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP, _SPARSE, _XIELU = range(11)
+_COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP = range(9)
+_SPARSE, _XIELU, _MATCH = range(9, 12)
 _ACTS = {
     name: number
-    for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", ""))
+    for number, name in enumerate(("silu", "sigmoid", "gelu_tanh", "quick_gelu", "gelu", "relu", "relu2", "tanh", ""))
 }
 
 
@@ -228,6 +231,9 @@ class _Compiler:
                 return [self._attend_latent(op, args)]
             case AllReduce():
                 return [self._sum(op)]
+            case MixStreams(size=size, shift=shift):
+                num = op.ins[1].width // size
+                return [self._operation(op, _STREAMS, size=size, dims=num, alpha=shift)]
             case Heat() as args:
                 heat = args.temperature
                 return [self._operation(op, _HEAT, alpha=heat.scale, every=heat.every, shift=heat.shift)]
@@ -258,11 +264,13 @@ class _Compiler:
                 return [self._operation(op, _MAP, map=kind, act=_ACTS[act], size=size)]
             case Clip(limit=limit):
                 return [self._operation(op, _MAP, map=_CLIP, limit=limit)]
+            case MatchMagnitude(floor=floor):
+                return [self._operation(op, _MAP, map=_MATCH, limit=floor)]
         raise AssertionError(f"C has no {type(op.args).__name__}")
 
     def _embed(self, op: Op, args: Embed) -> list[Operation]:
         matrix = self._matrix(args.table, None)
-        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=matrix, shift=-args.first_id)]
+        found = [self._operation(op, _EMBED, x=op.outs[0], matrix=matrix, shift=-args.first_id, is_whole=args.is_whole)]
         if args.scale != 1.0:
             scale = self._reference.embedding_scale(args)
             found.append(self._operation(op, _MAP, x=op.outs[0], map=_FACTOR, alpha=scale))

@@ -44,5 +44,5 @@ def native_experts(args: Mixture, weights: Weights, **between: float) -> NativeE
     return NativeExperts(
         stack(args.gate_up.key), stack(args.down.key), router_fields(args, weights),
         gate_up_bias=weights.vector(args.gate_up_bias), down_bias=weights.vector(args.down_bias),
-        scales_input=args.router.on == "input", **between,
+        scales_input=args.router.on == "input", zero_scale=args.router.zero_scale, **between,
     )  # fmt: skip

@@ -26,7 +26,9 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    MatchMagnitude,
     MeanSquares,
+    MixStreams,
     Mixture,
     Multiply,
     Normalize,
@@ -40,7 +42,7 @@ from ..models.program import (
 )
 from ..parallel.collectives import Group
 from .experts import mixture
-from .functions import activate, glu, normalize, xielu
+from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
 from .rotary import RotaryTable, places_of
 from .vocabulary import Vocabulary
@@ -127,6 +129,8 @@ class Reference:
             Activate: self._activate,
             Glu: self._glu,
             Multiply: self._multiply,
+            MixStreams: self._mix_streams,
+            MatchMagnitude: self._match_magnitude,
             Clip: self._clip,
             Rotate: self._rotate,
             Heat: self._heat,
@@ -154,7 +158,9 @@ class Reference:
     def embed(self, args: Embed, ids: Tensor) -> Tensor:
         """The embeddings of ids. Every rank has those of its own rows; the others are 0."""
         matrix = self.weights.matrix(args.table)
-        if self.group.size == 1 or args.is_whole:
+        if args.is_whole:
+            out = matrix.lookup(ids.where(ids < args.table.rows, 0))
+        elif self.group.size == 1:
             out = matrix.lookup(ids)
         else:
             local = ids - args.first_id
@@ -227,10 +233,10 @@ class Reference:
         args = op.args
         assert isinstance(args, Glu)
         gate, up = (registers.get(view) for view in op.ins)
-        return glu(
-            gate, up, args.act, limit=args.limit, sharpness=args.sharpness, gate_scale=args.gate_scale,
-            sparsity=args.sparsity,
-        )  # fmt: skip
+        if args.sparsity:
+            whole = gate if args.ranks == 1 else torch.cat([*self.group.all_gather(gate.contiguous())], dim=1)
+            gate = sparse(gate, whole, args.sparsity)
+        return glu(gate, up, args.act, limit=args.limit, sharpness=args.sharpness, gate_scale=args.gate_scale)
 
     def _multiply(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -238,6 +244,24 @@ class Reference:
         x, by = (registers.get(view) for view in op.ins)
         factor = by if not args.act else torch.sigmoid(by) if args.act == "sigmoid" else F.silu(by)
         return (x.view(x.shape[0], factor.shape[1], -1) * factor[:, :, None]).flatten(1)
+
+    def _mix_streams(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, MixStreams)
+        x, others, weights = (registers.get(view) for view in op.ins)
+        streams = others.view(len(x), -1, args.size)
+        weights = (weights + args.shift).view(len(x), -1, streams.shape[1])
+        out = x.view(len(x), -1, args.size)
+        for number in range(streams.shape[1]):
+            out = torch.addcmul(out, weights[:, :, number, None], streams[:, None, number])
+        return out.flatten(1)
+
+    def _match_magnitude(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args = op.args
+        assert isinstance(args, MatchMagnitude)
+        x, to = (registers.get(view) for view in op.ins)
+        own = x.square().mean(-1, keepdim=True).clamp(min=args.floor).sqrt()
+        return x * to.square().mean(-1, keepdim=True).sqrt() / own
 
     def _clip(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args

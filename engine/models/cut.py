@@ -70,7 +70,10 @@ class _Ranks:
         return replace(block, sublayers=tuple(self._sublayer(sublayer) for sublayer in block.sublayers))
 
     def _sublayer(self, sublayer: Sublayer) -> Sublayer:
-        return replace(sublayer, branches=tuple(self._branch(branch) for branch in sublayer.branches))
+        aside = sublayer.aside
+        if aside is not None:
+            aside = replace(aside, branches=tuple(self._branch(branch) for branch in aside.branches))
+        return replace(sublayer, branches=tuple(self._branch(branch) for branch in sublayer.branches), aside=aside)
 
     def _branch(self, branch: Branch) -> Branch:
         return replace(branch, body=self._body(branch.body))
@@ -89,7 +92,10 @@ class _Ranks:
                 if latent is not None:  # each rank multiplies its part of the sum
                     up = columns(latent.up, 0, latent.up.columns, is_first=self._rank == 0)
                     latent = replace(latent, up=up)
-                return replace(body, experts=self._mlp(body.experts), shared=shared, latent=latent)
+                router = replace(body.router, zero_scale=0.0 if self._rank else 1.0)
+                return replace(body, experts=self._mlp(body.experts), shared=shared, latent=latent, router=router)
+            case LowRank():
+                return body
             case DeltaNet():
                 return cut_delta_net(body, self._evenly, is_first=self._rank == 0)
             case Mamba1():
@@ -124,8 +130,20 @@ class _Ranks:
             k_norm=self._norm(a.k_norm, a.head_dim, kv_first, kv_last),
             v_norm=self._norm(a.v_norm, a.value_dim, kv_first, kv_last),
             gate=rows(a.gate, first * a.value_dim, last * a.value_dim),
+            low=None if a.low is None else self._low(a, a.low, (first, last), (kv_first, kv_last)),
             sinks=None if a.sinks is None else part_rows((a.sinks,), first, last)[0],
             alibi=alibi,
+        )
+
+    def _low(
+        self, a: Attention, low: tuple[LowRank, LowRank, LowRank], own: tuple[int, int], kv: tuple[int, int]
+    ) -> tuple[LowRank, LowRank, LowRank]:
+        """own, kv: [first, last) of the query heads, and of the key/value heads."""
+        q, k, v = low
+        return (
+            replace(q, up=rows(q.up, *(head * a.head_dim for head in own))),
+            replace(k, up=rows(k.up, *(head * a.head_dim for head in kv))),
+            replace(v, up=rows(v.up, *(head * a.value_dim for head in kv))),
         )
 
     def _latent_attention(self, a: LatentAttention) -> LatentAttention:
@@ -152,9 +170,15 @@ class _Ranks:
 
     def _mlp(self, mlp: Mlp) -> Mlp:
         first, last = self._evenly(mlp.width, "feed-forward columns")
+        low = mlp.low
+        if low is not None:
+            gate, up = (replace(each, up=rows(each.up, first, last)) for each in low)
+            low = gate, up
         return replace(
             mlp,
             width=last - first,
+            low=low,
+            ranks=self._size if mlp.sparsity else 1,
             gate=rows(mlp.gate, first, last),
             up=rows(mlp.up, first, last),
             down=columns(mlp.down, first, last, is_first=self._rank == 0),

@@ -144,6 +144,7 @@ class Attention(Data):
     alibi: Alibi | None = None
     temperature: Temperature | None = None
     gate: Weight | None = None  # the heads' outputs are multiplied by sigmoid(gate) before o
+    low: tuple[LowRank, LowRank, LowRank] | None = None  # added to the products of q, k and v
     shared: int | None = None  # the layer whose keys and values this layer reads
 
 
@@ -257,7 +258,7 @@ class Lightning(Data):
     out: Weight
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "swiglu_clamped", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh", "swiglu_clamped", "xielu"]
 
 
 class Mlp(Data):
@@ -273,6 +274,8 @@ class Mlp(Data):
     gate_scale: float = 1.0  # of the gate's product
     out_scale: float = 1.0
     sparsity: float = 0.0  # the share of the gate's product that is set to 0 (Gemma 3n)
+    low: tuple[LowRank, LowRank] | None = None  # added to the products of gate and up
+    ranks: int = 1  # that have a part of the columns; the sparsity is that of all
     act_weights: Weight | None = None  # of xielu: alpha_p, alpha_n
 
 
@@ -297,6 +300,7 @@ class Router(Data):
     norm: Norm | None = None  # before the router
     scale_in: float = 1.0
     zero_experts: int = 0  # the last ones return their input (LongCat)
+    zero_scale: float = 1.0  # of these inputs: 0 on ranks where another adds them
     is_float32: bool = False  # the router's product is computed in float32
     rounds_weights: bool = True  # expert weights are rounded to the activations' type
 
@@ -312,11 +316,11 @@ class Moe(Data):
     latent: LowRank | None = None
 
 
-Body = Attention | LatentAttention | DeltaNet | Mamba1 | Mamba2 | ShortConv | Lightning | Mlp | Moe
+Body = Attention | LatentAttention | DeltaNet | Mamba1 | Mamba2 | ShortConv | Lightning | Mlp | Moe | LowRank
 
 
 class Branch(Data):
-    """out_scale · post(body(in_scale · pre(y)))"""
+    """out_scale · post(body(in_scale · pre(y))), and with adds_input + y"""
 
     body: Body
     pre: Norm | None = None
@@ -324,10 +328,19 @@ class Branch(Data):
     in_scale: float = 1.0
     out_scale: float = 1.0
     delay: int = 0  # added to the stream so many sublayers later
+    adds_input: bool = False
+
+
+class Aside(Data):
+    """out(the branches, one after the other). The first branch reads the stream and the embedding beside it, 2 · hidden
+    numbers (Zamba 2)."""
+
+    branches: tuple[Branch, ...]
+    out: Weight
 
 
 class Sublayer(Data):
-    """y = norm(x); x = after(alpha · (x or y) + beta · post(the sum of the branches of y))"""
+    """y = norm(x + aside(x)); x = after(alpha · (x or y) + beta · post(the sum of the branches of y))"""
 
     branches: tuple[Branch, ...]
     norm: Norm | None = None
@@ -336,15 +349,33 @@ class Sublayer(Data):
     keep: Literal["stream", "normed"] = "stream"
     alpha: float = 1.0
     beta: float = 1.0
+    aside: Aside | None = None
 
 
 class PerLayerInput(Data):
-    """x += norm(up(act(gate(x)) · the layer's input)) (Gemma 3n, 4)"""
+    """x += norm(up(act(gate(scale · x)) · the layer's input)) (Gemma 3n, 4). With AltUp x is every stream but the
+    first, and the gate reads the active one."""
 
     gate: Weight
     up: Weight
     norm: Norm
     act: Activation = "gelu_tanh"
+    scale: Part | None = None  # [hidden]
+
+
+class AltUp(Data):
+    """Alternating updates (arXiv 2301.13310) of several streams, of which the active one goes through the layer. Before
+    it, each stream becomes a prediction: itself + the sum of all streams by the token's weights. After it, each
+    prediction is increased by (1 + the token's weight) · (the layer's result − the active prediction). Weights are the
+    products of `predict` and `correct` with tanh(router_scale · router(norm(y))); y is the active stream, or the
+    result."""
+
+    active: int
+    router: Weight  # [streams, hidden]
+    norm: Norm
+    router_scale: float
+    predict: Weight  # [streams · streams, streams]
+    correct: Weight  # [streams, streams]
 
 
 class Block(Data):
@@ -353,6 +384,7 @@ class Block(Data):
     sublayers: tuple[Sublayer, ...]
     extra: PerLayerInput | None = None
     out_scale: Part | None = None
+    altup: AltUp | None = None
 
 
 class PerLayerEmbedding(Data):
@@ -386,6 +418,20 @@ class Head(Data):
     bias: Weight | None = None  # [vocab], beside the embedding's table; other heads have it in their weight
 
 
+class Streams(Data):
+    """Several residual streams: the embedding, and its products with `split`, scaled to its root mean square. After the
+    last layer all but the first are multiplied with `join` and scaled to the root mean square of the first; then the
+    mean of all is the stream."""
+
+    split: tuple[Weight, ...]
+    join: tuple[Weight, ...]
+    floor: float = 1e-5  # least mean square of what is scaled
+
+    @property
+    def num(self) -> int:
+        return 1 + len(self.split)
+
+
 class Decoder(Data):
     """A decoder-only language model."""
 
@@ -397,6 +443,7 @@ class Decoder(Data):
     head: Head
     prefixes: tuple[str, ...]  # of the body's names; the first under which the embedding's table exists
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that this model does not read
+    streams: Streams | None = None
     # Longrope: all positions of a sequence of more tokens have the `long_divisors`, and a sequence that grows beyond is
     # computed again. None: such sequences are not served.
     regime_limit: int | None = None
@@ -404,9 +451,10 @@ class Decoder(Data):
     @property
     def bodies(self) -> tuple[Body, ...]:
         """Of all branches of all layers."""
-        return tuple(
-            branch.body for block in self.blocks for sublayer in block.sublayers for branch in sublayer.branches
-        )
+        sublayers = [sublayer for block in self.blocks for sublayer in block.sublayers]
+        branches = [branch for sublayer in sublayers for branch in sublayer.branches]
+        branches += [branch for sublayer in sublayers if sublayer.aside for branch in sublayer.aside.branches]
+        return tuple(branch.body for branch in branches)
 
     @property
     def is_recurrent(self) -> bool:

@@ -4,7 +4,7 @@
 so they cannot differ. Imports without torch."""
 
 from ...kernels.cpu.limits import attention_lacks
-from .program import Args, Attend, Program
+from .program import Args, Attend, Glu, Program
 
 
 def lacks(args: Args) -> str | None:
@@ -13,6 +13,8 @@ def lacks(args: Args) -> str | None:
         case Attend():
             what = attention_lacks(args.head_dim, args.value_dim)
             return None if what is None else f"attention with {what}"
+        case Glu(ranks=ranks) if ranks > 1:
+            return "sparse gates over several ranks"
     return None
 
 

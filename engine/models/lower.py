@@ -1,5 +1,6 @@
 """Turns a description into a program. The only place that knows the order of operations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -7,6 +8,8 @@ from typing import Literal
 
 from ...kernels.lanes import LANES
 from .description import (
+    AltUp,
+    Aside,
     Attention,
     Block,
     Body,
@@ -27,6 +30,7 @@ from .description import (
     PerLayerInput,
     Reach,
     ShortConv,
+    Streams,
     Sublayer,
     Weight,
 )
@@ -45,8 +49,10 @@ from .program import (
     GatedProduct,
     Glu,
     Heat,
+    MatchMagnitude,
     Matrix,
     MeanSquares,
+    MixStreams,
     Mixture,
     Multiply,
     Normalize,
@@ -95,15 +101,22 @@ class _Lowering:
         self._delayed: list[tuple[int, View]] = []  # (sublayer, what is added to the stream there)
         self._num_sublayers = 0
         self._inputs: View | None = None  # of all layers, beside each other
+        self._beside: View | None = None  # the stream, and the embedding beside it
+        self._matrices: dict[tuple[tuple[Weight, ...], Use], Matrix] = {}
+        self._vectors: dict[tuple[tuple[Weight, ...], bool], Vector] = {}
 
     def program(self) -> Program:
         decoder, x = self._decoder, self._embed()
+        if decoder.streams is not None:
+            x = self._split(decoder.streams, x)
         for layer, block in enumerate(decoder.blocks):
             self._layer = layer
             x = self._block(block, x)
         self._layer = len(decoder.blocks)
         left = sum(due >= self._num_sublayers for due, _ in self._delayed)
         assert not left, f"{left} branches are delayed beyond the last sublayer"
+        if decoder.streams is not None:
+            x = self._join(decoder.streams, x)
         if decoder.norm is not None:
             x = self._norm(decoder.norm, x, "norm")
         head = decoder.head
@@ -141,14 +154,18 @@ class _Lowering:
         return Matrix("embedding", (weight,), "table")
 
     def _vector(self, name: str, *weights: Weight, is_float32: bool = False) -> Vector:
-        return Vector(self._key(name), weights, is_float32)
+        return self._vectors.setdefault((weights, is_float32), Vector(self._key(name), weights, is_float32))
+
+    def _matrix(self, name: str, weights: tuple[Weight, ...], use: Use) -> Matrix:
+        """What several layers share is loaded once, under the key of the first."""
+        return self._matrices.setdefault((weights, use), Matrix(self._key(name), weights, use))
 
     def _products(self, name: str, x: View, weights: tuple[Weight, ...], use: Use = "product") -> list[View]:
         """The products of x with weights that all have a bias, or none, as columns of one register."""
         bias = None
         if weights[0].bias:
             bias = self._vector(name + ".bias", *(Weight(weight.bias) for weight in weights))
-        matrix = Matrix(self._key(name), tuple(replace(weight, bias=()) for weight in weights), use)
+        matrix = self._matrix(name, _bare(*weights), use)
         whole = self._register(matrix.rows)
         views, first = [], 0
         for weight in weights:
@@ -215,6 +232,9 @@ class _Lowering:
             x = self._norm(embedding.norm, x, "embedding.norm")
         if embedding.per_layer is not None:
             self._inputs = self._per_layer_embedding(embedding.per_layer, x)
+        if any(sublayer.aside is not None for block in self._decoder.blocks for sublayer in block.sublayers):
+            self._beside = self._register(2 * x.width)
+            self._op(Scale(), (x,), (_columns(self._beside, x.width, x.width)[1],))
         return x
 
     def _per_layer_embedding(self, inputs: PerLayerEmbedding, x: View) -> View:
@@ -227,27 +247,84 @@ class _Lowering:
         self._op(Add(inputs.scale, inputs.scale), (projected, found), (projected,))
         return projected
 
+    def _split(self, streams: Streams, x: View) -> View:
+        """All streams, beside each other."""
+        found = self._register(streams.num * x.width)
+        first, *others = _columns(found, *[x.width] * streams.num)
+        self._op(Scale(), (x,), (first,))
+        for product, stream in zip(self._products("streams.split", x, streams.split), others, strict=True):
+            self._op(MatchMagnitude(streams.floor), (product, x), (stream,))
+        return found
+
+    def _join(self, streams: Streams, x: View) -> View:
+        first, *others = _columns(x, *[x.width // streams.num] * streams.num)
+        total = self._register(first.width)
+        self._op(Scale(), (first,), (total,))
+        for number, (stream, weight) in enumerate(zip(others, streams.join, strict=True)):
+            part = self._product(f"streams.{number}.join", stream, weight)
+            self._op(MatchMagnitude(streams.floor), (part, first), (part,))
+            self._op(Add(), (total, part), (total,))
+        self._scale(total, 1 / streams.num)
+        return total
+
     def _block(self, block: Block, x: View) -> View:
-        for number, sublayer in enumerate(block.sublayers):
-            x = self._sublayer(sublayer, x, f"{number}.")
+        if block.altup is not None:
+            return self._altup(block, block.altup, x)
+        x = self._sublayers(block, x)
         if block.extra is not None:
-            self._per_layer_input(block.extra, x)
+            self._op(Add(), (x, self._per_layer_input(block.extra, x)), (x,))
         if block.out_scale is not None:
             self._op(Scale(vector=self._vector("out_scale", Weight((block.out_scale,)))), (x,), (x,))
         return x
 
-    def _per_layer_input(self, extra: PerLayerInput, x: View) -> None:
+    def _sublayers(self, block: Block, x: View) -> View:
+        for number, sublayer in enumerate(block.sublayers):
+            x = self._sublayer(sublayer, x, f"{number}.")
+        return x
+
+    def _altup(self, block: Block, altup: AltUp, streams: View) -> View:
+        assert block.out_scale is None, "a factor of several streams"
+        num = altup.correct.rows
+        size = streams.width // num
+        predictions = self._register(streams.width)
+        weights = self._of_active(altup, _columns(streams, *[size] * num)[altup.active], "predict", altup.predict)
+        self._op(MixStreams(size), (streams, streams, weights), (predictions,))
+        parts = _columns(predictions, *[size] * num)
+        active, x = parts[altup.active], self._register(size)
+        self._op(Scale(), (active,), (x,))
+        x = self._sublayers(block, x)
+        weights = self._of_active(altup, x, "correct", altup.correct)
+        self._op(Add(1.0, -1.0), (x, active), (x,))
+        self._op(MixStreams(size, 1.0), (predictions, x, weights), (predictions,))
+        if block.extra is not None:
+            added = self._per_layer_input(block.extra, active)
+            for part in parts[1:]:
+                self._op(Add(), (part, added), (part,))
+        return predictions
+
+    def _of_active(self, altup: AltUp, x: View, name: str, weight: Weight) -> View:
+        """A token's weights of streams."""
+        routed = self._product("altup.router", self._norm(altup.norm, x, "altup.norm"), altup.router, "router")
+        self._scale(routed, altup.router_scale)
+        self._op(Activate("tanh"), (routed,), (routed,))
+        return self._product(f"altup.{name}", routed, weight, "router")
+
+    def _per_layer_input(self, extra: PerLayerInput, x: View) -> View:
+        """What is added to the stream."""
         assert self._inputs is not None, "a decoder whose embedding has no inputs for layers"
+        if extra.scale is not None:
+            scaled = self._register(x.width)
+            self._op(Scale(vector=self._vector("extra.scale", Weight((extra.scale,)))), (x,), (scaled,))
+            x = scaled
         hidden = self._product("extra.gate", x, extra.gate)
         own = View(self._inputs.register, self._layer * hidden.width, hidden.width)
         gated = self._register(hidden.width)
         self._op(Glu(extra.act), (hidden, own), (gated,))
-        added = self._product("extra.up", gated, extra.up)
-        added = self._norm(extra.norm, added, "extra.norm")
-        self._op(Add(), (x, added), (x,))
+        return self._norm(extra.norm, self._product("extra.up", gated, extra.up), "extra.norm")
 
     def _sublayer(self, sublayer: Sublayer, x: View, at: str) -> View:
-        y = x if sublayer.norm is None else self._norm(sublayer.norm, x, at + "norm")
+        y = x if sublayer.aside is None else self._aside(sublayer.aside, x, at + "aside.")
+        y = y if sublayer.norm is None else self._norm(sublayer.norm, y, at + "norm")
         total: View | None = None
         for number, branch in enumerate(sublayer.branches):
             part = self._branch(branch, y, x, f"{at}{number}." if number else at)
@@ -270,6 +347,18 @@ class _Lowering:
             x = self._norm(sublayer.after, x, at + "after_norm")
         return x
 
+    def _aside(self, aside: Aside, x: View, at: str) -> View:
+        """The stream and what is read besides, added."""
+        assert self._beside is not None
+        self._op(Scale(), (x,), (_columns(self._beside, x.width, x.width)[0],))
+        y = self._beside
+        for number, branch in enumerate(aside.branches):
+            y = self._branch(branch, y, y, f"{at}{number}.")
+        added = self._product(at + "out", y, aside.out)
+        out = self._register(x.width)
+        self._op(Add(), (x, added), (out,))
+        return out
+
     def _branch(self, branch: Branch, y: View, stream: View, at: str) -> View:
         if branch.pre is not None:
             y = self._norm(branch.pre, y, at + "pre_norm")
@@ -281,6 +370,8 @@ class _Lowering:
         if branch.post is not None:
             out = self._norm(branch.post, out, at + "branch_norm")
         self._scale(out, branch.out_scale)
+        if branch.adds_input:
+            self._op(Add(), (out, y), (out,))
         return out
 
     def _body(self, body: Body, y: View, stream: View, at: str) -> View:
@@ -303,6 +394,8 @@ class _Lowering:
                 out = self._short_conv(body, y, at)
             case Lightning():
                 out = self._lightning(body, y, at)
+            case LowRank():
+                return self._low_rank(at + "low_rank", y, body)  # every rank has the whole
         self._all_reduce(out)
         return out
 
@@ -312,6 +405,8 @@ class _Lowering:
         views = self._projections(at, x, weights)
         q, k, v, gate = (views.get(name) for name in ("q", "k", "v", "gate"))
         assert q is not None
+        if a.low is not None:
+            self._add_low_ranks(at, x, [views[name] for name in ("q", "k", "v")], a.low)
         if a.clip:
             for view in views.values():
                 self._op(Clip(a.clip), (view,), (view,))
@@ -354,6 +449,14 @@ class _Lowering:
                 found = self._products(at + "".join(some), x, tuple(some.values()))
                 views |= dict(zip(some, found, strict=True))
         return views
+
+    def _add_low_ranks(self, at: str, x: View, views: Sequence[View], lows: tuple[LowRank, ...]) -> None:
+        """Adds the product of x with each of `lows` to its view. Those may share the first of their two matrices."""
+        assert all(low.norm is None for low in lows), "norms within added projections"
+        downs = tuple(dict.fromkeys(low.down for low in lows))
+        inner = dict(zip(downs, self._products(at + "low.down", x, downs), strict=True))
+        for number, (view, low) in enumerate(zip(views, lows, strict=True)):
+            self._op(Add(), (view, self._product(f"{at}low.{number}.up", inner[low.down], low.up)), (view,))
 
     def _attend(self, a: Attention, at: str) -> Attend:
         if a.shared is None:
@@ -550,14 +653,17 @@ class _Lowering:
             hidden = self._product(at + "up", x, mlp.up)
             weights = None if mlp.act_weights is None else self._float32(at + "act", mlp.act_weights)
             self._op(Activate(mlp.act, weights), (hidden,), (hidden,))
-        elif mlp.act == "silu" and mlp.gate_scale == 1.0 and not mlp.sparsity:
+        elif mlp.act == "silu" and mlp.gate_scale == 1.0 and not mlp.sparsity and mlp.low is None:
             hidden = self._register(mlp.up.rows)
-            matrix = Matrix(self._key(at + "gate_up"), _bare(mlp.gate, mlp.up), "gated")
+            matrix = self._matrix(at + "gate_up", _bare(mlp.gate, mlp.up), "gated")
             self._op(GatedProduct(matrix, self._bias(at + "gate_up.bias", mlp.gate, mlp.up)), (x,), (hidden,))
         else:
             gate, up = self._products(at + "gate_up", x, (mlp.gate, mlp.up))
+            if mlp.low is not None:
+                self._add_low_ranks(at, x, (gate, up), mlp.low)
             hidden = self._register(up.width)
-            self._op(Glu(mlp.act, mlp.limit, mlp.sharpness, mlp.gate_scale, mlp.sparsity), (gate, up), (hidden,))
+            args = Glu(mlp.act, mlp.limit, mlp.sharpness, mlp.gate_scale, mlp.sparsity, mlp.ranks)
+            self._op(args, (gate, up), (hidden,))
         out = self._product(at + "down", hidden, mlp.down)
         self._scale(out, mlp.out_scale)
         return out
@@ -635,9 +741,21 @@ def _with_halves(a: Attention) -> Attention:
         a,
         rope=replace(rope, pairs="halves"),
         q=halves(a.q, a.heads, a.head_dim, rope.dims),
+        low=None if a.low is None else _low_with_halves(a, a.low, rope.dims),
         k=None if a.k is None else halves(a.k, a.kv_heads, a.head_dim, rope.dims),
         q_norm=_norm_of_halves(a.q_norm, a.heads, a.head_dim, rope.dims),
         k_norm=_norm_of_halves(a.k_norm, a.kv_heads, a.head_dim, rope.dims),
+    )
+
+
+def _low_with_halves(
+    a: Attention, low: tuple[LowRank, LowRank, LowRank], dims: int
+) -> tuple[LowRank, LowRank, LowRank]:
+    q, k, v = low
+    return (
+        replace(q, up=halves(q.up, a.heads, a.head_dim, dims)),
+        replace(k, up=halves(k.up, a.kv_heads, a.head_dim, dims)),
+        v,
     )
 
 

@@ -58,7 +58,7 @@ class Embed(Data):
     table: Matrix
     first_id: int = 0  # of the rows that this rank holds
     scale: float = 1.0
-    is_whole: bool = False  # every rank holds all rows
+    is_whole: bool = False  # every rank holds all rows; ids that the table lacks have its first row
 
 
 class Positions(Data):
@@ -129,12 +129,27 @@ class Glu(Data):
     sharpness: float = 1.702
     gate_scale: float = 1.0
     sparsity: float = 0.0
+    ranks: int = 1  # that have a part of the gate, whose sparsity is that of the whole
 
 
 class Multiply(Data):
     """outs[0] = ins[0] · act(ins[1]); may be ins[0]. ins[1] may have one column, or one for each group of columns."""
 
     act: Literal["sigmoid", "silu", ""] = "sigmoid"
+
+
+class MixStreams(Data):
+    """Streams are `size` adjacent columns. Stream k of outs[0] = that of ins[0] + the sum over p of (weight[k][p] +
+    shift) · stream p of ins[1]. ins[2]: the weights, row after row. outs[0] may be ins[0], if ins[1] is another."""
+
+    size: int
+    shift: float = 0.0
+
+
+class MatchMagnitude(Data):
+    """outs[0] = ins[0] · the root mean square of ins[1] / its own; may be ins[0]."""
+
+    floor: float  # least mean square of ins[0]
 
 
 class Clip(Data):
@@ -289,7 +304,8 @@ class AllReduce(Data):
 
 
 Args = (
-    Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
+    MixStreams | MatchMagnitude
+    | Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
     | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
     | ScanLightning | GatedNormalize | MeanSquares
 )  # fmt: skip

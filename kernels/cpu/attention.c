@@ -1,5 +1,5 @@
 /* Attention over paged keys and values, [pages][block_size][kv_heads][dim] in float32 or bfloat16, pages any number of
- * bytes apart; dim is a multiple of 16.
+ * bytes apart; dim is a multiple of 16. Values may have another one, `value_dim`.
  *
  * Every query takes the same steps in the same order, whatever else is computed with it, so its bits depend on nothing
  * but itself and the keys and values that it sees. Positions are cut at multiples of SPLIT and inside a split at
@@ -46,6 +46,7 @@ typedef struct {
     const int64_t *contexts, *counts;
     float *out;
     enum Mode mode;
+    long value_dim;
     long num_parts;
     const Part *parts;
 } Attend;
@@ -318,10 +319,10 @@ static inline void transpose(const char *const *rows, long at, int is_half, char
 #endif
 }
 
-/* Where a chunk's keys and values lie in the cache, from its first byte on; negative where no query of the part sees
- * them. */
+/* Where a chunk's keys and values lie in the cache, from the first byte of each on; negative where no query of the part
+ * sees them. */
 typedef struct {
-    long bytes[CHUNK];
+    long keys[CHUNK], values[CHUNK];
 } Places;
 
 /* What to prefetch: the chunk after the present one, for all heads of the part, in the order in which it lies in memory,
@@ -330,7 +331,7 @@ typedef struct {
 typedef struct {
     const Pages *p;
     const Places *places; /* 0: nothing */
-    long offset, bytes;   /* of a position's keys */
+    long offset[2], bytes[2]; /* of a position's keys, and of its values */
     long unit, due;       /* keys and values so far; lines that are to be prefetched by now */
 } Ahead;
 
@@ -341,13 +342,14 @@ static inline void prefetch(Ahead *ahead, long lines)
     if (!ahead->places)
         return;
     for (ahead->due += lines; ahead->due > 0 && ahead->unit < 2 * CHUNK; ahead->unit++) {
-        long place = ahead->places->bytes[ahead->unit / 2];
+        long is_value = ahead->unit % 2, bytes = ahead->bytes[is_value];
+        long place = (is_value ? ahead->places->values : ahead->places->keys)[ahead->unit / 2];
         if (place < 0)
             continue;
-        const char *from = (ahead->unit % 2 ? ahead->p->values : ahead->p->keys) + place + ahead->offset;
-        for (long i = 0; i < ahead->bytes; i += LINE)
+        const char *from = (is_value ? ahead->p->values : ahead->p->keys) + place + ahead->offset[is_value];
+        for (long i = 0; i < bytes; i += LINE)
             __builtin_prefetch(from + i);
-        ahead->due -= (ahead->bytes + LINE - 1) / LINE;
+        ahead->due -= (bytes + LINE - 1) / LINE;
     }
 }
 
@@ -443,7 +445,7 @@ static void pack_queries(const Attend *a, const Part *t, const Work *w, long hea
 static void add_masked(const Attend *a, const Work *w, long rows, const int *low, const int *high, long from, long to,
                        const char *const *raw, const void *weights, float *sums, const float *factors)
 {
-    long dim = a->p->dim, bytes = a->mode == MODE_DOT ? 2 : 4;
+    long dim = a->value_dim, bytes = a->mode == MODE_DOT ? 2 : 4;
     for (long i = 0; i < rows; i++) {
         const char *seen[CHUNK], *packed[CHUNK];
         for (long k = 0; k < CHUNK; k++)
@@ -477,9 +479,8 @@ static void clear(float *record, long dim)
 }
 
 /* Divides by the total, with the sink's part of it. */
-static __attribute__((noinline)) void finish(const Pages *p, const float *record, long head, float *out)
+static __attribute__((noinline)) void finish(const Pages *p, const float *record, long dim, long head, float *out)
 {
-    long dim = p->dim;
     float most = record[dim], total = record[dim + 1], factor = 1;
     if (p->sinks) {
         float sink = p->sinks[head], base = most > sink ? most : sink;
@@ -496,7 +497,7 @@ static float *output(const Attend *a, const Part *t, long head, long query, long
 {
     long group = a->p->heads / a->p->kv_heads;
     *query_head = head * group + query % group;
-    return a->out + ((t->start + t->first + query / group) * a->p->heads + *query_head) * a->p->dim;
+    return a->out + ((t->start + t->first + query / group) * a->p->heads + *query_head) * a->value_dim;
 }
 
 /* The keys of a part: what its first query sees first, and its last one last. */
@@ -511,15 +512,15 @@ static void merge_records(const Attend *a, const Part *t)
 {
     const Pages *p = a->p;
     long rows = (t->end - t->first) * (p->heads / p->kv_heads), heads = t->end_head - t->head;
-    long width = p->dim + LANES, query_head;
+    long dim = a->value_dim, width = dim + LANES, query_head;
     for (long h = 0; h < heads; h++)
         for (long i = 0; i < rows; i++) {
             float record[width];
-            clear(record, p->dim);
+            clear(record, dim);
             for (long s = 0; s < t->num_splits; s++)
-                merge(record, t->records + ((s * heads + h) * rows + i) * width, p->dim);
+                merge(record, t->records + ((s * heads + h) * rows + i) * width, dim);
             float *out = output(a, t, t->head + h, i, &query_head);
-            finish(p, record, query_head, out);
+            finish(p, record, dim, query_head, out);
         }
 }
 
@@ -534,14 +535,16 @@ static void locate(const Attend *a, const Part *t, long chunk, Places *places)
 {
     const Pages *p = a->p;
     const int32_t *table = a->table + t->row * a->table_stride;
-    long from, to, position_bytes = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);
+    long from, to, number = p->kv_heads * (p->bf16 ? 2 : 4); /* bytes of a position for each number of a head */
     seen(a, t, &from, &to);
     for (long k = 0; k < CHUNK; k++)
-        places->bytes[k] = -1;
+        places->keys[k] = places->values[k] = -1;
     for (long k = greatest(chunk, from), end = least(chunk + CHUNK, to); k < end;) {
         long offset = k % p->block_size, page = table[k / p->block_size] * p->page_stride;
-        for (; offset < p->block_size && k < end; offset++, k++)
-            places->bytes[k - chunk] = page + offset * position_bytes;
+        for (; offset < p->block_size && k < end; offset++, k++) {
+            places->keys[k - chunk] = page + offset * number * p->dim;
+            places->values[k - chunk] = page + offset * number * a->value_dim;
+        }
     }
 }
 
@@ -550,16 +553,16 @@ static void chunk(const Attend *a, const Part *t, const Work *w, long h, long po
                   Ahead *ahead)
 {
     const Pages *p = a->p;
-    long group = p->heads / p->kv_heads, dim = p->dim, past = a->contexts[t->row] - a->counts[t->row], from, to;
+    long group = p->heads / p->kv_heads, dim = a->value_dim, past = a->contexts[t->row] - a->counts[t->row], from, to;
     int rounds = p->bf16 && p->rounds;
     seen(a, t, &from, &to);
     from = from > position ? (from - position) / LANES : 0;
     to = least(up(to - position, LANES), CHUNK_GROUPS);
     const char *keys[CHUNK], *values[CHUNK];
     for (long k = 0; k < CHUNK; k++) {
-        long place = places->bytes[k] + (t->head + h) * w->words * 4;
-        keys[k] = places->bytes[k] < 0 ? w->zeros : p->keys + place;
-        values[k] = places->bytes[k] < 0 ? w->zeros : p->values + place;
+        long head = t->head + h, is_seen = places->keys[k] >= 0;
+        keys[k] = is_seen ? p->keys + places->keys[k] + head * w->words * 4 : w->zeros;
+        values[k] = is_seen ? p->values + places->values[k] + head * dim * (p->bf16 ? 2 : 4) : w->zeros;
     }
     /* Where values are packed too, each fetches as much as it reads. */
     pack_keys(keys, w->words, from, to, w->keys, ahead, a->mode == MODE_DOT ? LANES : 2 * LANES);
@@ -627,12 +630,12 @@ static void run_part(const void *about, long i)
     const Pages *p = a->p;
     const Part *t = a->parts + (a->num_parts - 1 - i); /* the longest rows come last: start with them */
     const enum Mode mode = a->mode;
-    long group = p->heads / p->kv_heads, dim = p->dim, heads = t->end_head - t->head, size = p->bf16 ? 2 : 4;
-    long from, to, width = dim + LANES;
+    long group = p->heads / p->kv_heads, dim = a->value_dim, heads = t->end_head - t->head, size = p->bf16 ? 2 : 4;
+    long from, to, width = dim + LANES, longest = greatest(p->dim, dim);
     seen(a, t, &from, &to);
     int is_merged = t->end_split - t->split > 1 || t->records;
-    Work w = {.rows = (t->end - t->first) * group, .words = dim * size / 4};
-    w.padded_words = padded(mode == MODE_DOT ? w.words : dim, 16);
+    Work w = {.rows = (t->end - t->first) * group, .words = p->dim * size / 4};
+    w.padded_words = padded(mode == MODE_DOT ? w.words : p->dim, 16);
     w.tile_rows = mode == MODE_DOT ? DOT_ROWS : MR;
     w.tiles = up(w.rows, w.tile_rows);
     w.tile_rows = padded(w.tile_rows, LANES); /* so that vectors of maxima are aligned */
@@ -650,11 +653,11 @@ static void run_part(const void *about, long i)
         w.scores = (float *)take(&memory, w.tile_rows * CHUNK * 4);
         w.weights = (uint16_t *)take(&memory, w.tile_rows * CHUNK * 2);
         w.spare = (float *)take(&memory, w.tile_rows * dim * 4);
-        w.zeros = take(&memory, dim * 4);
+        w.zeros = take(&memory, longest * 4);
         if (!is_sized)
             w.queries = pagewire_scratch(SLOT_ATTENTION, memory - (char *)0);
     }
-    memset(w.zeros, 0, dim * 4);
+    memset(w.zeros, 0, longest * 4);
 #ifdef PAGEWIRE_AMX
     if (mode == MODE_DOT)
         tiles_begin();
@@ -683,7 +686,12 @@ static void run_part(const void *about, long i)
             int is_last = c + CHUNK >= least(to, t->end_split * SPLIT);
             if (!is_last)
                 locate(a, t, c + CHUNK, next);
-            Ahead ahead = {p, is_last || !p->bf16 ? 0 : next, t->head * dim * size, heads * dim * size, 0, 0};
+            Ahead ahead = {p,
+                           is_last || !p->bf16 ? 0 : next,
+                           {t->head * p->dim * size, t->head * dim * size},
+                           {heads * p->dim * size, heads * dim * size},
+                           0,
+                           0};
             for (long h = 0; h < heads; h++)
                 chunk(a, t, &w, h, c, now, &ahead);
         }
@@ -701,7 +709,7 @@ static void run_part(const void *about, long i)
                     merge(record = w.merged + (h * w.rows + j) * width, alone, dim);
                 if (!t->records && split == t->end_split - 1) {
                     float *out = output(a, t, t->head + h, j, &query_head);
-                    finish(p, record, query_head, out);
+                    finish(p, record, dim, query_head, out);
                 }
             }
     }
@@ -762,7 +770,7 @@ static void plan_row(const Attend *a, long row, long start, long wanted, Plan *p
                 if (plan->parts)
                     atomic_init(t.rest, by_keys);
                 plan->num_records +=
-                    t.num_splits * (t.end_head - t.head) * (t.end - t.first) * group * (p->dim + LANES);
+                    t.num_splits * (t.end_head - t.head) * (t.end - t.first) * group * (a->value_dim + LANES);
             }
             for (long k = 0; k < by_keys; k++, plan->num_parts++) {
                 t.split = t.first_split + k * t.num_splits / by_keys;
@@ -784,12 +792,13 @@ static void plan_rows(const Attend *a, long rows, double task, Plan *plan)
 
 /* The last counts[row] of each row's contexts[row] positions are its queries; each sees itself and the positions before
  * it as far as `window` or `chunk` reach. query: tokens of [heads][dim], row after row, query_stride apart; out:
- * [tokens][heads][dim]; table: [rows][table_stride] blocks. */
+ * [tokens][heads][value_dim]; table: [rows][table_stride] blocks. */
 void pagewire_attend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
                      const int64_t *contexts, const int64_t *counts, float *out, long rows)
 {
     enum Mode mode = !p->bf16 ? MODE_F32 : p->rounds && CAN_DOT ? MODE_DOT : MODE_WIDE;
-    Attend a = {p, query, query_stride, table, table_stride, contexts, counts, out, mode};
+    long value_dim = p->value_dim ? p->value_dim : p->dim;
+    Attend a = {p, query, query_stride, table, table_stride, contexts, counts, out, mode, value_dim};
     double work = 0;
     for (long row = 0; row < rows; row++)
         work += work_of(&a, row);

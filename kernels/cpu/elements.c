@@ -27,6 +27,10 @@ static inline vf act16(vf x, long act)
     case ACT_RELU2:
         x = select16(x < 0, (vf){0}, x);
         return x * x;
+    case ACT_TANH:
+        for (int l = 0; l < LANES; l++)
+            x[l] = tanhf(x[l]);
+        return x;
     }
     return x;
 }
@@ -69,12 +73,28 @@ static float threshold(const float *x, long n, float deviations)
     return (float)(sum / n + deviations * sqrt(squares / n));
 }
 
+static double mean_square(const float *x, long n)
+{
+    double sum = 0;
+    for (long i = 0; i < n; i++)
+        sum += (double)x[i] * x[i];
+    return sum / n;
+}
+
+/* What makes the root mean square of x that of y. */
+static float matching(const float *x, const float *y, long n, float floor)
+{
+    double own = mean_square(x, n);
+    return (float)sqrt(mean_square(y, n) / (own > floor ? own : floor));
+}
+
 static void map_rows(const void *about, long from, long to)
 {
     const Map *a = about;
     for (long r = from; r < to; r++) {
         const float *x = row(a->x, r), *y = a->y.x ? row(a->y, r) : 0;
         float *out = row(a->out, r), least = a->kind == MAP_SPARSE ? threshold(x, a->width, a->alpha) : 0;
+        float by = a->kind == MAP_MATCH ? matching(x, y, a->width, a->limit) : a->alpha;
         for (long i = 0; i < a->width; i += LANES) {
             vf v = some(x, i, a->width), w = {0};
             switch (a->kind) {
@@ -82,7 +102,8 @@ static void map_rows(const void *about, long from, long to)
                 v = v * a->alpha + some(y, i, a->width) * a->beta;
                 break;
             case MAP_SCALE:
-                v *= a->alpha;
+            case MAP_MATCH:
+                v *= by;
                 break;
             case MAP_WEIGHT:
                 v *= some(a->weight, i, a->width);
@@ -125,6 +146,27 @@ static void map_rows(const void *about, long from, long to)
 void pagewire_map(const Map *a, long m)
 {
     run_rows(map_rows, a, m, a->width);
+}
+
+static void mix_rows(const void *about, long from, long to)
+{
+    const MixStreams *a = about;
+    for (long r = from; r < to; r++)
+        for (long k = 0; k < a->num; k++) {
+            const float *x = row(a->x, r) + k * a->size, *weights = row(a->weights, r) + k * a->num_others;
+            float *out = row(a->out, r) + k * a->size;
+            for (long i = 0; i < a->size; i += LANES) {
+                vf v = some(x, i, a->size);
+                for (long p = 0; p < a->num_others; p++)
+                    v += some(row(a->y, r) + p * a->size, i, a->size) * (weights[p] + a->shift);
+                put_some(out, i, a->size, v);
+            }
+        }
+}
+
+void pagewire_mix_streams(const MixStreams *a, long m)
+{
+    run_rows(mix_rows, a, m, a->num * a->num_others * a->size);
 }
 
 static void normalize_rows(const void *about, long from, long to)

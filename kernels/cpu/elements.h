@@ -9,7 +9,7 @@ typedef struct {
     long stride;
 } Numbers;
 
-enum { ACT_SILU16, ACT_SIGMOID16, ACT_GELU_TANH, ACT_QUICK_GELU, ACT_GELU, ACT_RELU, ACT_RELU2, ACT_IDENTITY };
+enum { ACT_SILU16, ACT_SIGMOID16, ACT_GELU_TANH, ACT_QUICK_GELU, ACT_GELU, ACT_RELU, ACT_RELU2, ACT_TANH, ACT_IDENTITY };
 
 enum MapKind {
     MAP_ADD,         /* alpha · x + beta · y */
@@ -23,6 +23,7 @@ enum MapKind {
     MAP_CLIP,        /* x within ± limit */
     MAP_SPARSE,      /* x - (the row's mean + alpha · its standard deviation), at least 0 */
     MAP_XIELU,       /* alpha · x² + x / 2 for x > 0, else beta · (e^x - 1 - x) + x / 2 */
+    MAP_MATCH,       /* x · the row's root mean square of y / that of x, whose square is at least `limit` */
 };
 
 typedef struct {
@@ -45,6 +46,15 @@ typedef struct {
 
 void pagewire_normalize(const Normalize *a, long m);
 
+/* Stream k of `out` = stream k of x + the sum over p of (weight[k][p] + shift) · stream p of y. A stream is `size`
+ * columns; weights: for each row [num][num_others]. `out` may be x if y is not. */
+typedef struct {
+    Numbers x, y, weights, out;
+    long size, num, num_others;
+    float shift;
+} MixStreams;
+
+void pagewire_mix_streams(const MixStreams *a, long m);
 /* out[place] = the sum of the squares of a row / count; the other columns of `num` are 0. */
 typedef struct {
     Numbers x, out;

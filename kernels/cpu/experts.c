@@ -130,7 +130,7 @@ static void combine_rows(const void *about, long from, long to)
         for (long choice = 0; choice < top_k; choice++) {
             long i = row * top_k + choice, is_zero = a->ids[i] >= e->num_experts;
             const float *part = is_zero ? a->x + row * a->x_stride : a->parts + a->places[i] * a->hidden;
-            float weight = e->scales_input && !is_zero ? 1 : a->weights[i];
+            float weight = is_zero ? a->weights[i] * e->zero_scale : e->scales_input ? 1 : a->weights[i];
             for (long j = 0; j < a->hidden; j++)
                 total[j] = choice ? total[j] + part[j] * weight : part[j] * weight;
         }

@@ -27,6 +27,7 @@ typedef struct {
     long scales_input; /* weights are multiplied with inputs, not with results */
     long map, act;     /* where gate_up is not gated: of `Map`, from its product to the input of down */
     float alpha, limit;
+    float zero_scale;  /* of the inputs that the router's others return */
 } Experts;
 
 /* Each row's experts and their weights, best first (of equals the first). logits: m rows of num, stride apart; weights,

@@ -18,15 +18,15 @@ class NativeExperts:
     def __init__(
         self, gate_up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], router: RouterFields, *,
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, scales_input: bool = False,
-        **between: float,
+        zero_scale: float = 1.0, **between: float,
     ) -> None:  # fmt: skip
-        """Biases: [experts, rows]. between: the fields of `Map` for what stands between the products of matrices that
-        are not gated."""
+        """Biases: [experts, rows]. zero_scale: of the inputs that experts without matrices return. between: the fields
+        of `Map` for what stands between the products of matrices that are not gated."""
         self._kept = (gate_up, down, gate_up_bias, down_bias)  # whose memory `fields` points to
         self._gate_up, self._down = _stack(gate_up, gate_up_bias), _stack(down, down_bias)
         self.fields = ExpertsFields(
             gate_up=ctypes.addressof(self._gate_up), down=ctypes.addressof(self._down), router=router,
-            num_experts=len(down), scales_input=scales_input, **between,
+            num_experts=len(down), scales_input=scales_input, zero_scale=zero_scale, **between,
         )  # fmt: skip
 
 

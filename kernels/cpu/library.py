@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "route": (_P, _P, _L, _P, _P, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
     "program": (_P, _L, _P),
-    "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
+    "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
     "conv": (_P, _P),
     "scan_delta": (_P, _P),

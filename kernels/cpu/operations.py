@@ -43,12 +43,12 @@ def native_ops(
     def write_kv(key: Tensor, value: Tensor | None, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         if value is None:  # the keys are the values, too; the kernel writes them twice to the same place
             value, v_pages = key, k_pages
-        assert key.shape == value.shape, "the kernel writes keys and values of one size"
         key, value = dense(key), dense(value)
         kernels.write_kv(
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
             k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr(),
-            key.shape[0], key.shape[1] * key.shape[2], k_pages.shape[1], page_stride(k_pages),
+            key.shape[0], key.shape[1] * key.shape[2], value.shape[1] * value.shape[2],
+            k_pages.shape[1], page_stride(k_pages),
             int(k_pages.dtype == torch.bfloat16),
         )  # fmt: skip
 

@@ -148,6 +148,7 @@ typedef struct {
     const float *slopes; /* [heads] of ALiBi, or 0: slope · (key's position - query's) · slope_scale joins the score */
     float slope_scale;
     int rounds_slopes; /* instead slope · key's position, both and the product rounded to bfloat16 */
+    long value_dim;    /* of values, where they are not of the size of keys; a multiple of 16, or 0 */
 } Pages;
 
 /* Attention of all rows of a step; see `attention.c`. */

@@ -9,7 +9,7 @@
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
 void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, long, long,
-                       int);
+                       long, int);
 
 enum { LATENT_BYTES = 64 << 20 };
 
@@ -19,7 +19,7 @@ typedef struct {
 } Columns;
 
 enum OpKind {
-    OP_EMBED,   /* out = rows of the matrix for the ids + shift, zeros where it has none */
+    OP_EMBED,   /* out = rows of the matrix for the ids + shift; where it has none, zeros, or its first if is_whole */
     OP_PRODUCT, /* out = in · matrixᵀ by `epilogue` */
     OP_ROTATE,  /* norms and rotates heads and kv_heads that follow each other, in place; weights or 0 */
     OP_ATTEND,  /* in, in2, in3: queries, keys, values; or queries only, without strides of the others */
@@ -33,6 +33,7 @@ enum OpKind {
     OP_LATENT,  /* in, in2, in3: queries, latents, turned keys */
     OP_SUM,     /* in = its sum over the ranks; in is a whole register */
     OP_MIX,     /* an operation of recurrent mixers, with columns of its own */
+    OP_STREAMS, /* out = in + the streams of in2 by the weights of in3 */
 };
 
 enum MixerKind { MIX_CONV, MIX_DELTA, MIX_MAMBA1, MIX_MAMBA2, MIX_LIGHTNING, MIX_NORM };
@@ -55,10 +56,11 @@ typedef struct {
 typedef struct {
     long kind, epilogue;
     Columns in, in2, in3, out;
-    long width, size, heads, kv_heads, dim, dims;
+    long width, size, heads, kv_heads, dim, dims; /* dims: of OP_STREAMS the number of streams of in2 */
     long table;           /* of OP_ATTEND and OP_LATENT */
     long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
     long every, shift;    /* of OP_HEAT; shift: of OP_EMBED, OP_POSITIONS and OP_SQUARES, too */
+    long is_whole;        /* of OP_EMBED */
     const Matrix *matrix;
     const Experts *experts;
     const Latent *latent;
@@ -97,8 +99,8 @@ static void attend(const Operation *o, const Step *s)
     const int32_t *table = s->tables + o->table * s->rows * s->table_stride;
     if (o->in2.stride)
         pagewire_write_kv(at(s, o->in2), o->in2.stride, at(s, o->in3), o->in3.stride, (char *)p->keys,
-                          (char *)p->values, slots, s->tokens, p->kv_heads * p->dim, p->block_size, p->page_stride,
-                          p->bf16);
+                          (char *)p->values, slots, s->tokens, p->kv_heads * p->dim, p->kv_heads * p->value_dim,
+                          p->block_size, p->page_stride, p->bf16);
     pagewire_attend(p, at(s, o->in), o->in.stride, table, s->table_stride, s->contexts, s->counts, at(s, o->out),
                     s->rows);
 }
@@ -163,14 +165,23 @@ static void mix(const Operation *o, const Step *s)
     pagewire_experts(e, weights, ids, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue == ADD);
 }
 
-/* The rows of the matrix for ids + shift, [m][k]; zeros for ids that it has no row for. places: memory for m ids. */
+static void mix_streams(const Operation *o, const Step *s)
+{
+    long num = o->width / o->size;
+    pagewire_mix_streams(&(MixStreams){numbers(s, o->in), numbers(s, o->in2), numbers(s, o->in3), numbers(s, o->out),
+                                       o->size, num, o->dims, o->alpha},
+                         s->tokens);
+}
+
+/* The rows of the matrix for ids + shift, [m][k]; for ids that it has no row for zeros, or its first if is_whole.
+ * places: memory for m ids. */
 static void look_up(const Operation *o, const int64_t *ids, int64_t *places, float *out, long m)
 {
     long n = o->matrix->n, k = o->matrix->k;
     for (long i = 0; i < m; i++)
-        places[i] = ids[i] + o->shift < 0 ? 0 : ids[i] + o->shift < n ? ids[i] + o->shift : n - 1;
+        places[i] = ids[i] + o->shift >= 0 && ids[i] + o->shift < n ? ids[i] + o->shift : 0;
     pagewire_lookup(o->matrix, places, out, m);
-    for (long i = 0; i < m; i++)
+    for (long i = 0; i < m && !o->is_whole; i++)
         if (places[i] != ids[i] + o->shift)
             memset(out + i * k, 0, k * 4);
 }
@@ -229,6 +240,9 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             break;
         case OP_MIX:
             recur(o, s);
+            break;
+        case OP_STREAMS:
+            mix_streams(o, s);
             break;
         case OP_POSITIONS:
             add_positions(o, s);

@@ -53,7 +53,7 @@ typedef struct {
     long key_stride, value_stride;
     char *k_pages, *v_pages;
     const int64_t *slots;
-    long width, block_size, page_stride;
+    long width, value_width, block_size, page_stride;
     int bf16;
 } WriteKv;
 
@@ -63,24 +63,26 @@ static void write_kv_rows(const void *about, long first, long last)
     for (long i = first; i < last; i++)
         for (int part = 0; part < 2; part++) {
             const float *from = part ? a->value + i * a->value_stride : a->key + i * a->key_stride;
+            long width = part ? a->value_width : a->width;
             char *to = (part ? a->v_pages : a->k_pages) + a->slots[i] / a->block_size * a->page_stride +
-                       a->slots[i] % a->block_size * a->width * (a->bf16 ? 2 : 4);
+                       a->slots[i] % a->block_size * width * (a->bf16 ? 2 : 4);
             if (a->bf16)
-                for (long j = 0; j < a->width; j += LANES)
+                for (long j = 0; j < width; j += LANES)
                     store_bf16(*(const vf_any *)(from + j), to + 2 * j);
             else
-                memcpy(to, from, a->width * 4);
+                memcpy(to, from, width * 4);
         }
 }
 
-/* Writes m rows of `width` numbers (for bfloat16 pages a multiple of 16) to their slots, page · block_size + offset. The
- * rows are strides apart, and pages page_stride bytes. */
+/* Writes m keys of `width` numbers and values of `value_width` (for bfloat16 pages multiples of 16) to their slots,
+ * page · block_size + offset. The rows are strides apart, and pages page_stride bytes. */
 void pagewire_write_kv(const float *key, long key_stride, const float *value, long value_stride, char *k_pages,
-                       char *v_pages, const int64_t *slots, long m, long width, long block_size, long page_stride,
-                       int bf16)
+                       char *v_pages, const int64_t *slots, long m, long width, long value_width, long block_size,
+                       long page_stride, int bf16)
 {
-    WriteKv about = {key, value, key_stride, value_stride, k_pages, v_pages, slots, width, block_size, page_stride, bf16};
-    run_rows(write_kv_rows, &about, m, 2 * width);
+    WriteKv about = {key,   value,       key_stride, value_stride, k_pages, v_pages, slots,
+                     width, value_width, block_size, page_stride,  bf16};
+    run_rows(write_kv_rows, &about, m, width + value_width);
 }
 
 void pagewire_clear_best(Best *best, long m, long threads)

@@ -18,6 +18,7 @@ class Pages(ctypes.Structure):
         ("slopes", _P),
         ("slope_scale", _F),
         ("rounds_slopes", _I),
+        ("value_dim", _L),
     )
 
 
@@ -49,7 +50,7 @@ class ExpertsFields(ctypes.Structure):
         *((name, _P) for name in ("gate_up", "down")),
         ("router", RouterFields),
         *((name, _L) for name in ("num_experts", "scales_input", "map", "act")),
-        *((name, _F) for name in ("alpha", "limit")),
+        *((name, _F) for name in ("alpha", "limit", "zero_scale")),
     )
 
 
@@ -66,7 +67,7 @@ class Operation(ctypes.Structure):
         *((name, _L) for name in ("kind", "epilogue")),
         *((name, Columns) for name in ("x", "x2", "x3", "out")),
         *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
-        *((name, _L) for name in ("every", "shift")),
+        *((name, _L) for name in ("every", "shift", "is_whole")),
         *((name, _P) for name in ("matrix", "experts", "latent", "weight", "weight2", "cos", "sin")),
         *((name, _P) for name in ("pages", "sum", "mixer")),
         *((name, _F) for name in ("eps", "alpha", "beta", "limit")),

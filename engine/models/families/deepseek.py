@@ -163,6 +163,49 @@ def _experts(
     return feed_forward
 
 
+def latent_attention(
+    c: Fields, sizes: tuple[int, int, int, int, int], *, is_adjacent: bool, is_heated: bool = False, theta: float = 1e4
+) -> Callable[[str], LatentAttention]:
+    """That of the tensors under a name. sizes: defaults of the ranks of queries and of the cache, and of the parts of a
+    head: without positions, with positions, value. is_heated: queries grow with their positions (Mistral 4), whose rope
+    fields count a whole head. theta: the default of rope_theta."""
+    h, bias, heads = c.size("hidden_size"), c.flag("attention_bias", False), c.size("num_attention_heads")
+    # null says that queries have no low rank.
+    low = 0 if "q_lora_rank" in c.raw and c.raw["q_lora_rank"] is None else c.size("q_lora_rank", default=sizes[0])
+    rank = c.size("kv_lora_rank", default=sizes[1])
+    nope, turned = c.size("qk_nope_head_dim", default=sizes[2]), c.size("qk_rope_head_dim", default=sizes[3])
+    value, width = c.size("v_head_dim", default=sizes[4]), heads * (nope + turned)
+    pairs: Literal["adjacent", "halves"] = "adjacent" if is_adjacent else "halves"
+    each = nope + turned
+    dims, share = (each, turned / each) if is_heated else (turned, 1.0)
+    turn = rope(c, dims, theta=theta, share=share, pairs=pairs)
+
+    def queries(at: str) -> Weight | LowRank:
+        if not low:
+            return matrix(at + "q_proj", width, h)
+        down, up = matrix(at + "q_a_proj", low, h, bias), matrix(at + "q_b_proj", width, low)
+        return LowRank(down, up, rms(at + "q_a_layernorm", low, 1e-6))
+
+    def attention(at: str) -> LatentAttention:
+        return LatentAttention(
+            heads,
+            nope,
+            turned,
+            value,
+            rank,
+            (nope + turned) ** -0.5 * _sharpness(c),
+            q=queries(at),
+            kv_a=matrix(at + "kv_a_proj_with_mqa", rank + turned, h, bias),
+            kv_norm=rms(at + "kv_a_layernorm", rank, 1e-6),  # whatever rms_norm_eps says
+            kv_b=matrix(at + "kv_b_proj", heads * (nope + value), rank),
+            o=matrix(at + "o_proj", h, heads * value, bias),
+            rope=turn,
+            temperature=temperature(c) if is_heated else None,
+        )
+
+    return attention
+
+
 def _decoder(
     c: Fields,
     feed_forward: Callable[[str, int], Mlp | Moe],
@@ -171,45 +214,14 @@ def _decoder(
     is_adjacent: bool,
     is_heated: bool = False,
 ) -> Decoder:
-    """sizes: defaults of the ranks of queries and of the cache, and of the parts of a head: without positions, with
-    positions, value. is_heated: queries grow with their positions (Mistral 4), whose rope fields count a whole head."""
-    h, eps, bias = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6), c.flag("attention_bias", False)
-    heads = c.size("num_attention_heads")
-    # null says that queries have no low rank.
-    low = 0 if "q_lora_rank" in c.raw and c.raw["q_lora_rank"] is None else c.size("q_lora_rank", default=sizes[0])
-    rank = c.size("kv_lora_rank", default=sizes[1])
-    nope, turned = c.size("qk_nope_head_dim", default=sizes[2]), c.size("qk_rope_head_dim", default=sizes[3])
-    value, width = c.size("v_head_dim", default=sizes[4]), heads * (nope + turned)
-    pairs: Literal["adjacent", "halves"] = "adjacent" if is_adjacent else "halves"
-    each = nope + turned
-    turn = rope(c, each, share=turned / each, pairs=pairs) if is_heated else rope(c, turned, pairs=pairs)
-
-    def queries(at: str) -> Weight | LowRank:
-        if not low:
-            return matrix(at + "q_proj", width, h)
-        down, up = matrix(at + "q_a_proj", low, h, bias), matrix(at + "q_b_proj", width, low)
-        return LowRank(down, up, rms(at + "q_a_layernorm", low, 1e-6))
+    """sizes, is_adjacent, is_heated: of `latent_attention`."""
+    h, eps = c.size("hidden_size"), c.number("rms_norm_eps", 1e-6)
+    attention = latent_attention(c, sizes, is_adjacent=is_adjacent, is_heated=is_heated)
 
     def block(layer: int) -> Block:
         at = f"layers.{layer}."
-        inner = at + "self_attn."
-        attention = LatentAttention(
-            heads,
-            nope,
-            turned,
-            value,
-            rank,
-            (nope + turned) ** -0.5 * _sharpness(c),
-            q=queries(inner),
-            kv_a=matrix(inner + "kv_a_proj_with_mqa", rank + turned, h, bias),
-            kv_norm=rms(inner + "kv_a_layernorm", rank, 1e-6),  # whatever rms_norm_eps says
-            kv_b=matrix(inner + "kv_b_proj", heads * (nope + value), rank),
-            o=matrix(inner + "o_proj", h, heads * value, bias),
-            rope=turn,
-            temperature=temperature(c) if is_heated else None,
-        )
         return prenorm(
-            (rms(at + "input_layernorm", h, eps), attention),
+            (rms(at + "input_layernorm", h, eps), attention(at + "self_attn.")),
             (rms(at + "post_attention_layernorm", h, eps), feed_forward(at + "mlp.", layer)),
         )
 

@@ -72,7 +72,7 @@ class Case:
 
     query: Tensor  # [sequences, positions, heads, dim]
     keys: Tensor  # [pages, block_size, kv_heads, dim], pages apart
-    values: Tensor
+    values: Tensor  # of a size of its own
     table: Tensor  # [sequences, blocks] int32
     rounds: bool = False
     window: int | None = None
@@ -94,10 +94,11 @@ class Case:
             slopes=None if slopes is None else slopes.data_ptr(),
             slope_scale=self.scale if self.alibi is not None and self.alibi.before_scale else 1.0,
             rounds_slopes=self.alibi is not None and self.alibi.rounded,
+            value_dim=self.values.shape[3],
         )  # fmt: skip
         query = torch.cat([self.query[row, first:last] for row, first, last in rows])
         query = torch.nn.functional.pad(query.flatten(1), (0, 48))  # queries lie apart, as in the decoder
-        out = torch.full((len(query), heads, dim), 7.0)
+        out = torch.full((len(query), heads, self.values.shape[3]), 7.0)
         table = self.table[[row for row, _, _ in rows]].contiguous()
         contexts = np.array([last for _, _, last in rows])
         counts = np.array([last - first for _, first, last in rows])
@@ -130,22 +131,26 @@ class Case:
 
 
 def _case(
-    *, sequences=1, positions, heads=(4, 2), dim=32, block_size=16, dtype=torch.float32, seed=0, **options
+    *, sequences=1, positions, heads=(4, 2), dim=32, value_dim=0, block_size=16, dtype=torch.float32, seed=0, **options
 ) -> Case:
-    """The blocks of the sequences are mixed, and the rest of their last blocks is NaN."""
+    """The blocks of the sequences are mixed, and the rest of their last blocks is NaN. value_dim: 0: dim."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
     width = -(-positions // block_size)
     blocks = torch.randperm(sequences * width, generator=generator).view(sequences, width)
-    drawn = torch.randn(2, sequences * width, block_size, kv_heads, dim, generator=generator)
-    if positions % block_size:
-        drawn[:, blocks[:, -1], positions % block_size :] = float("nan")
-    pages = torch.full((sequences * width, 3, *drawn.shape[2:]), float("nan"), dtype=dtype)  # of two layers
-    pages[:, 1:] = drawn.transpose(0, 1)
+    sizes = [block_size * kv_heads * size for size in (dim, value_dim or dim)]
+    pages = torch.full((sequences * width, sizes[0] + sum(sizes)), float("nan"), dtype=dtype)  # of two layers
+    parts = []
+    for columns in pages[:, sizes[0] :].split(sizes, dim=1):
+        part = columns.unflatten(1, (block_size, kv_heads, -1))
+        part.copy_(torch.randn(part.shape, generator=generator))
+        if positions % block_size:
+            part[blocks[:, -1], positions % block_size :] = float("nan")
+        parts.append(part)
     return Case(
         query=torch.randn(sequences, positions, num_heads, dim, generator=generator),
-        keys=pages[:, 1],
-        values=pages[:, 2],
+        keys=parts[0],
+        values=parts[1],
         table=torch.nn.functional.pad(blocks, (0, 2), value=-1).int(),
         **options,
     )
@@ -187,6 +192,25 @@ def test_agrees_with_the_definition(library, dtype, rounds, heads, dim, block_si
     for (row, first, last), ours in zip(rows, case.attend(library, rows), strict=True):
         expected = torch.stack([case.expected(row, position) for position in range(first, last)])
         torch.testing.assert_close(ours, expected, **({"atol": 1e-2, "rtol": 1e-2} if rounds else {}))
+
+
+@_types
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (16, 80), (192, 128)])
+@pytest.mark.parametrize("options", [{}, {"window": 20, "sinks": True}, {"softcap": 2.0}], ids=str)
+def test_values_of_another_size_than_keys(library, dtype, rounds, dim, value_dim, options):
+    """In few and many queries, over several splits of the keys, and with other rows."""
+    if options.get("sinks"):
+        options = options | {"sinks": torch.linspace(-2, 3, 8)}
+    case = _case(
+        sequences=2, positions=1100, heads=(8, 2), dim=dim, value_dim=value_dim, dtype=dtype, rounds=rounds, **options
+    )
+    rows = [(0, 1099, 1100), (1, 1000, 1060), (0, 0, 40)]
+    found = case.attend(library, rows)
+    for (row, first, last), ours in zip(rows, found, strict=True):
+        expected = torch.stack([case.expected(row, position) for position in range(first, last)])
+        torch.testing.assert_close(ours, expected, **({"atol": 1e-2, "rtol": 1e-2} if rounds else {}))
+    (alone,) = case.attend(library, [(1, 1030, 1031)])
+    assert torch.equal(alone[0], found[1][30])
 
 
 @_types

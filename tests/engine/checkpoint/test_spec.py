@@ -42,9 +42,7 @@ def _folder(path, generation=None, **changes):
 
 def _bodies(spec, kind):
     """The layers' parts of a kind."""
-    sublayers = [sublayer for block in spec.decoder.blocks for sublayer in block.sublayers]
-    bodies = [branch.body for sublayer in sublayers for branch in sublayer.branches]
-    return [body for body in bodies if isinstance(body, kind)]
+    return [body for body in spec.decoder.bodies if isinstance(body, kind)]
 
 
 def test_missing_fields_of_an_old_llama_config_get_their_defaults(tmp_path):
@@ -254,7 +252,8 @@ def test_reading_a_spec_does_not_import_torch_or_numpy():
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [("llama", {}, True), ("llama", {"head_dim": 24}, False), ("gemma4_text", {}, True), ("gpt_oss", {}, True),
-     ("bloom", {}, True), ("llama4_text", {}, True), ("deepseek_v3", {}, True)],
+     ("bloom", {}, True), ("llama4_text", {}, True), ("deepseek_v3", {}, True), ("mimo_v2_flash", {}, True),
+     ("mimo_v2_flash", {"v_head_dim": 24}, False)],
 )  # fmt: skip
 def test_the_facts_say_whether_c_has_the_attention_of_all_layers(kind, changes, expected, tmp_path):
     config = {**families.tiny_config(kind), **changes}

@@ -25,9 +25,22 @@ from pagewire.engine.executors.reference import Reference, ReferenceModel
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.cut import cut, share
-from pagewire.engine.models.description import Alibi, Attention, Body, Decoder, LatentAttention, Mlp, Norm, Reach, Rope
+from pagewire.engine.models.description import (
+    Alibi,
+    Attention,
+    Body,
+    Decoder,
+    LatentAttention,
+    LowRank,
+    Mlp,
+    Moe,
+    Norm,
+    Reach,
+    Rope,
+    Router,
+)
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.pieces import matrix, vector
+from pagewire.engine.models.pieces import matrix, mlp, vector
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.parallel.collectives import Alone, Group, join
 from pagewire.engine.runner.runner import Runner
@@ -243,6 +256,24 @@ def as_latent(body: Body) -> Body:
     )  # fmt: skip
 
 
+def as_experts(body: Body) -> Body:
+    """Two of five experts return their input: one rank adds it."""
+    if not isinstance(body, Mlp):
+        return body
+    router = Router(matrix("router", 5, 48), 3, zero_experts=2)
+    return Moe(3, router, mlp("experts.{e}.", 48, 32, experts=3))
+
+
+def with_low_ranks(body: Body) -> Body:
+    def low(name: str, rows: int) -> LowRank:
+        return LowRank(matrix(name + ".down", 6, 48), matrix(name + ".up", rows, 6))
+
+    if isinstance(body, Attention):
+        return replace(body, low=(low("low.q", body.q.rows), low("low.k", 32), low("low.v", 32)))
+    assert isinstance(body, Mlp)
+    return replace(body, low=(low("low.gate", body.width), low("low.up", body.width)))
+
+
 def with_wide_norms(body: Body) -> Body:
     """Over the heads of all ranks."""
     if not isinstance(body, Attention):
@@ -250,10 +281,15 @@ def with_wide_norms(body: Body) -> Body:
     return replace(body, q_norm=Norm(64, vector("q_norm", 64)), k_norm=Norm(32, vector("k_norm", 32)))
 
 
-DIVIDED: dict[str, Callable[[Body], Body]] = {
-    "heads with keys": lambda body: body,
-    "latent heads": as_latent,
-    "norms over all heads": with_wide_norms,
+# A change of each body, and the parts of the program. The sparsity of a gate is that of all of its columns, which the
+# ranks exchange.
+DIVIDED: dict[str, tuple[Callable[[Body], Body], str]] = {
+    "heads with keys": (lambda body: body, "C"),
+    "latent heads": (as_latent, "C"),
+    "norms over all heads": (with_wide_norms, "C"),
+    "experts that return their input": (as_experts, "C"),
+    "projections of low rank": (with_low_ranks, "C"),
+    "sparse gates": (CHANGES["sparse gates"], "C Glu C"),
 }
 
 
@@ -264,18 +300,18 @@ def take_part() -> None:
     with torch.inference_mode():
         group = join(part.info, part.size, torch.device("cpu"))
         found = []
-        for change in DIVIDED.values():
+        for change, parts in DIVIDED.values():
             engine = Engine(decoder(change), group)
             states = check(engine)
             found += [*states, *(engine.model.logits(state) for state in states)]
-            assert engine.parts == "C"
+            assert engine.parts == parts
     save_tensors(found, part.folder / f"rank-{part.info.rank}.safetensors")
 
 
 def test_two_ranks_have_the_states_of_one(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path)
     expected = []
-    for change in DIVIDED.values():
+    for change, _ in DIVIDED.values():
         whole = Engine(decoder(change))
         states = whole.states(in_c=True)
         expected += [*states, *(whole.model.logits(state) for state in states)]

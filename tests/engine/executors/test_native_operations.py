@@ -22,6 +22,7 @@ from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.models.description import (
     Alibi,
+    Aside,
     Attention,
     Block,
     Branch,
@@ -79,6 +80,12 @@ MLP = Mlp(48, gate=matrix("gate", 48, HIDDEN), up=matrix("up", 48, HIDDEN), down
 PLAIN = replace(MLP, gate=None)
 REGIME_LIMIT = 30
 LONGROPE = Rope(DIM, kind="longrope", original=REGIME_LIMIT, divisors=(1.5,) * 8, long_divisors=(3.0,) * 8)
+
+
+def low_rank(name: str, rows: int, columns: int) -> LowRank:
+    return LowRank(matrix(name + ".down", 6, columns), matrix(name + ".up", rows, 6))
+
+
 CASES: dict[str, Sublayer] = {
     "llama": Sublayer((Branch(ATTENTION),), norm("n", HIDDEN)),
     "biases": Sublayer((Branch(replace(ATTENTION, q=matrix("q", HEADS * DIM, HIDDEN, True))),), norm("n", HIDDEN)),
@@ -122,7 +129,7 @@ CASES: dict[str, Sublayer] = {
     "clamped": Sublayer((Branch(replace(MLP, act="swiglu_clamped", limit=0.02)),)),
     **{
         act: Sublayer((Branch(replace(PLAIN, act=act)),))
-        for act in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
+        for act in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
     },
     "xielu": Sublayer(
         (Branch(replace(PLAIN, act="xielu", act_weights=Weight((Part("alpha_p", 1), Part("alpha_n", 1))))),)
@@ -151,7 +158,42 @@ def latent(**changes: Any) -> Sublayer:
     return Sublayer((Branch(replace(body, **changes)),), norm("n", HIDDEN))
 
 
+BESIDE = replace(
+    ATTENTION, q=matrix("wide.q", HEADS * DIM, 2 * HIDDEN), k=matrix("wide.k", KV_HEADS * DIM, 2 * HIDDEN),
+    v=matrix("wide.v", KV_HEADS * DIM, 2 * HIDDEN), o=matrix("wide.o", HIDDEN, HEADS * DIM),
+)  # fmt: skip
+LOW = (
+    low_rank("low.q", HEADS * DIM, HIDDEN),
+    low_rank("low.k", KV_HEADS * DIM, HIDDEN),
+    low_rank("low.v", KV_HEADS * DIM, HIDDEN),
+)
 CASES |= {
+    "values of another size": Sublayer(
+        (
+            Branch(
+                replace(
+                    ATTENTION, value_dim=32, v=matrix("v", KV_HEADS * 32, HIDDEN), o=matrix("o", HIDDEN, HEADS * 32)
+                )
+            ),
+        )
+    ),
+    "projections of low rank": Sublayer(
+        (
+            Branch(replace(ATTENTION, low=LOW)),
+            Branch(replace(MLP, low=(low_rank("low.gate", 48, HIDDEN), low_rank("low.up", 48, HIDDEN)))),
+        )
+    ),
+    "a branch of low rank": Sublayer(
+        (Branch(low_rank("low", HIDDEN, HIDDEN), post=norm("m", HIDDEN), adds_input=True),), norm("n", HIDDEN)
+    ),
+    "aside": Sublayer(
+        (Branch(MLP),),
+        norm("n", HIDDEN),
+        aside=Aside(
+            (Branch(BESIDE, norm("a", 2 * HIDDEN)), Branch(replace(PLAIN, act="gelu"), norm("b", HIDDEN))),
+            matrix("aside.out", HIDDEN, HIDDEN),
+        ),
+    ),
     "alibi before the scale": Sublayer(
         (Branch(replace(ATTENTION, rope=None, alibi=Alibi((0.5, 0.25, 0.125, 0.0625), True, True))),)
     ),

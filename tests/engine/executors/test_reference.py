@@ -13,7 +13,7 @@ from pagewire.engine.executors.mixers import MIXERS
 from pagewire.engine.executors.reference import Reference, Registers, Step
 from pagewire.engine.executors.rotary import inverse_frequencies
 from pagewire.engine.executors.weights import Weights
-from pagewire.engine.models.description import Activation, Data, Norm, Rope, Temperature, Weight
+from pagewire.engine.models.description import Activation, Data, Norm, Part, Rope, Temperature, Weight
 from pagewire.engine.models.program import (
     Activate,
     Add,
@@ -24,8 +24,10 @@ from pagewire.engine.models.program import (
     GatedProduct,
     Glu,
     Heat,
+    MatchMagnitude,
     Matrix,
     MeanSquares,
+    MixStreams,
     Multiply,
     Normalize,
     Op,
@@ -118,6 +120,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "relu": lambda x: x.clamp(min=0),
     "relu2": lambda x: x.clamp(min=0) ** 2,
+    "tanh": lambda x: 1 - 2 / (torch.exp(2 * x) + 1),
 }
 ROPE = Rope(8, 100.0)
 SHORT = Rope(4, 100.0, "yarn", 4.0, 16, cos_scale=1.2)
@@ -125,6 +128,10 @@ SHORT = Rope(4, 100.0, "yarn", 4.0, 16, cos_scale=1.2)
 CASES: dict[str, Case] = {
     "embed": Case(Embed(matrix("t", 40, 8)), (), (8,), lambda: TABLE[IDS], {"t": TABLE}),
     "embed scaled": Case(Embed(matrix("t", 40, 8), scale=1.7), (), (8,), lambda: TABLE[IDS] * 1.7, {"t": TABLE}),
+    "embed ids that the table lacks": Case(
+        Embed(Matrix("t", (Weight((Part("t", 5),), 8),)), is_whole=True), (), (8,), lambda: TABLE[[3, 0, 0, 0, 2]],
+        {"t": TABLE[:5]},
+    ),
     "positions": Case(
         Positions(matrix("t", 40, 8), 2), (8,), (8,), lambda x: x + TABLE[POSITIONS + 2], {"t": TABLE}, in_place=True
     ),
@@ -180,6 +187,20 @@ CASES: dict[str, Case] = {
     "multiply by silu": Case(Multiply("silu"), (8, 8), (8,), lambda x, y: x * y * torch.sigmoid(y)),
     "multiply by one column": Case(Multiply(""), (8, 1), (8,), lambda x, y: x * y),
     "multiply groups": Case(Multiply(""), (8, 2), (8,), lambda x, y: x * y.repeat_interleave(4, 1)),
+    "mix streams": Case(
+        MixStreams(4), (8, 12, 6), (8,),
+        lambda x, y, w: x + torch.einsum("tkp,tpi->tki", w.view(-1, 2, 3), y.view(-1, 3, 4)).flatten(1),
+    ),
+    "mix a stream into others": Case(
+        MixStreams(4, 1.0), (8, 4, 2), (8,), lambda x, y, w: x + (w[:, :, None] + 1).mul(y[:, None]).flatten(1),
+        in_place=True,
+    ),
+    "match the magnitude": Case(
+        MatchMagnitude(1e-5), (8, 8), (8,), lambda x, y: x * (y.norm(dim=1) / x.norm(dim=1))[:, None], in_place=True
+    ),
+    "match the magnitude of little": Case(
+        MatchMagnitude(100.0), (8, 8), (8,), lambda x, y: x * y.square().mean(1, keepdim=True).sqrt() / 10
+    ),
     "clip": Case(Clip(0.3), (8,), (8,), lambda x: x.clamp(-0.3, 0.3), in_place=True),
     "rotate": Case(Rotate(ROPE, 2), (16,), (16,), lambda x: rotated(x, ROPE, 2), in_place=True),
     "rotate some dimensions": Case(Rotate(SHORT, 2), (16,), (16,), lambda x: rotated(x, SHORT, 2), in_place=True),

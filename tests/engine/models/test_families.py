@@ -62,6 +62,33 @@ def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
+def test_the_fields_of_older_mimo_files() -> None:
+    """Those of the Hub, and those that transformers writes."""
+    common = {
+        "vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 48,
+        "num_key_value_heads": 2, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "routed_scaling_factor": None, "num_hidden_layers": 4,
+    }  # fmt: skip
+    older = {
+        "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 0, 1], "layernorm_epsilon": 1e-5,
+        "rope_theta": 5e6, "swa_rope_theta": 2e4, "partial_rotary_factor": 0.334, "sliding_window_size": 128,
+        "swa_num_key_value_heads": 4, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+    }  # fmt: skip
+    newer = {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.334},
+        },
+        "sliding_window": 129,
+    }
+    name, path = "MiMoV2FlashForCausalLM", Path("config.json")
+    first, second = (describe(name, Fields({**common, **fields}, path)) for fields in (older, newer))
+    assert first is not None and first == second
+
+
 def test_an_architecture_without_a_page() -> None:
     with pytest.raises(NotDescribedError) as caught:
         describe("NobodyForCausalLM", Fields({}, Path("config.json")))

@@ -28,3 +28,11 @@ def test_a_rank_computes_nothing_more_in_torch() -> None:
     decoder = describe("MiniMaxM2ForCausalLM", Fields(raw, Path("config.json")))
     for program in (lower(decoder), lower(cut(decoder, 0, 2), ranks=2)):
         assert not operations_in_torch(program) and attends_in_c(program)
+
+
+def test_sparse_gates_of_several_ranks_are_computed_in_torch() -> None:
+    """The ranks exchange their parts of a gate (Gemma 3n), whose sparsity is that of the whole."""
+    decoder = describe("Gemma3nForCausalLM", Fields(families.tiny_config("gemma3n_text"), Path("config.json")))
+    assert not operations_in_torch(lower(decoder))
+    program = lower(cut(decoder, 0, 2), ranks=2)
+    assert operations_in_torch(program) == ("sparse gates over several ranks",) and attends_in_c(program)

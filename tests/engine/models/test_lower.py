@@ -8,18 +8,22 @@ from hypothesis import HealthCheck, given, settings
 
 from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import (
+    AltUp,
+    Aside,
     Attention,
     Block,
     Branch,
     Decoder,
     Embedding,
     Head,
+    LowRank,
     Mlp,
     Moe,
     Norm,
     Part,
     Rope,
     Router,
+    Streams,
     Sublayer,
     Temperature,
     Weight,
@@ -222,6 +226,121 @@ def test_a_delayed_branch_is_added_to_a_later_sublayer() -> None:
     found = listed(lower(of(first, Sublayer((Branch(dense),)))))
     adds = [line for line in found if "Add" in line]
     assert adds == ["a = Add(a, c)", "a = Add(a, g)", "a = Add(a, e)"]
+
+
+def test_a_shared_block_beside_the_stream() -> None:
+    """What reads the stream and the embedding is added to what a mixer reads, but not to the stream (Zamba 2). Both
+    layers use the same matrices of it."""
+    beside = replace(
+        ATTENTION,
+        **{name: matrix(f"wide.{name}", rows, 32) for name, rows in (("q", 16), ("k", 8), ("v", 8))},
+        rope=None,
+    )
+    dense = Mlp(8, matrix("shared.up", 8, 16), matrix("shared.down", 16, 8), act="gelu")
+
+    def block(layer: int) -> Block:
+        parts = (Branch(beside, rms("n", 32, 1e-6)), Branch(dense))
+        aside = Aside(parts, matrix(f"{layer}.linear", 16, 16))
+        return Block((Sublayer((Branch(mlp(f"{layer}.m.", 16, 8)),), rms(f"{layer}.n", 16, 1e-6), aside=aside),))
+
+    program = lower(replace(of(), blocks=(block(0), block(1))))
+    assert listed(program)[:15] == [
+        "a = Embed() embedding",
+        "b[16:32] = Scale(a)",
+        "b[0:16] = Scale(a)",
+        "c = Normalize(b) 0.0.aside.0.pre_norm",
+        "d[0:16], d[16:24], d[24:32] = Product(c) 0.0.aside.0.qkv",
+        "e = Attend(d[0:16], d[16:24], d[24:32])",
+        "f = Product(e) 0.0.aside.0.o",
+        "g = Product(f) 0.0.aside.1.up",
+        "g = Activate(g)",
+        "h = Product(g) 0.0.aside.1.down",
+        "i = Product(h) 0.0.aside.out",
+        "j = Add(a, i)",
+        "k = Normalize(j) 0.0.norm",
+        "l = GatedProduct(k) 0.0.gate_up",
+        "m = Product(l) 0.0.down",
+    ]
+    assert listed(program)[15] == "a = Add(a, m)"
+    assert [line.split()[-1] for line in listed(program)[16:] if "Product" in line] == [
+        "0.0.aside.0.qkv", "0.0.aside.0.o", "0.0.aside.1.up", "0.0.aside.1.down", "1.0.aside.out", "1.0.gate_up",
+        "1.0.down",
+    ]  # fmt: skip
+
+
+def test_projections_of_low_rank() -> None:
+    """Those of the gate and the ups share their first matrix."""
+
+    def low(name: str, rows: int) -> LowRank:
+        return LowRank(matrix(name + ".down", 2, 16), matrix(name + ".up", rows, 2))
+
+    attention = replace(ATTENTION, low=(low("q", 16), low("k", 8), low("v", 8)), rope=None)
+    down = matrix("down", 2, 16)
+    both = LowRank(down, matrix("g.up", 8, 2)), LowRank(down, matrix("u.up", 8, 2))
+    dense = replace(mlp("m.", 16, 8), low=both)
+    assert listed(lower(of(Sublayer((Branch(attention), Branch(dense))))))[1:17] == [
+        "b[0:16], b[16:24], b[24:32] = Product(a) 0.0.qkv",
+        "c[0:2], c[2:4], c[4:6] = Product(a) 0.0.low.down",
+        "d = Product(c[0:2]) 0.0.low.0.up",
+        "b[0:16] = Add(b[0:16], d)",
+        "e = Product(c[2:4]) 0.0.low.1.up",
+        "b[16:24] = Add(b[16:24], e)",
+        "f = Product(c[4:6]) 0.0.low.2.up",
+        "b[24:32] = Add(b[24:32], f)",
+        "g = Attend(b[0:16], b[16:24], b[24:32])",
+        "h = Product(g) 0.0.o",
+        "i[0:8], i[8:16] = Product(a) 0.0.1.gate_up",
+        "j = Product(a) 0.0.1.low.down",
+        "k = Product(j) 0.0.1.low.0.up",
+        "i[0:8] = Add(i[0:8], k)",
+        "l = Product(j) 0.0.1.low.1.up",
+        "i[8:16] = Add(i[8:16], l)",
+    ]
+
+
+def test_several_streams() -> None:
+    """Of three streams the second goes through the layer, whose last branch also adds what it reads (Gemma 3n)."""
+    altup = AltUp(
+        1, matrix("router", 3, 16), rms("rn", 16, 1e-6), 0.25, matrix("predict", 9, 3), matrix("correct", 3, 3)
+    )
+    laurel = Branch(LowRank(matrix("left", 2, 16), matrix("right", 16, 2)), post=rms("ln", 16, 1e-6), adds_input=True)
+    streams = Streams((matrix("s0", 16, 16), matrix("s1", 16, 16)), (matrix("j0", 16, 16), matrix("j1", 16, 16)))
+    decoder = replace(of(), blocks=(Block((Sublayer((laurel,)),), altup=altup),), streams=streams)
+    assert listed(lower(decoder)) == [
+        "a = Embed() embedding",
+        "b[0:16] = Scale(a)",
+        "c[0:16], c[16:32] = Product(a) streams.split",
+        "b[16:32] = MatchMagnitude(c[0:16], a)",
+        "b[32:48] = MatchMagnitude(c[16:32], a)",
+        "e = Normalize(b[16:32]) 0.altup.norm",
+        "f = Product(e) 0.altup.router",
+        "f = Scale(f)",
+        "f = Activate(f)",
+        "g = Product(f) 0.altup.predict",
+        "d = MixStreams(b, b, g)",
+        "h = Scale(d[16:32])",
+        "i = Product(h) 0.0.low_rank.down",
+        "j = Product(i) 0.0.low_rank.up",
+        "k = Normalize(j) 0.0.branch_norm",
+        "k = Add(k, h)",
+        "h = Add(h, k)",
+        "l = Normalize(h) 0.altup.norm",
+        "m = Product(l) 0.altup.router",
+        "m = Scale(m)",
+        "m = Activate(m)",
+        "n = Product(m) 0.altup.correct",
+        "h = Add(h, d[16:32])",
+        "d = MixStreams(d, h, n)",
+        "o = Scale(d[0:16])",
+        "p = Product(d[16:32]) streams.0.join",
+        "p = MatchMagnitude(p, d[0:16])",
+        "o = Add(o, p)",
+        "q = Product(d[32:48]) streams.1.join",
+        "q = MatchMagnitude(q, d[0:16])",
+        "o = Add(o, q)",
+        "o = Scale(o)",
+        "r = Normalize(o) norm",
+    ]
 
 
 def test_experts_with_shared_ones() -> None:
