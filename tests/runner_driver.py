@@ -1,6 +1,7 @@
 """Runs requests on a real runner with a minimal scheduler."""
 
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Driver:
         self.state_pages = sum(shape.pages for shape in runner.groups if shape.kind == "state")
         if not runner.groups:
             self.groups = [1]
+        self._regime_limit = runner._config.model.regime_limit or sys.maxsize
 
     def run(self, requests: list[Request], *, chunk: int = 64, budget: int = 256, rows: int = 8, seed: int = 0) -> None:
         """Runs all requests to their ends, with at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows per
@@ -76,6 +78,7 @@ class Driver:
                         sampling=request.sampling,
                         min_len=len(request.prompt) + request.min_new if request.min_new else 0,
                         ends=ids_to_bytes(list(request.ends)),
+                        regime=int(len(request.prompt) > self._regime_limit),  # kept to the end, unlike the core's
                     )
                 )
             for request in running:

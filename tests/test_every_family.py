@@ -17,7 +17,7 @@ from every_family import MAX_LEN, MAX_TOKENS, greedy_of, make_prompts
 from family_kinds import KINDS, load_kind, make_kind
 from hybrid_kinds import BY_THREE, RECURRENT
 from rank_processes import run_ranks
-from ties import first_tie
+from ties import are_equal, first_tie
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.core.groups import Groups
@@ -59,8 +59,9 @@ class Case:
             same = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, self.expected[key], strict=True))
             )
-            tie = first_tie(self.model, prompt + tokens[:same])
-            assert tie < len(prompt) + same, f"prompt {number} of {len(prompt)} tokens, token {same}"
+            before, both = prompt + tokens[:same], (tokens[same], self.expected[key][same])
+            is_tie = are_equal(self.model, before, both) or first_tie(self.model, before) < len(before)
+            assert is_tie, f"prompt {number} of {len(prompt)} tokens, token {same}"
 
     def load(self, **options: object) -> LLM:
         common = {"dtype": "float32", "max_model_len": min(MAX_LEN, self.longest), "threads": 1, "pipeline_depth": 2}
@@ -144,5 +145,8 @@ def test_ranks_give_the_tokens_of_transformers(names: tuple[str, ...], size: int
     first, *others = (json.loads((tmp_path / f"outputs-{rank}.json").read_text()) for rank in range(size))
     assert all(outputs == first for outputs in others)
     for name, case in zip(names, cases, strict=True):
+        limit = getattr(case.model.config, "original_max_position_embeddings", MAX_LEN)
         for prompt, output in zip(case.prompts, first[str(case.folder)], strict=True):
+            if len(prompt) <= limit < len(prompt) + len(output):
+                continue  # the driver does not change the regime of a request
             assert output == greedy_of(case.model, prompt, output), f"{name}, prompt of {len(prompt)} tokens"

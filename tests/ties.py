@@ -30,6 +30,15 @@ def margins(scores: Tensor, jitter: float, top_k: int) -> Tensor:
     return found
 
 
+def are_equal(model: Any, ids: list[int], tokens: tuple[int, int]) -> bool:
+    """Whether the model's logits of two next tokens differ by no more than float32 rounds: 4e-6, or of the largest
+    logit if that is greater than 1."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+    first, second = (float(logits[token]) for token in tokens)
+    return abs(first - second) <= NEAR * max(1.0, float(logits.abs().max()))
+
+
 def first_tie(model: Any, ids: list[int]) -> int:
     """The first position at which rounding decides; len(ids): there is none."""
     compute: Any = modeling_phimoe.sparsemixer

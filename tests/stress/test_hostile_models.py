@@ -39,4 +39,6 @@ def test_a_hang_or_a_refusal_of_several_lines_is_a_fault() -> None:
 def test_the_real_command_prints_one_line_and_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": -1}')
     verdict = hostile_models.serve(tmp_path)
-    assert verdict.kind == "refused" and not verdict.is_fault and "config.json has no num_attention_heads" in verdict.text
+    assert (
+        verdict.kind == "refused" and not verdict.is_fault and "config.json has no num_attention_heads" in verdict.text
+    )

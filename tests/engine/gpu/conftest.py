@@ -1,6 +1,7 @@
 """The GPU's step: natively if there is a GPU, else on a CPU with the kernels in Triton's interpreter."""
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ if not ON_GPU and not collect_ignore_glob:
 @pytest.fixture(autouse=True)
 def _no_numpy_warnings():
     """The interpreter would warn about infinities and NaN in masked lanes."""
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN")
         yield
 
 
