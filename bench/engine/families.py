@@ -146,10 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for architecture in given.architectures or sorted(set(known)):
         try:
             rows.append(measure(architecture, **settings, repeat=given.repeat))
-        except (PagewireError, ValueError, AttributeError) as error:  # sizes that this family cannot have
-            print(f"{architecture}: not measured: {error}")
+        except (PagewireError, ValueError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+            # Sizes that this family cannot have.
+            print(f"{architecture}: not measured: {type(error).__name__}: {error}", flush=True)
+            continue
+        write_json(given.json, "A decode step of each family beside Llama", rows, facts, settings)  # may be ended early
     print_table(rows)
-    write_json(given.json, "A decode step of each family beside Llama", rows, facts, settings)
 
 
 if __name__ == "__main__":
