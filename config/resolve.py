@@ -172,11 +172,12 @@ def _choose_dtype(
         return options.dtype
     if in_c:
         return "bfloat16" if model.checkpoint_dtype == "bfloat16" else "float32"
-    if not _on_cpu(options, machine) and not model.purpose.is_encoder:
+    on_cpu = _on_cpu(options, machine)
+    if not on_cpu and not model.purpose.is_encoder:
         return "bfloat16"  # tensor cores have no float32, and some devices lack the shared memory for its tiles
     # To compute in float32, torch needs every weight in float32.
     fits_wide = 2 * model.wide_bytes <= machine.memory_bytes // 2
-    is_float32 = model.checkpoint_dtype == "float32" or is_wide or (_on_cpu(options, machine) and fits_wide)
+    is_float32 = model.checkpoint_dtype == "float32" or is_wide or (on_cpu and fits_wide)
     return "float32" if is_float32 else "bfloat16"
 
 

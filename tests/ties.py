@@ -31,8 +31,8 @@ def margins(scores: Tensor, jitter: float, top_k: int) -> Tensor:
 
 
 def are_equal(model: Any, ids: list[int], tokens: tuple[int, int]) -> bool:
-    """Whether the model's logits of two next tokens differ by no more than float32 rounds: 4e-6, or of the largest
-    logit if that is greater than 1."""
+    """Whether the model's logits of two next tokens differ by no more than rounding explains: `NEAR` times the largest
+    logit, which counts as 1 at least."""
     with torch.inference_mode():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
     first, second = (float(logits[token]) for token in tokens)

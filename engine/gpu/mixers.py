@@ -68,7 +68,7 @@ class DeviceMixers:
         return self._rows
 
     def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
-        """As `KvCache.state_tiles`, on the device."""
+        """Where the states of `count` adjacent units lie in the cache (`KvCache.state_tiles`), copied to the device."""
         key = first, count, per_tile
         if key not in self._tiles:
             assert self._cache is not None, "a mixer before open"

@@ -76,7 +76,7 @@ def test_states_are_normed_rotated_and_stored(device, dtype, max_error, heads, k
 
 
 def test_weights_of_float32_and_heads_that_do_not_turn(device):
-    """As in Gemma's layers without a rotary embedding: rounded once."""
+    """Heads that are normed and not rotated, which some layers of Gemma have, are rounded once."""
     heads, kv_heads, dim = HEADS[0]
     case = Case(device, torch.bfloat16, heads, kv_heads, dim, normed=True)
     case.norms = tuple(torch.randn(dim, device=device) for _ in range(2))

@@ -57,7 +57,7 @@ def test_rounding_is_that_of_transformers(device):
 
 
 def test_a_weight_of_float32_is_applied_before_the_states_are_rounded(device):
-    """As Gemma multiplies by 1 + weight."""
+    """A weight of float32 is applied before the result is rounded: Gemma multiplies by 1 + weight."""
     x, residual = (torch.randn(64, 256, device=device).bfloat16() for _ in range(2))
     weight = torch.randn(256, device=device)
     out = torch.empty_like(x)
