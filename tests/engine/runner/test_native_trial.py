@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import families
 import numpy as np
 import pytest
 import quantized_checkpoints
@@ -120,7 +121,6 @@ def test_strict_kernels_end_the_start(checkpoint: Callable[..., Path], monkeypat
         ("llama", {"kv_cache_dtype": "bfloat16"}),
         ("qwen3_moe", {}),
         ("qwen3_5", {}),
-        ("deepseek_v3", {}),
     ],
 )
 def test_sound_kernels_pass(kind: str, flags: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
@@ -128,6 +128,12 @@ def test_sound_kernels_pass(kind: str, flags: dict[str, Any], checkpoint: Callab
     assert runner.failed_kernels == () and runner.notes[0].startswith("C kernels")
     (checks,) = native_trial._tried.values()
     assert len(checks) >= 4 and all(check.error < 0.25 for check in checks)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_kernels_of_other_families_pass(kind: str, tmp_path: Path) -> None:
+    runner = Runner.load(engine_config(families.make_family(tmp_path, kind), strict_kernels=True))
+    assert runner.failed_kernels == () and runner.notes[0].startswith("C kernels")
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "awq"])

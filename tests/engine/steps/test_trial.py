@@ -8,6 +8,7 @@ from pagewire.engine.models.lower import lower
 from pagewire.engine.models.program import Embed, Program
 from pagewire.engine.steps import trial
 from pagewire.engine.steps.trial import Report
+from pagewire.kernels.reference import TorchMatrix
 
 
 def program_of(folder) -> Program:
@@ -87,4 +88,5 @@ def test_two_sinks_get_the_same_random_weights(checkpoint):
     trial.fill_random(program, (narrow, wide))
     for key, (matrix,) in narrow.weights.matrices.items():
         (other,) = wide.weights.matrices[key]
+        assert isinstance(matrix, TorchMatrix) and isinstance(other, TorchMatrix)
         assert torch.equal(matrix.weight.float(), other.weight) and matrix.weight.float().std() > 0
