@@ -60,10 +60,21 @@ _SHARED = {"shared_expert_intermediate_size": 512, "first_k_dense_replace": 1}
 _CHANGES: dict[str, dict[str, Any]] = {
     # By model type: what a family needs besides, so that its layers are about as large as the Llama's.
     **{kind: {**_LATENT, **_SHARED} for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")},
-    "longcat_flash": {**_LATENT, "num_layers": 3, "zero_expert_num": 2, "ffn_hidden_size": 1536, "expert_ffn_hidden_size": 512},
+    "longcat_flash": {
+        **_LATENT,
+        "num_layers": 3,
+        "zero_expert_num": 2,
+        "ffn_hidden_size": 1536,
+        "expert_ffn_hidden_size": 512,
+    },
     "mimo_v2_flash": {**_SHARED, "v_head_dim": 64, "sliding_window": 128},
     **{kind: {**_DELTA, **_SHARED} for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")},
-    "kimi_linear": {**_DELTA, **_LATENT, **_SHARED, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2},
+    "kimi_linear": {
+        **_DELTA,
+        **_LATENT,
+        **_SHARED,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    },
     "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "mamba", "attention"] * 2},
     "falcon_h1": _MAMBA,
@@ -91,15 +102,23 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": 1024},
     "qwen2_moe": _SHARED,
 }
+_ALWAYS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _LLAMA = "LlamaForCausalLM"
 _STEP = 32  # of a feed-forward width
 
 
 def tiny(architecture: str, **changes: Any) -> Any:
     """transformers' config of a small model."""
-    kind = next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    kind = max(kinds, key=lambda kind: kind.endswith("_text"))  # not that of a wrapper
     made: Any = transformers.CONFIG_MAPPING[kind]
-    names = {field.name for field in dataclasses.fields(made)} | {*made.attribute_map, "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+    names = {field.name for field in dataclasses.fields(made)} | {
+        *made.attribute_map,
+        "vocab_size",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
     sizes = {**_SIZES, **_CHANGES.get(kind, {}), **changes}
     return made(**{name: value for name, value in sizes.items() if name in names})
 
