@@ -175,6 +175,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     deterministic: Annotated[
         bool, _doc("engine", "slower: a request's output does not depend on other requests, bit by bit")
     ] = False
+    strict_kernels: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "refuse to start if a kernel of pagewire fails its check, instead of using slower ones; on a GPU also end "
+            "if a CUDA graph cannot be recorded",
+        ),
+    ] = False
     client_address: Annotated[
         str | None,
         _doc("engine", "address for programs that send token ids (`EngineClient`): ipc:///path or tcp://host:port"),
@@ -417,6 +425,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_cores: int  # that this process may use, and whose time it is granted
     memory_bytes: int = 0
     has_gpu: bool = False
+    gpu_capability: int | None = None  # 89 for 8.9; the lowest of the GPUs, None: unknown
     has_compiler: bool = True  # for C
     cpu_levels: tuple[str, ...] = ("avx2", "portable")  # of the C kernels, that the CPU can run; best first
     shipped_levels: tuple[str, ...] = ()  # whose compiled libraries are in the installation

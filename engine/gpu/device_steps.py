@@ -54,6 +54,7 @@ class DeviceModel:
     workspace: int  # bytes: buffers already allocated, and the estimate for a step
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
+    failed_kernels: tuple[str, ...] = ()  # that torch replaces
     head_major = True
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
@@ -163,7 +164,9 @@ class DeviceSteps:
         self._empty, self._free = slots[0].packet, deque(slots[1:])
         self._pending: deque[_Pending] = deque()
         self._fetched: Mark | None = None
-        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+        self._recordings = Recordings(
+            queue, self._work, _planned(limits, is_deterministic=config.deterministic), is_strict=config.strict_kernels
+        )
 
     @property
     def num_pending(self) -> int:
