@@ -559,7 +559,7 @@ class DeviceSteps:
         """Sends the masks in the order of `Rows.masks`. The queue keeps order, so earlier steps have read theirs."""
         device_masks, masks = self._state.masks, self._rows.masks
         if slot.masks is None:
-            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view_as(device_masks)
+            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view(device_masks.shape)
         np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
         self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
 
