@@ -188,10 +188,11 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def of(inner: Tensor, memory: Memory, machine: "OrderDevice") -> "DeviceTensor":
-        made: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            DeviceTensor, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device=META,
-        )  # fmt: skip
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            made: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                DeviceTensor, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+                dtype=inner.dtype, device=META,
+            )  # fmt: skip
         made.inner, made.memory, made.machine = inner, memory, machine
         return made
 
@@ -409,6 +410,7 @@ class OrderDevice:
         """Executes the stream's work up to this number, and what it waits for."""
         while stream.num_done < number:
             item = stream.pending.popleft()
+            stream.num_done += 1
             if isinstance(item, OrderEvent):
                 assert item.stream is not None
                 self._run_until(item.stream, item.number)
@@ -417,7 +419,6 @@ class OrderDevice:
                     accesses = list(item.run())
                 for access in accesses:
                     self._check(access, stream.number, item.clock, item.name)
-            stream.num_done += 1
 
     @contextmanager
     def _executing(self) -> Iterator[None]:
@@ -512,7 +513,8 @@ class OrderDevice:
     def _allocate(self, like: Tensor, name: str) -> DeviceTensor:
         """like: a tensor of this size, strides and type."""
         self._free()
-        inner = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        with torch.inference_mode(False):
+            inner = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         block = Block(inner.untyped_storage(), f"the result of {name} {list(like.shape)}")
         memory = Memory(block, self._capture)
         if block.size:
@@ -868,7 +870,9 @@ class _Recorder:
     def add(cls, ptrs: Any, mask: Any, *, is_write: bool) -> None:
         if cls.current is None:
             return
-        addresses = ptrs.data.ravel() if mask is None else ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        addresses = np.asarray(ptrs.data).ravel()
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(mask.data, np.shape(ptrs.data)).ravel().astype(np.bool_)]
         if not addresses.size:
             return
         into = cls.current._writes if is_write else cls.current._reads
