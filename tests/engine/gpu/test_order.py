@@ -215,7 +215,9 @@ class SideWorker:
 
     def wait_for_save(self) -> None:
         with self._machine.on(self._stream):
-            self._kept = self._cache.words.index_select(0, self._pages["saved"].to(self._cache.device, non_blocking=True))
+            self._kept = self._cache.words.index_select(
+                0, self._pages["saved"].to(self._cache.device, non_blocking=True)
+            )
 
     def get_finished(self) -> tuple[set[int], set[int]]:
         with self._machine.on(self._stream):
@@ -239,7 +241,9 @@ def beside_a_connector(checkpoint: Any) -> None:
     runner = Runner.load(config)
     runner.open_cache(16)
     ids = prompts_of(9, 20)[0]
-    metadata = msgspec.msgpack.encode(UnderWay((), (), b"x"))
+
+    def metadata(*loads: tuple[int, bytes]) -> bytes:
+        return msgspec.msgpack.encode(UnderWay(loads, (), b"x"))
 
     def opened(row: int, pages: list[int], num_computed: int) -> RowOpen:
         return RowOpen(row, ids_to_bytes(ids), len(ids), num_computed, ids_to_bytes(pages), GREEDY)
@@ -247,10 +251,11 @@ def beside_a_connector(checkpoint: Any) -> None:
     def plan(step: int, row: int, count: int, *opens: RowOpen) -> StepPlan:
         return StepPlan(
             step=step, open=opens, grow_rows=b"", grow_blocks=b"", rows=ids_to_bytes([row]),
-            counts=ids_to_bytes([count]), sample=b"\1", kv=metadata,
+            counts=ids_to_bytes([count]), sample=b"\1", kv=metadata(),
         )  # fmt: skip
 
-    runner.launch(plan(0, 0, 20, opened(0, [4, 5], 0)))
+    loads = metadata((1, ids_to_bytes([7, 8])))
+    runner.launch(structs.replace(plan(0, 0, 20, opened(0, [4, 5], 0)), kv=loads))
     runner.launch(plan(1, 0, 1))
     assert runner.take_transferred() is not None
     runner.launch(structs.replace(plan(2, 1, 1, opened(1, [7, 8], 19)), kv=b""))
@@ -461,8 +466,6 @@ def slots_come_back_early(patch: pytest.MonkeyPatch) -> None:
         launch(self, plan)
 
     patch.setattr(DeviceSteps, "launch", early)
-    collect = DeviceSteps.collect
-    patch.setattr(DeviceSteps, "collect", collect)
 
 
 def packets_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
