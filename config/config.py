@@ -41,8 +41,8 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         _doc(
             "model",
-            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty or demo: the demo model of pagewire; "
-            "demo-hybrid: the one with recurrent layers",
+            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF), or a LoRA adapter; empty or demo: the demo "
+            "model of pagewire; demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
@@ -394,6 +394,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     path: str
     name: str  # unless the user gives another
+    adapter: str = ""  # folder of a LoRA adapter of its weights
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]

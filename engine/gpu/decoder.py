@@ -67,8 +67,9 @@ class TritonDecoder:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._ids, self._positions = integers(limits.tokens), integers(limits.tokens)
-        self._slots, self._context_lens = integers(limits.tables, limits.tokens), integers(limits.rows)
+        self.ids, self._positions = integers(limits.tokens), integers(limits.tokens)  # of the last step
+        self._slots = integers(limits.tables, limits.tokens)
+        self._context_lens, self._decode_lens = integers(limits.rows), integers(limits.rows)
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
         # What the last norm takes.
         self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
@@ -81,7 +82,15 @@ class TritonDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        own = (self._ids, self._positions, self._slots, self._context_lens, self._tables, self._states)
+        own = [
+            self.ids,
+            self._positions,
+            self._slots,
+            self._context_lens,
+            self._decode_lens,
+            self._tables,
+            self._states,
+        ]
         return self._walk.nbytes + sum(tensor.nbytes for tensor in own)
 
     def open(self, cache: KvCache) -> None:
@@ -99,12 +108,16 @@ class TritonDecoder:
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
-        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
-        lens, tables = self._context_lens[:rows], self._tables[:, :rows]
+        ids, positions, slots = self.ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
+        lens, decode_lens = self._context_lens[:rows], self._decode_lens[:rows]
+        tables = self._tables[:, :rows]
         block_size = cache.block_size
-        prepare_step(packet.step, state.last_ids, state.tables, ids, positions, slots, lens, tables, block_size)
+        prepare_step(
+            packet.step, state.last_ids, state.last_positions, state.tables, ids, positions, slots, lens, decode_lens,
+            state.sample_positions, tables, block_size,
+        )  # fmt: skip
         for workspace in self._walk.decode_workspaces:
-            plan_decode(packet.decode_lens[:rows], workspace)
+            plan_decode(decode_lens, workspace)
         tiles = None
         if shape.tile_rows:
             per_tile = tile_tokens(self.group, shape.tile_rows)

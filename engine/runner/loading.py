@@ -21,7 +21,7 @@ from ..gpu.rules import largest_group
 from ..models.program import AttendLatent, Mixture, layout
 from ..parallel.collectives import Group
 from ..weights.loader import Sink, load_weights
-from ..weights.reader import open_checkpoint
+from ..weights.open import open_checkpoint
 from .backend import Backend
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
@@ -240,5 +240,5 @@ def _fill(config: EngineConfig, served: Served, progress: Callable[[int, int], N
         fill_dummy(served.program, sink)
         return
     assert served.found is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         load_weights(reader, served.program, served.found, sink, scheme=served.spec.scheme, progress=progress)

@@ -45,7 +45,8 @@ from ..models.program import (
     Rotate,
 )
 from ..weights.loader import Found, check_weights
-from ..weights.reader import CheckpointReader, open_checkpoint
+from ..weights.open import open_checkpoint
+from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .memory import size
 
@@ -202,7 +203,7 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
     if config.load_format == "dummy":
         return None
     assert spec.decoder is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
