@@ -46,10 +46,11 @@ class TritonDecoder:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """program: one that `rules.in_torch` does not refuse. loaded: its weights, which it takes. num_programs: by the
         head dimension, how many of decode attention the device holds at once. is_deterministic: a token's bits depend
-        on its own request only."""
+        on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`."""
         self.kv_shape = shape
         self._ranks = group
         self._limits = limits
@@ -58,7 +59,7 @@ class TritonDecoder:
         self.device = device = loaded.device
         self._walk = Walker(
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
-            is_deterministic=is_deterministic,
+            is_deterministic=is_deterministic, without=without,
         )  # fmt: skip
         self._widths = program.widths
         self._vocabulary = Vocabulary(program, self._walk.weights, group)
@@ -100,6 +101,10 @@ class TritonDecoder:
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
         """Runs the packet's tokens through the layers; `hidden` and `logits` then give the results."""
+        self._walk.run(self.begin(packet, state, shape), shape.tokens)
+
+    def begin(self, packet: Packet, state: RowState, shape: StepShape) -> Pass:
+        """Prepares the packet's tokens for the layers."""
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
@@ -119,7 +124,7 @@ class TritonDecoder:
             tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
         if packet.states is not None:
             self._walk.mixers.begin(packet, num_rows=rows, is_long=shape.tile_rows == PROMPT_ROWS)
-        step = Pass(
+        return Pass(
             registers=Registers(self._widths, self._walk.kept.register, self._states[:tokens]),
             step=Step(ids, positions, None, positions),
             cache=cache,
@@ -130,7 +135,6 @@ class TritonDecoder:
             tiles=tiles,
             tile_rows=shape.tile_rows,
         )
-        self._walk.run(step, tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The normed states of tokens of the step, the input of `logits`. tokens: [n] int32 → [n, hidden]."""

@@ -63,6 +63,7 @@ class DeviceModel:
     workspace: int  # bytes: buffers already allocated, and the estimate for a step
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
+    failed_kernels: tuple[str, ...] = ()  # that torch replaces
     head_major = True
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
@@ -241,7 +242,9 @@ class DeviceSteps:
         self._pending: deque[_Launched] = deque()  # to be collected
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
-        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+        self._recordings = Recordings(
+            queue, self._work, _planned(limits, is_deterministic=config.deterministic), is_strict=config.strict_kernels
+        )
 
     @property
     def num_pending(self) -> int:
