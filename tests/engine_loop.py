@@ -31,7 +31,7 @@ class Loop:
     ) -> None:
         """`sleeps`: steps after which `sleep` is called once nothing is in flight. `num_pages`: of the cache."""
         config = engine_config(folder, pipeline_depth=2, **flags)
-        self.runner = Runner.load(config, queue=queue, is_checked=False)
+        self.runner = Runner.load(config, queue=queue)
         self.runner.open_cache(num_pages)
         facts = ConnectorFacts.of(config, self.runner.block_bytes, self.runner.groups)
         connector = core_connector(config.kv_connector, facts)

@@ -247,7 +247,6 @@ class OrderDevice:
     random: at random."""
 
     torch_device = META
-    capability: int | None = None
 
     def __init__(self, policy: str = "late", *, seed: int = 0) -> None:
         assert policy in POLICIES, policy

@@ -127,7 +127,7 @@ def drafted(make: Make) -> Tokens:
     few = {token: 100.0 for token in (40, 41)}
     prompts = [[40 + i % 2 for i in range(11)], [41, 41, 40] * 5]
     loop = make("qwen3", speculative="ngram,tokens=3", **PLAIN)
-    found = loop.serve([ask(rid, prompt, 24, logit_bias=few) for rid, prompt in enumerate(prompts)])
+    found = loop.serve([ask(rid, prompt, 10, logit_bias=few) for rid, prompt in enumerate(prompts)])
     assert loop.scheduler.counters.num_draft_tokens > 0
     return found
 
@@ -156,7 +156,7 @@ def recurrent_drafts(make: Make) -> Tokens:
     """Rejected draft tokens, behind which the state is taken back."""
     loop = make("qwen3_5", speculative="ngram,tokens=3", **HYBRID)
     few = {token: 100.0 for token in (40, 41)}
-    return loop.serve([ask(0, [40 + i % 2 for i in range(11)], 20, logit_bias=few)])
+    return loop.serve([ask(0, [40 + i % 2 for i in range(11)], 8, logit_bias=few)])
 
 
 def out_of_memory(make: Make) -> Tokens:
@@ -238,7 +238,7 @@ class SideWorker:
 def beside_a_connector(checkpoint: Any) -> None:
     """A row's pages are saved, loaded into others, and read by another row."""
     config = engine_config(checkpoint("qwen3", **PLAIN), kv_connector=(f"{__name__}:Side",), **SMALL)
-    runner = Runner.load(config, is_checked=False)
+    runner = Runner.load(config)
     runner.open_cache(16)
     ids = prompts_of(9, 20)[0]
 
@@ -416,7 +416,7 @@ SHOWN_BY = {
     "CudaQueue.follow: wait_event": ("mixed", "early"),
     "DeviceSteps.launch: wait": ("out_of_memory", "late"),
     "DeviceSteps._launch: follow": ("mixed", "early"),
-    "DeviceSteps._read: wait": ("mixed", "late"),
+    "DeviceSteps._settle: wait": ("mixed", "late"),
     "Runner.launch: synchronize": ("beside_a_connector", "late"),
     "Runner.take_transferred: synchronize": ("beside_a_connector", "late"),
 }
