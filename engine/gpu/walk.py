@@ -4,7 +4,7 @@ kernels. A step calls them in order, and a recorded graph records them.
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -68,6 +68,11 @@ class Registers(TorchRegisters):
             self._tensors[view.register] = self._states.new_empty((len(self._states), self._widths[view.register]))
         return self.get(view)
 
+    def fill(self, values: Mapping[int, Tensor]) -> None:
+        """Writes whole registers, [tokens, width] each."""
+        for register, numbers in values.items():
+            self.into(View(register, 0, self._widths[register])).copy_(numbers)
+
     def put(self, view: View, width: int, value: Tensor) -> None:
         if view.register == self._kept:
             self.get(view).copy_(value)
@@ -91,7 +96,7 @@ class Pass:
 
 
 Launch = Callable[[Pass], None]
-Walk = list[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+Walk = list[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
 
 
 class Walker:
@@ -108,9 +113,11 @@ class Walker:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
-        attention: HostAttention | None,
+        without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
         self._attention, self._is_deterministic = attention, is_deterministic
@@ -131,13 +138,13 @@ class Walker:
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
-        many = parts_of(program)
+        many = parts_of(program, without=without)
         turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
-        self.mixers = DeviceMixers(self.weights, loaded.device)
+        self.mixers = DeviceMixers(self.weights, loaded.device, without)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -156,7 +163,7 @@ class Walker:
         self.kept = program.result if self._last is None else self._last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
-        self._few = self._walk(parts_of(program, fuses=self._fuses), made)
+        self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -174,8 +181,16 @@ class Walker:
         tables = self.reference.rotary.values()
         return planned + sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
 
+    def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
+        """The launches of a step of so many tokens."""
+        return [(part, launch) for part, launch, _ in self._of(tokens)]
+
+    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
+        """The module of the kernel that computes it for so many tokens; empty: torch does."""
+        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+
     def run(self, step: Pass, tokens: int) -> None:
-        for launch, unused in self._few if tokens <= MAX_ROWS else self._many:
+        for _, launch, unused in self._of(tokens):
             launch(step)
             for register in unused:
                 step.registers.drop(register)
@@ -187,7 +202,7 @@ class Walker:
             return states
         assert isinstance(last.args, Normalize)
         norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last):
+        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
             return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
         rms_norm(states, weight, norm.eps, states)
         return states
@@ -203,7 +218,10 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        return [(made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        return [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+
+    def _of(self, tokens: int) -> Walk:
+        return self._few if tokens <= MAX_ROWS else self._many
 
     def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
@@ -213,7 +231,9 @@ class Walker:
         if not isinstance(weight, Tensor):
             return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
         weight = interleave(weight) if is_gated else weight
-        return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, self._small)
+        if is_deterministic:
+            return InvariantProduct(weight, bias)
+        return DenseProduct(weight, bias, self._small, self._without)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None
