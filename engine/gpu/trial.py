@@ -124,7 +124,7 @@ class _TrialDecoder(TritonDecoder):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         index = tokens.long()
-        return self._expected.places(self._ids[index].long(), self._positions[index].long())
+        return self._expected.places(self.ids[index].long(), self._positions[index].long())
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._expected.logits(hidden)

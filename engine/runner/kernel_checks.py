@@ -29,7 +29,7 @@ from ..parallel.rank import RankInfo
 from ..steps.trial import Check, fill_random
 from ..steps.trial_journal import TrialJournal
 from ..weights.loader import Sink, load_weights
-from ..weights.reader import open_checkpoint
+from ..weights.open import open_checkpoint
 from .served import Served, how_served
 
 log = logging.getLogger(__name__)
