@@ -6,7 +6,9 @@ kernels there, so that the layers above can be tested without a GPU.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,11 +36,16 @@ class Queue(Protocol):
 
     device: torch.device
 
+    blas_workspace: int  # bytes that the device's library for products keeps
+
     def num_programs(self, head_dim: int) -> int:
         """Programs of decode attention that the device runs at once."""
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device can read and write while the host continues."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """All recordings together take at most so many bytes for temporary tensors."""
 
     def record(self, work: Work) -> Work:
         """Records `work` without running it; the returned work repeats it on the same memory in one launch. `work` must
@@ -74,6 +81,8 @@ class EagerMark:
 
 
 class EagerQueue:
+    blas_workspace = 0
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -82,6 +91,9 @@ class EagerQueue:
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
+
+    def reserve(self, num_bytes: int) -> None:
+        pass
 
     def record(self, work: Work) -> Work:
         return work
@@ -120,14 +132,21 @@ class CudaMark:
 
 class CudaQueue:
     """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
-    tensors allocated outside the pool."""
+    tensors allocated outside the pool.
+
+    The pool never gives memory back while a graph lives, and its blocks are merged only within what one cudaMalloc
+    gave. So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees
+    comes from it, in whichever order shapes are recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.blas_workspace = torch.backends.cuda.cublas_workspace_size()  # cuBLASLt uses the same
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self._pool = torch.cuda.graph_pool_handle()
+        self._reserved = 0  # bytes of the pool
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def num_programs(self, head_dim: int) -> int:
         # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
@@ -139,11 +158,33 @@ class CudaQueue:
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
+    def reserve(self, num_bytes: int) -> None:
+        self._reserved = max(self._reserved, num_bytes)
+
     def record(self, work: Work) -> Work:
+        """Unlike `torch.cuda.graph`, neither waits for the device nor gives back the allocator's free memory."""
+        is_first = not self._graphs
+        if is_first:  # torch refuses a pool all of whose graphs are gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            if is_first and self._reserved:
+                torch.empty(self._reserved, dtype=torch.uint8, device=self.device)
             work()
+        finally:
+            self._end(graph)
+        self._graphs.add(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Of a capture. Raises RuntimeError if CUDA refused something in it."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):  # else torch's allocator takes the capture as under way for ever
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            raise
 
     def send(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -6,6 +6,7 @@ while later steps run. Only draft tokens need the rows' ids on the host: a step 
 steps.
 """
 
+import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from ..steps.step_inputs import Samples, samples_of, states_of
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
-from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
+from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
 from .state import KINDS, RowState, has_penalties, write_opens
 
 _MAX_PART = 256  # tokens sampled at once: each takes 4 bytes of logits per vocabulary entry
@@ -51,8 +52,8 @@ class DeviceModel:
     queue: Queue
     kv_shape: KvShape
     weights: int  # bytes
-    workspace: int  # bytes: buffers already allocated, and the estimate for a step
-    graphs: int  # bytes that recorded steps may take
+    workspace: int  # bytes: buffers already allocated, and what torch's functions take in a step
+    graphs: int  # bytes that recorded steps take: the same again, and the graphs
     note: str  # for the operator
     head_major = True
 
@@ -120,13 +121,39 @@ def num_graphs(limits: Limits) -> int:
 
 
 def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
-    """Shapes to record, largest first, because smaller graphs then reuse the pool's memory. Decode steps come before
-    steps with prompts, which are rarer."""
-    decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
-    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
-    for size in reversed(decode_sizes(limits.part)):
+    """Shapes to record. Decode steps come before steps with prompts, which are rarer."""
+    _, prompt = _tile_rows(is_deterministic)
+    shapes = _decodes(decode_sizes(limits.rows), decode_sizes(limits.part), is_deterministic=is_deterministic)
+    mixed = (StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens)))
+    return [*shapes, *(shape for shape in mixed if shape.is_recorded)]
+
+
+def _decodes(passes: tuple[int, ...], samples: tuple[int, ...], *, is_deterministic: bool) -> list[Hashable]:
+    """Of steps without prompts, in these sizes of the pass and of the samples."""
+    decode, _ = _tile_rows(is_deterministic)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(passes)]
+    for size in reversed(samples):
         shapes += [(0, SampleShape(size, kind, False, False)) for kind in range(len(KINDS))]
-    return shapes + [StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens))]
+    return shapes
+
+
+def _tile_rows(is_deterministic: bool) -> tuple[int, int]:
+    """Of steps without and with prompts."""
+    return (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
+
+
+def _kinds(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
+    """Shapes that together launch every kernel. Which ones are launched depends on the number of tokens between powers
+    of two at most, and Triton compiles kernels for one token and for multiples of 16 by themselves."""
+    decode, prompt = _tile_rows(is_deterministic)
+    mixed, parts = mixed_sizes(limits.tokens), decode_sizes(limits.part)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in powers(decode_sizes(limits.rows))]
+    shapes += [StepShape(size, prompt) for size in reversed(powers(mixed))]  # smaller ones use the memory of larger ones
+    shapes += [] if is_deterministic else [StepShape(mixed[0], DRAFT_ROWS)]
+    for size in dict.fromkeys(at_least(parts, min(wanted, limits.part)) for wanted in (1, 2, 16)):
+        for kind in range(len(KINDS)):
+            shapes += [(0, SampleShape(size, kind, extra, extra)) for extra in (False, True)]
+    return shapes
 
 
 class DeviceSteps:
@@ -242,7 +269,10 @@ class DeviceSteps:
         prompt: dict[int, RowLogprobs] = {}
         vectors: dict[int, bytes] = {}
         if len(picked):
-            self._recordings.run(shape)
+            if shape.is_recorded:
+                self._recordings.run(shape)
+            else:
+                self._work(shape)()
             prompt = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._vocab_size)
             vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
         if self._fetched is not None:
@@ -271,17 +301,44 @@ class DeviceSteps:
 
     def forget_addresses(self) -> None:
         self._recordings.forget()
+        self._decoder.drop_scratch()
+
+    def restore(self) -> None:
+        self._decoder.restore_scratch()
+
+    def warm_up(self) -> dict[str, float]:
+        is_deterministic, num_ranks, limits = self._config.deterministic, self._decoder.num_ranks, self._limits
+        started = time.perf_counter()
+        self._send_empty()
+        for shape in _kinds(limits, is_deterministic=is_deterministic):
+            self._work(shape)()
+        self._queue.mark().wait()
+        compiled = time.perf_counter()
+        passes, samples = decode_sizes(limits.rows), decode_sizes(limits.part)
+        if num_ranks == 1:  # the other ones are recorded while it is idle
+            passes, samples = powers(passes), powers(samples)
+        for shape in _decodes(passes, samples, is_deterministic=is_deterministic):
+            self._recordings.record(shape)
+        self._queue.mark().wait()
+        num = self._recordings.num_recorded
+        left = "the others while idle" if num_ranks == 1 else "the others when they have come up three times"
+        graphs = f"{num} of {len(_planned(limits, is_deterministic=is_deterministic))} graphs, {left}"
+        return {"kernels": compiled - started, graphs: time.perf_counter() - compiled}
 
     def use_idle(self) -> bool:
         # The ranks of a group would have to be idle at the same time, so they record only shapes that run often.
         shape = self._recordings.next_shape() if self._decoder.num_ranks == 1 else None
         if shape is None:
             return False
+        self._send_empty()
+        self._recordings.record(shape)
+        return self._recordings.next_shape() is not None
+
+    def _send_empty(self) -> None:
+        """A step without rows, which any shape can run."""
         empty = np.zeros(0, np.int64)
         states = StateRows.of(self._cache.storage, [], [], []) if self._rows.has_states else None
         self._send(self._empty, empty, empty, empty, Samples(empty, empty, empty, empty), states)
-        self._recordings.record(shape)
-        return self._recordings.next_shape() is not None
 
     def _slot(self, size: int) -> _Slot:
         samples, width = self._limits.samples, 1 + MAX_BEST
@@ -300,7 +357,7 @@ class DeviceSteps:
 
         def sample() -> None:
             part = slice(first, first + samples.samples)
-            logits = self._decoder.logits(self._decoder.hidden(self._packet.sample_tokens[part]))
+            logits = self._decoder.sampled_logits(self._packet.sample_tokens[part])
             self._state.sample(logits, self._packet, first, samples)
 
         return sample
