@@ -139,9 +139,7 @@ class CachingAllocator:
                         pool.remove(block)
                         self.reserved -= self._segments.pop(block.segment)[0]
                         owner.num_segments -= 1
-        self._private = {
-            name: owner for name, owner in self._private.items() if owner.num_graphs or owner.num_segments
-        }
+        self._private = {name: owner for name, owner in self._private.items() if owner.num_graphs or owner.num_segments}
 
     def _segment(self, owner: PrivatePool, pool: Pool, size: int) -> Block:
         if self.reserved + size > self.capacity and self._capturing is None:

@@ -64,7 +64,7 @@ class Vocabulary:
     def _projected(self, hidden: Tensor) -> Tensor:
         return hidden if self._project is None else self._project.product(hidden, None)
 
+
 def _written(matrix: Matrix, x: Tensor, bias: Tensor | None, take: Take) -> Tensor:
     assert isinstance(matrix, reference.TorchMatrix)
     return matrix.product(x, bias, take((x.shape[0], matrix.weight.shape[0]), x.dtype))
-

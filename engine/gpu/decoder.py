@@ -71,7 +71,9 @@ class TritonDecoder:
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
         # What the last norm takes.
         self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
-        logits = aligned(limits.part * program.head.rows * dtype.itemsize) + aligned(limits.part * program.head.rows * 4)
+        logits = aligned(limits.part * program.head.rows * dtype.itemsize) + aligned(
+            limits.part * program.head.rows * 4
+        )
         projected = program.head_project.rows * dtype.itemsize if program.head_project is not None else 0
         hidden = aligned(limits.part * self._states.shape[1] * dtype.itemsize) + aligned(limits.part * projected)
         self._walk.allocate(least=hidden + logits)

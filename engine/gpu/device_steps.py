@@ -148,7 +148,9 @@ def _kinds(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
     decode, prompt = _tile_rows(is_deterministic)
     mixed, parts = mixed_sizes(limits.tokens), decode_sizes(limits.part)
     shapes: list[Hashable] = [StepShape(size, decode) for size in powers(decode_sizes(limits.rows))]
-    shapes += [StepShape(size, prompt) for size in reversed(powers(mixed))]  # smaller ones use the memory of larger ones
+    shapes += [
+        StepShape(size, prompt) for size in reversed(powers(mixed))
+    ]  # smaller ones use the memory of larger ones
     shapes += [] if is_deterministic else [StepShape(mixed[0], DRAFT_ROWS)]
     for size in dict.fromkeys(at_least(parts, min(wanted, limits.part)) for wanted in (1, 2, 16)):
         for kind in range(len(KINDS)):

@@ -14,7 +14,6 @@ from ...kernels.triton.product import product
 from ...kernels.triton.silu_mul import silu_mul
 from ...kernels.triton.small_product import MAX_ROWS, Workspace, small_product
 
-
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Memory of this shape for one launch (`Scratch.take`)."""
 

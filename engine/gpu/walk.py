@@ -114,7 +114,6 @@ class Walk:
     returned: int  # numbers per token of the registers that torch's functions return
 
 
-
 class Walker:
     """The kernels' arguments of one program. Sleep finds its tensors in attributes, not in functions."""
 

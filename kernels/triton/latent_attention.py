@@ -148,9 +148,7 @@ def attend_latent(
     write_latent(latent, key, pages, slots)
     by_head = query.view(len(query), heads, nope_dim + layer.rope_dim)
     query_rope, shape = by_head[..., nope_dim:], (len(query), heads, layer.keys.shape[2])
-    in_latents, attended = (
-        query.new_empty(shape) if take is None else take(shape, query.dtype) for _ in range(2)
-    )
+    in_latents, attended = (query.new_empty(shape) if take is None else take(shape, query.dtype) for _ in range(2))
     absorb(by_head[..., :nope_dim], layer.keys, in_latents)
     rows = min(len(block_table), len(query))
     decode_attention(

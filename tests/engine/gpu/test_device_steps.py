@@ -319,7 +319,10 @@ def test_kernels_are_compiled_and_decode_steps_recorded_before_the_first_plan(st
     kinds = {(shape.kind, shape.edits, shape.logprobs) for _, shape, _, _ in state.samples}
     assert kinds == {(kind, extra, extra) for kind in range(3) for extra in (False, True)}
     assert ours.num_recorded == queue.asked.count("record") == len((1, 2, 4, 8, 16, 32, 64, 100)) * 4
-    assert [*seconds] == ["kernels", f"32 of {len(decode_sizes(100)) * 4 + len(mixed_sizes(512))} graphs, the others while idle"]
+    assert [*seconds] == [
+        "kernels",
+        f"32 of {len(decode_sizes(100)) * 4 + len(mixed_sizes(512))} graphs, the others while idle",
+    ]
     queue.asked.clear()
     ours.launch(plan(0, [0, 1], [1, 1], open=[(0, 1, GREEDY), (1, 1, GREEDY)]))
     assert [asked for asked in queue.asked if asked == "replay"] == ["replay", "replay"], "the first step is recorded"
