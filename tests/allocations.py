@@ -43,11 +43,11 @@ class Trace:
         return most
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
-        self._live: dict[int, StorageWeakRef] = {}  # by number
+        self.live: dict[int, StorageWeakRef] = {}  # by number
         self._known: dict[int, int] = {}  # address of a storage → number
         self._num = 0
 
@@ -62,35 +62,33 @@ class _Tracker(TorchDispatchMode):
             if address in given or address in self._known or not num_bytes:
                 continue  # a view, or a result that was written to memory which was given
             self._known[address] = self._num
-            self._live[self._num] = StorageWeakRef(leaf.untyped_storage())
+            self.live[self._num] = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
             self._trace.events.append(Event(self._num, num_bytes))
             self._num += 1
         return found
 
     def sweep(self) -> None:
         """Notes the tensors that are freed by now."""
-        for number, reference in list(self._live.items()):
-            if reference.expired():
-                del self._live[number]
+        for number, reference in list(self.live.items()):
+            if reference.expired():  # type: ignore[no-untyped-call]
+                del self.live[number]
                 self._known = {address: known for address, known in self._known.items() if known != number}
                 self._trace.events.append(Event(number, 0))
 
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
-
 
 def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-def traced(name: object, work: Work) -> Trace:
+def traced(name: object, work: Work, *, may_keep: bool = False) -> Trace:
+    """may_keep: the work may keep tensors that it makes once. They are left out, as they stay beside the others."""
     trace = Trace(name)
     tracker = _Tracker(trace)
     with tracker:
         work()
     tracker.sweep()
-    assert not tracker.num_live, f"{name} keeps {tracker.num_live} tensors that it allocated"
+    assert may_keep or not tracker.live, f"{name} keeps {len(tracker.live)} tensors that it allocated"
+    trace.events = [event for event in trace.events if event.number not in tracker.live]
     return trace
 
 

@@ -45,7 +45,8 @@ class Queue(Protocol):
         """Host memory that the device can read and write while the host continues."""
 
     def reserve(self, num_bytes: int) -> None:
-        """All recordings together take at most so many bytes for temporary tensors."""
+        """Work takes at most so many bytes for temporary tensors, and so does all recorded work together. Reserves them
+        in one piece, so that it does not matter which work comes first. Raises torch.OutOfMemoryError."""
 
     def record(self, work: Work) -> Work:
         """Records `work` without running it; the returned work repeats it on the same memory in one launch. `work` must
@@ -134,9 +135,9 @@ class CudaQueue:
     """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
     tensors allocated outside the pool.
 
-    The pool never gives memory back while a graph lives, and its blocks are merged only within what one cudaMalloc
-    gave. So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees
-    comes from it, in whichever order shapes are recorded."""
+    The pool never gives memory back while a graph lives, and blocks are merged only within what one cudaMalloc gave.
+    So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees comes
+    from it, in whichever order shapes are recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -159,7 +160,13 @@ class CudaQueue:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def reserve(self, num_bytes: int) -> None:
-        self._reserved = max(self._reserved, num_bytes)
+        self._reserved = num_bytes
+        self._take_and_free()
+
+    def _take_and_free(self) -> None:
+        """Leaves the allocator, or the pool of the capture under way, with the reserved bytes in one free block."""
+        if self._reserved:
+            torch.empty(self._reserved, dtype=torch.uint8, device=self.device)
 
     def record(self, work: Work) -> Work:
         """Unlike `torch.cuda.graph`, neither waits for the device nor gives back the allocator's free memory."""
@@ -169,8 +176,8 @@ class CudaQueue:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            if is_first and self._reserved:
-                torch.empty(self._reserved, dtype=torch.uint8, device=self.device)
+            if is_first:
+                self._take_and_free()
             work()
         finally:
             self._end(graph)

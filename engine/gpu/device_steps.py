@@ -54,6 +54,7 @@ class DeviceModel:
     weights: int  # bytes
     workspace: int  # bytes: buffers already allocated, and what torch's functions take in a step
     graphs: int  # bytes that recorded steps take: the same again, and the graphs
+    temporary: int  # bytes that a step takes from the allocator for tensors of more than 1 MB
     note: str  # for the operator
     head_major = True
 
@@ -193,6 +194,8 @@ class DeviceSteps:
         self._pending: deque[_Pending] = deque()
         self._fetched: Mark | None = None
         self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+        self._temporary = model.temporary
+        queue.reserve(self._temporary)  # last, or what is kept would lie in it
 
     @property
     def num_pending(self) -> int:
@@ -307,6 +310,7 @@ class DeviceSteps:
 
     def restore(self) -> None:
         self._decoder.restore_scratch()
+        self._queue.reserve(self._temporary)
 
     def warm_up(self) -> dict[str, float]:
         is_deterministic, num_ranks, limits = self._config.deterministic, self._decoder.num_ranks, self._limits

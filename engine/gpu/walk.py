@@ -30,18 +30,26 @@ from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
 from ..models.description import Rope
 from ..models.program import (
+    Activate,
+    Args,
     Attend,
     AttendLatent,
+    Clip,
     Embed,
     GatedProduct,
+    Glu,
+    Heat,
     Layout,
     Matrix,
+    MeanSquares,
     Mixture,
+    Multiply,
     Normalize,
     Op,
     Product,
     Program,
     Rotate,
+    Scale,
     ScanDelta,
     View,
     placed,
@@ -58,7 +66,7 @@ from .weights import Loaded
 
 _LEAST_ROWS = 16  # of an attention tile
 _PLACE = 128  # numbers: a register's place per token is a multiple of it, so that pointers are aligned for any tokens
-_TORCH_COPIES = 6  # of its widest operand, that a function of torch takes at most, as some compute in float32
+_NORM_COPIES = 6  # some norms are computed in float32, in several steps
 
 
 class Registers(TorchRegisters):
@@ -240,7 +248,7 @@ class Walker:
     def finishing(self) -> int:
         """Bytes per token that `finish` takes from the allocator, estimated."""
         is_torch = self._last is not None and not is_rms_norm(self._last)
-        return _TORCH_COPIES * self.kept.width * self._dtype.itemsize if is_torch else 0
+        return _NORM_COPIES * self.kept.width * self._dtype.itemsize if is_torch else 0
 
     def _walk(self, parts: Sequence[Part], made: dict[tuple[Op, ...], Launch]) -> Walk:
         """made: the launches so far."""
@@ -305,8 +313,7 @@ class Walker:
         (op,) = part.ops
         if isinstance(op.args, Embed) and self._looks_up(op, op.args):
             return self._embed(op, op.args)
-        columns = max(sum(view.width for view in views) for views in (op.ins, op.outs))
-        self._leave_to_torch(_TORCH_COPIES * columns * self._dtype.itemsize)
+        self._leave_to_torch(_copies(op.args) * op.outs[0].width * self._dtype.itemsize)
         return lambda step: self.reference.run(op, step.registers, step.step)
 
     def _looks_up(self, op: Op, args: Embed) -> bool:
@@ -321,7 +328,12 @@ class Walker:
     def _embed(self, op: Op, args: Embed) -> Launch:
         (matrix,) = self.weights.matrices[args.table.key]
         assert isinstance(matrix, TorchMatrix)
-        return lambda step: torch.index_select(matrix.weight, 0, step.step.ids, out=step.registers.into(op.outs[0]))
+        weight = matrix.weight
+
+        def launch(step: Pass) -> None:
+            torch.index_select(weight, 0, step.step.ids, out=step.registers.into(op.outs[0]))
+
+        return launch
 
     def _mix(self, part: Part) -> Launch:
         (op,) = part.ops
@@ -496,6 +508,24 @@ class Walker:
                 head_dim=args.head_dim, window=args.reach.positions or None, device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
+
+
+def _copies(args: Args) -> int:
+    """How many tensors of its result's size and type a function of torch takes at most, besides the result."""
+    match args:
+        case Normalize() | MeanSquares():
+            return _NORM_COPIES
+        case Glu():
+            return 5 if args.act == "swiglu_clamped" or args.sparsity else 2 if args.gate_scale != 1.0 else 1
+        case Activate():
+            return 5 if args.weights is not None else 2 if args.act in ("quick_gelu", "relu2") else 0
+        case Scale() | Clip():
+            return 0
+        case Heat() | Multiply():
+            return 1
+        case Rotate():
+            return 2
+    return 3
 
 
 def _registers(part: Part) -> set[int]:

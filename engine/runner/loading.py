@@ -199,11 +199,10 @@ def _on_device(
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # What torch's functions take in a step is taken twice: once by steps that are not recorded, and once, in a pool of
     # their own, by all recorded ones together.
-    left = 0
+    temporary = left = 0
     if triton.left_to_torch:
-        reserved = -(-max(triton.left_to_torch, _LARGE) // _SEGMENT) * _SEGMENT
-        queue.reserve(reserved)
-        left = reserved + _SMALL_SEGMENTS * _SEGMENT
+        temporary = -(-max(triton.left_to_torch, _LARGE) // _SEGMENT) * _SEGMENT
+        left = temporary + _SMALL_SEGMENTS * _SEGMENT
     packet = size_of(limits) * 4
     return DeviceModel(
         decoder=triton,
@@ -214,6 +213,7 @@ def _on_device(
         weights=triton.weights,
         workspace=triton.nbytes + state.nbytes + packet + left + queue.blas_workspace,
         graphs=left + num_graphs(limits) * _GRAPH_BYTES,
+        temporary=temporary,
         note=served.note,
     )
 

@@ -184,6 +184,7 @@ class Runner:
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)
         if not isinstance(model, HostModel):
+            self._device.trim()  # loading leaves free blocks, which recorded steps could not use
             self._steps = model.steps(config, cache)
             return
         attention = model.backend.attention(cache)
@@ -205,7 +206,6 @@ class Runner:
         if self._is_warm:
             return
         self._is_warm = True
-        self._device.trim()  # loading leaves free blocks, which recorded steps could not use
         try:
             with torch.inference_mode():
                 self.timings |= self._opened().warm_up()
