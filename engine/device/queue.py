@@ -6,8 +6,8 @@ kernels there, so that the layers above can be tested without a GPU.
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -114,62 +114,90 @@ class EagerQueue:
         pass
 
 
-class CudaMark:
-    """A CUDA event. The host waits in a busy loop: a step is shorter than the time to wake a thread."""
+class Stream(Protocol):
+    """Work that runs in its order, as `torch.cuda.Stream`."""
 
-    def __init__(self) -> None:
-        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def wait_stream(self, stream: "Stream") -> None:
+        """Later work starts after all work that was launched on the other stream so far."""
 
-    def is_reached(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def ms_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, CudaMark)
-        return float(earlier.event.elapsed_time(self.event))
+    def wait_event(self, event: "Event") -> None:
+        """Later work starts after the event."""
 
 
-class CudaQueue:
-    """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
-    tensors allocated outside the pool.
+class Event(Protocol):
+    """A point in a stream, as `torch.cuda.Event`."""
 
-    The pool never gives memory back while a graph lives, and blocks are merged only within what one cudaMalloc gave.
-    So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees comes
-    from it, in whichever order shapes are recorded."""
+    def record(self, stream: Stream) -> None: ...
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.blas_workspace = torch.backends.cuda.cublas_workspace_size()  # cuBLASLt uses the same
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._stream)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._reserved = 0  # bytes of the pool
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+    def query(self) -> bool: ...
 
-    def num_programs(self, head_dim: int) -> int:
-        # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
-        properties = torch.cuda.get_device_properties(self.device)
-        held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
-        held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
-        return int(properties.multi_processor_count * held)
+    def synchronize(self) -> None: ...
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+    def elapsed_time(self, end_event: "Event") -> float:
+        """In milliseconds."""
+
+
+class Driver(Protocol):
+    """What `CudaQueue` takes from CUDA. In the tests, another driver runs work as late or as early as the order allows,
+    and finds accesses to memory that nothing orders."""
+
+    def stream(self) -> Stream: ...
+
+    def event(self) -> Event: ...
+
+    def use(self, stream: Stream) -> None:
+        """From now on this thread launches its work on the stream."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """While the context is open, this thread launches its work on the stream."""
+
+    def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory from which and to which the device copies while the host continues."""
+
+    def capture(self, work: Work, stream: Stream) -> Work:
+        """See `Queue.record`. All recordings share one pool of memory."""
 
     def reserve(self, num_bytes: int) -> None:
-        self._reserved = num_bytes
-        self._take_and_free()
+        """See `Queue.reserve`."""
 
-    def _take_and_free(self) -> None:
-        """Leaves the allocator, or the pool of the capture under way, with the reserved bytes in one free block."""
-        if self._reserved:
-            torch.empty(self._reserved, dtype=torch.uint8, device=self.device)
+    @property
+    def blas_workspace(self) -> int:
+        """See `Queue.blas_workspace`."""
 
-    def record(self, work: Work) -> Work:
-        """Unlike `torch.cuda.graph`, neither waits for the device nor gives back the allocator's free memory."""
+    def num_programs(self, head_dim: int) -> int:
+        """See `Queue.num_programs`."""
+
+
+class CudaDriver:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.blas_workspace = torch.backends.cuda.cublas_workspace_size()  # cuBLASLt uses the same
+        self._pool = torch.cuda.graph_pool_handle()
+        self._reserved = 0  # bytes
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def stream(self) -> Stream:
+        stream: Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return event
+
+    def use(self, stream: Stream) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
+        torch.cuda.set_stream(stream)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+    def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def capture(self, work: Work, stream: Stream) -> Work:
+        """Unlike `torch.cuda.graph`, neither waits for the device nor gives back the allocator's free memory. The
+        stream is the one that `use` has named."""
         is_first = not self._graphs
         if is_first:  # torch refuses a pool all of whose graphs are gone
             self._pool = torch.cuda.graph_pool_handle()
@@ -190,26 +218,93 @@ class CudaQueue:
             graph.capture_end()
         except RuntimeError:
             with suppress(RuntimeError):  # else torch's allocator takes the capture as under way for ever
-                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             raise
+
+    def reserve(self, num_bytes: int) -> None:
+        self._reserved = num_bytes
+        self._take_and_free()
+
+    def _take_and_free(self) -> None:
+        """Leaves the allocator, or the pool of the capture under way, with the reserved bytes in one free block."""
+        if self._reserved:
+            torch.empty(self._reserved, dtype=torch.uint8, device=self._device)
+
+    def num_programs(self, head_dim: int) -> int:
+        # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
+        properties = torch.cuda.get_device_properties(self._device)
+        held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
+        held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
+        return int(properties.multi_processor_count * held)
+
+
+class CudaMark:
+    """A CUDA event. The host waits in a busy loop: a step is shorter than the time to wake a thread."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def is_reached(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def ms_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        return earlier.event.elapsed_time(self.event)
+
+
+class CudaQueue:
+    """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
+    tensors allocated outside the pool.
+
+    The pool never gives memory back while a graph lives, and blocks are merged only within what one cudaMalloc gave.
+    So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees comes
+    from it, in whichever order shapes are recorded."""
+
+    def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
+        """driver: None stands for CUDA."""
+        self.device = device
+        self._driver: Driver = CudaDriver(device) if driver is None else driver
+        self._stream = self._driver.stream()
+        self._copies = self._driver.stream()
+        self._driver.use(self._stream)
+
+    def num_programs(self, head_dim: int) -> int:
+        return self._driver.num_programs(head_dim)
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self._driver.pinned(size, dtype)
+
+    @property
+    def blas_workspace(self) -> int:
+        return self._driver.blas_workspace
+
+    def reserve(self, num_bytes: int) -> None:
+        self._driver.reserve(num_bytes)
+
+    def record(self, work: Work) -> Work:
+        return self._driver.capture(work, self._stream)
 
     def send(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def fetch(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Mark:
         self._copies.wait_stream(self._stream)
-        with torch.cuda.stream(self._copies):
+        with self._driver.on(self._copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            mark = CudaMark()
-            mark.event.record(self._copies)
-        return mark
+        return self._mark(self._copies)
 
     def mark(self) -> Mark:
-        mark = CudaMark()
-        mark.event.record(self._stream)
-        return mark
+        return self._mark(self._stream)
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
         self._stream.wait_event(mark.event)
+
+    def _mark(self, stream: Stream) -> CudaMark:
+        mark = CudaMark(self._driver.event())
+        mark.event.record(stream)
+        return mark

@@ -6,7 +6,7 @@ A kind of operation that gets kernels gets an entry in `_makers` here, and leave
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -87,6 +87,14 @@ class Registers(TorchRegisters):
             self._tensors[view.register] = self._scratch.at(first, (tokens, self._widths[view.register]), dtype)
         return self.get(view)
 
+    def fill(self, values: Mapping[int, Tensor]) -> None:
+        """Writes whole registers, [tokens, width] each."""
+        for register, numbers in values.items():
+            if register == self._kept:
+                self._states.copy_(numbers)
+            else:
+                self._tensors[register] = numbers.clone()  # torch may compute it, so it may have no place
+
     def put(self, view: View, width: int, value: Tensor) -> None:
         if view.register != self._kept and view.width == width:
             super().put(view, width, value)
@@ -117,7 +125,7 @@ Launch = Callable[[Pass], None]
 class Walk:
     """The launches for steps of some sizes."""
 
-    launches: Sequence[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+    launches: Sequence[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
     places: Layout  # of the registers in the scratch
     returned: int  # numbers per token of the registers that torch's functions return
 
@@ -136,8 +144,10 @@ class Walker:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
         self._largest_group = largest_group(program)
@@ -159,13 +169,13 @@ class Walker:
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
-        many = parts_of(program)
+        many = parts_of(program, without=without)
         self._turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
             program, self.weights, max_len=max_len if self._turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
-        self.mixers = DeviceMixers(self.weights, loaded.device)
+        self.mixers = DeviceMixers(self.weights, loaded.device, without)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -184,7 +194,7 @@ class Walker:
         self.kept = program.result if self._last is None else self._last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
-        self._few = self._walk(parts_of(program, fuses=self._fuses), made)
+        self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -220,10 +230,30 @@ class Walker:
         places = self._of(len(states)).places
         return Registers(self._program.widths, self.kept.register, states, self.scratch, places)
 
+    def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
+        """The launches of a step of so many tokens."""
+        walk = self._of(tokens)
+        return [(part, self._alone(walk, launch, tokens)) for part, launch, _ in walk.launches]
+
+    def _alone(self, walk: Walk, launch: Launch, tokens: int) -> Launch:
+        def run(step: Pass) -> None:
+            self.scratch.begin(self._behind(walk, tokens))
+            launch(step)
+
+        return run
+
+    def _behind(self, walk: Walk, tokens: int) -> int:
+        """The byte of the scratch behind the registers."""
+        return walk.places.size * self._dtype.itemsize * tokens
+
+    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
+        """The module of the kernel that computes it for so many tokens; empty: torch does."""
+        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+
     def run(self, step: Pass, tokens: int) -> None:
         walk = self._of(tokens)
-        behind = walk.places.size * self._dtype.itemsize * tokens
-        for launch, unused in walk.launches:
+        behind = self._behind(walk, tokens)
+        for _, launch, unused in walk.launches:
             self.scratch.begin(behind)
             launch(step)
             for register in unused:
@@ -239,7 +269,7 @@ class Walker:
             return states
         assert isinstance(last.args, Normalize)
         norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last):
+        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
             return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
         rms_norm(states, weight, norm.eps, states)
         return states
@@ -261,7 +291,7 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        launches = [(made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        launches = [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
         in_scratch, returned = self._memory_of(parts)
         uses = [_registers(part) for part in parts]
         widths = [-(-width // _PLACE) * _PLACE for width in self._program.widths]
@@ -298,7 +328,7 @@ class Walker:
     def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool) -> DenseProduct:
         if is_gated:
             self.scratch.expect(self._limits.tokens * weight.shape[0] * self._dtype.itemsize)
-        return DenseProduct(weight, bias, self._small, self.scratch.take)
+        return DenseProduct(weight, bias, self._small, self.scratch.take, self._without)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None

@@ -1,20 +1,21 @@
-"""How `CudaQueue` records: with stand-ins for torch's CUDA, whose memory is that of the model of its allocator."""
+"""How `CudaDriver` records: with stand-ins for torch's CUDA, whose memory is that of the model of its allocator."""
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from allocations import traced
 from caching_allocator import CachingAllocator
 
-from pagewire.engine.device.queue import CudaQueue
+from pagewire.engine.device.queue import CudaDriver
 
 RESERVED = 12 << 20
 
 
 class Cuda:
-    """What of torch's CUDA the queue uses."""
+    """What of torch's CUDA the driver uses."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.allocator = allocator = CachingAllocator()
@@ -65,6 +66,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
+def record(driver: CudaDriver, work: Callable[[], None]) -> Callable[[], None]:
+    stream: Any = None  # the one that is used
+    return driver.capture(work, stream)
+
+
 def nothing() -> None:
     pass
 
@@ -75,37 +81,37 @@ def num_bytes(work: Callable[[], object]) -> list[int]:
 
 
 def test_recordings_share_a_pool_whose_memory_the_first_one_reserves(cuda: Cuda) -> None:
-    queue = CudaQueue(torch.device("cpu"))
-    assert num_bytes(lambda: queue.reserve(RESERVED)) == [RESERVED], "for work that is not recorded"
+    driver = CudaDriver(torch.device("cpu"))
+    assert num_bytes(lambda: driver.reserve(RESERVED)) == [RESERVED], "for work that is not recorded"
     kept = []
-    assert num_bytes(lambda: kept.append(queue.record(nothing))) == [RESERVED]
-    assert num_bytes(lambda: kept.append(queue.record(nothing))) == []
+    assert num_bytes(lambda: kept.append(record(driver, nothing))) == [RESERVED]
+    assert num_bytes(lambda: kept.append(record(driver, nothing))) == []
     assert len(set(cuda.pools)) == 1
 
 
 def test_a_new_pool_is_made_when_all_recordings_were_dropped(cuda: Cuda) -> None:
     """As before sleep: torch refuses a pool whose graphs are gone, if its memory was not given back yet."""
-    queue = CudaQueue(torch.device("cpu"))
-    queue.reserve(RESERVED)
-    kept = [queue.record(nothing), queue.record(nothing)]
+    driver = CudaDriver(torch.device("cpu"))
+    driver.reserve(RESERVED)
+    kept = [record(driver, nothing), record(driver, nothing)]
     kept.clear()
     gc.collect()
-    assert num_bytes(lambda: kept.append(queue.record(nothing))) == [RESERVED]
+    assert num_bytes(lambda: kept.append(record(driver, nothing))) == [RESERVED]
     assert cuda.pools[0] == cuda.pools[1] != cuda.pools[2]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_recording_that_fails_leaves_room_for_others(cuda: Cuda, breaks: bool) -> None:
     """Whether its own work raises, or CUDA refuses it at the end."""
-    queue = CudaQueue(torch.device("cpu"))
-    first = queue.record(nothing)
+    driver = CudaDriver(torch.device("cpu"))
+    first = record(driver, nothing)
 
     def fails() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     cuda.is_broken = breaks
     with pytest.raises(RuntimeError):
-        queue.record(nothing if breaks else fails)
+        record(driver, nothing if breaks else fails)
     cuda.is_broken = False
-    second = queue.record(nothing)
+    second = record(driver, nothing)
     assert len(set(cuda.pools)) == 1 and first != second

@@ -26,6 +26,7 @@ from pagewire.engine.gpu.shapes import StepShape
 from pagewire.engine.models.program import Program
 from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.runner import loading
+from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.runner.served import how_served
 from pagewire.engine.weights.loader import Sink
 
@@ -69,7 +70,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         served = how_served(config, read_spec(tmp_path), META, has_triton=True)
         assert served.executor == "Triton" and served.program is not None, served.why
         queue = TracingQueue(META)
-        model = loading._on_device(config, served, queue, Alone(), fill_of(served.program))
+        model = loading._on_device(config, Checked(served, config), queue, Alone(), fill_of(served.program))
         cache = KvCache(shape=model.kv_shape, num_pages=16, block_size=64, device=META, head_major=True)
         steps = model.steps(config, cache)
         return Loaded(model, steps, queue, cache, model.weights)
