@@ -36,7 +36,9 @@ class Queue(Protocol):
 
     device: torch.device
 
-    blas_workspace: int  # bytes that the device's library for products keeps
+    @property
+    def blas_workspace(self) -> int:
+        """Bytes that the device's library for products keeps."""
 
     def num_programs(self, head_dim: int) -> int:
         """Programs of decode attention that the device runs at once."""
