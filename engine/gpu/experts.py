@@ -10,6 +10,8 @@ from ..models.description import Router
 from ..models.program import Mixture
 from .weights import Loaded
 
+_COPIES = 5  # of an activation's operands, that torch takes at most beside the products
+
 
 class Experts:
     def __init__(self, args: Mixture, loaded: Loaded, workspace: MoeWorkspace) -> None:
@@ -46,6 +48,18 @@ class Experts:
             out, x, *weights, workspace, act=self._act, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias,
             is_weighted=router.on == "output",
         )  # fmt: skip
+
+    def left_to_torch(self, itemsize: int) -> int:
+        """Bytes per token that a call takes from the allocator, estimated: of the choice of experts, and of
+        activations that are computed beside the products."""
+        args, top_k = self._args, self._args.router.top_k
+        if self._is_plain:
+            return 0
+        chosen = 8 * 4 * args.gate_up.experts
+        inputs = top_k * args.gate_up.columns * itemsize if args.router.on == "input" else 0
+        if self._act is None:
+            return chosen + inputs
+        return inputs + max(chosen, top_k * (args.gate_up.rows + _COPIES * args.down.columns) * itemsize)
 
     def _activate(self, products: Tensor) -> Tensor:
         args = self._args
