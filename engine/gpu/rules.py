@@ -8,20 +8,29 @@ from typing import Literal
 
 from ..executors.mixers import MIXERS
 from ..models.program import (
+    Activate,
     Add,
     AllReduce,
     Args,
     Attend,
     AttendLatent,
+    Clip,
     Embed,
     GatedProduct,
+    Glu,
+    Heat,
+    MatchMagnitude,
     Matrix,
+    MixStreams,
     Mixture,
+    Multiply,
     Normalize,
     Op,
+    Positions,
     Product,
     Program,
     Rotate,
+    Scale,
     View,
 )
 
@@ -30,8 +39,8 @@ _MAX_GROUP = 16  # query heads per kv head that the kernels support
 _LONGEST = 5  # operations of a rule
 
 Kind = Literal[
-    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "latent", "mix", "sum",
-    "torch",
+    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "elementwise",
+    "rotate", "experts", "latent", "mix", "sum", "torch",
 ]  # fmt: skip
 
 
@@ -96,9 +105,7 @@ def in_torch(program: Program) -> tuple[Op, ...]:
     for op in program.ops:
         if why := _lacks(op.args):
             raise UnknownLayerError(f"the kernels {why}")
-    _, last = body_of(program)
     found = [op for part in parts_of(program) if part.kind == "torch" for op in part.ops]
-    found += [] if last is None or is_rms_norm(last) else [last]
     return tuple(op for op in found if not isinstance(op.args, Embed))
 
 
@@ -117,10 +124,18 @@ def kind_of(op: Op) -> Kind:
             return "attend"
         case Product() | GatedProduct():
             return "product"
-        case Normalize() if is_rms_norm(op):
+        case Normalize():
             return "norm"
         case Add() if op.args == Add():
             return "add"
+        case Rotate():
+            return "rotate"
+        case Glu() if op.args.ranks > 1 and op.args.sparsity:
+            return "torch"  # needs the gates of all ranks
+        case Activate() | Add() | Clip() | Glu() | Heat() | Multiply() | Positions() | Scale():
+            return "elementwise"
+        case MatchMagnitude() | MixStreams():
+            return "elementwise"
         case Mixture():
             return "experts"
         case AttendLatent():
@@ -128,6 +143,12 @@ def kind_of(op: Op) -> Kind:
         case AllReduce():
             return "sum"
     return "torch"
+
+
+def is_whole_norm(op: Op) -> bool:
+    """Over a whole view."""
+    args = op.args
+    return isinstance(args, Normalize) and args.norm.size == op.ins[0].width and len(op.ins) == 1
 
 
 def is_rms_norm(op: Op) -> bool:
@@ -150,10 +171,6 @@ def _lacks(args: Args) -> str:
             return f"have no latent attention of rank {args.rank} with rotated keys of {args.rope_dim} numbers"
         case Attend():
             return _lacks_attention(args)
-        case Mixture() if args.down.columns % 32 or args.down.rows % 32:
-            return "need experts whose sizes are multiples of 32"
-        case Mixture() if args.router.zero_experts:
-            return "have no experts that return their input"
     return ""
 
 
@@ -226,7 +243,7 @@ def _add_norm(facts: Facts, ops: Sequence[Op]) -> int:
     match ops:
         case [Op(args=Add()) as add, Op(args=Normalize()) as norm, *_] if add.args == Add():
             in_place = add.ins[:1] == add.outs == norm.ins != norm.outs and facts.is_whole(add.outs[0])
-            return 2 if in_place and is_rms_norm(norm) and not _norm_product(facts, ops[1:]) else 0
+            return 2 if in_place and is_whole_norm(norm) and not _norm_product(facts, ops[1:]) else 0
     return 0
 
 

@@ -6,6 +6,7 @@ A kind of operation that gets kernels gets an entry in `_makers` here, and leave
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import triton
@@ -17,10 +18,10 @@ from ...kernels.triton.extend_attention import extend_attention, tile_tokens
 from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
-from ...kernels.triton.rms_norm import rms_norm
+from ...kernels.triton.rms_norm import layer_norm, rms_norm
+from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
-from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
@@ -41,12 +42,13 @@ from ..models.program import (
     View,
 )
 from ..parallel.collectives import Group
+from .elementwise import run_of
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
-from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
+from .rules import Kind, Part, body_of, largest_group, parts_of
 from .weights import Loaded
 
 _LEAST_ROWS = 16  # of an attention tile
@@ -91,6 +93,14 @@ class Pass:
 
 Launch = Callable[[Pass], None]
 Walk = list[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+
+
+class _Norm(Protocol):
+    """x, out: [tokens, width], which may be the same. residual, mean_squares: see `rms_norm`."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None
+    ) -> None: ...
 
 
 class Walker:
@@ -143,14 +153,17 @@ class Walker:
             "norm": self._norm,
             "add norm": self._norm,
             "add": self._add,
+            "elementwise": self._elementwise,
+            "rotate": self._rotate,
             "experts": self._mixture,
             "latent": self._latent,
             "mix": self._mix,
             "sum": self._sum,
             "torch": self._torch,
         }
-        _, self._last = body_of(program)
-        self.kept = program.result if self._last is None else self._last.ins[0]
+        _, last = body_of(program)
+        self._last_norm = None if last is None else self._norm_run(last)
+        self.kept = program.result if last is None else last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
         self._few = self._walk(parts_of(program, fuses=self._fuses), made)
@@ -179,14 +192,8 @@ class Walker:
 
     def finish(self, states: Tensor) -> Tensor:
         """The last norm, of states [n, hidden] that `run` left in the register `kept`; it may overwrite them."""
-        last = self._last
-        if last is None:
-            return states
-        assert isinstance(last.args, Normalize)
-        norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last):
-            return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
-        rms_norm(states, weight, norm.eps, states)
+        if self._last_norm is not None:
+            self._last_norm(states, states)
         return states
 
     def _walk(self, parts: Sequence[Part], made: dict[tuple[Op, ...], Launch]) -> Walk:
@@ -247,15 +254,50 @@ class Walker:
 
     def _norm(self, part: Part) -> Launch:
         op = part.ops[-1]
-        weight, eps = self._norm_of(op)
+        run = self._norm_run(op)
         added = part.ops[0].ins[1] if part.kind == "add norm" else None
 
         def launch(step: Pass) -> None:
-            of, out = step.registers.get(op.ins[0]), step.registers.into(op.outs[0])
+            of, *mean = (step.registers.get(view) for view in op.ins)
+            out = step.registers.into(op.outs[0])
             if added is None:
-                rms_norm(of, weight, eps, out)
+                run(of, out, mean_squares=mean[0] if mean else None)
             else:
-                rms_norm(step.registers.get(added), weight, eps, out, residual=of)
+                run(step.registers.get(added), out, residual=of)
+
+        return launch
+
+    def _norm_run(self, op: Op) -> _Norm:
+        args = op.args
+        assert isinstance(args, Normalize)
+        norm, weight, bias = args.norm, self.weights.vector(args.weight), self.weights.vector(args.bias)
+
+        def run(x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None) -> None:
+            if norm.kind == "layer":
+                layer_norm(x, weight, bias, norm.eps, out, residual, size=norm.size)
+            else:
+                rms_norm(x, weight, norm.eps, out, residual, size=norm.size, mean_squares=mean_squares)
+
+        return run
+
+    def _elementwise(self, part: Part) -> Launch:
+        (op,) = part.ops
+        run = run_of(op, self.weights)
+
+        def launch(step: Pass) -> None:
+            run([step.registers.get(view) for view in op.ins], step.registers.into(op.outs[0]), step.step.positions)
+
+        return launch
+
+    def _rotate(self, part: Part) -> Launch:
+        (op,) = part.ops
+        args = op.args
+        assert isinstance(args, Rotate) and op.ins == op.outs, op
+        table = self._rotary_of(args.rope, args.rope.dims)
+
+        def launch(step: Pass) -> None:
+            x = step.registers.get(op.ins[0])
+            rotate(x, table, step.step.positions, heads=args.heads, first=args.first)
 
         return launch
 

@@ -153,9 +153,12 @@ def decode_attention(
 
 
 def stride_of_pages(k_pages: Tensor, v_pages: Tensor | None) -> int:
-    """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim]."""
+    """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim or value_dim]."""
     if v_pages is not None:
-        assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride(), (k_pages.shape, v_pages.shape)
+        assert k_pages.shape[:3] == v_pages.shape[:3] and k_pages.stride(0) == v_pages.stride(0), (
+            k_pages.shape, v_pages.shape, k_pages.stride(), v_pages.stride(),
+        )  # fmt: skip
+        assert v_pages[0].is_contiguous(), v_pages.stride()
     assert k_pages[0].is_contiguous(), k_pages.stride()
     return k_pages.stride(0)
 

@@ -97,9 +97,10 @@ def test_without_rules_every_operation_runs_by_itself(monkeypatch: pytest.Monkey
         ("llama", set()),
         ("qwen3", set()),
         ("mixtral", set()),
-        ("gemma2", {"Glu"}),
-        ("gpt_neox", {"Normalize", "Activate"}),
-        ("granite", {"Add"}),
+        ("gemma2", set()),
+        ("gpt_neox", set()),
+        ("granite", set()),
+        ("qwen3_moe", set()),
     ],
 )
 def test_torch_computes_what_the_kernels_lack(kind: str, names: set[str]) -> None:
@@ -121,12 +122,6 @@ def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, 
         in_torch(changed(lower(llama()), **fields))
 
 
-@pytest.mark.parametrize(("kind", "why"), [("qwen3_moe", "experts whose sizes are multiples of 32")])
-def test_other_programs_that_the_kernels_lack(kind: str, why: str) -> None:
-    with pytest.raises(UnknownLayerError, match=why):
-        in_torch(of_kind(kind))
-
-
 def with_latents(rank: int, rope_dim: int) -> Program:
     """Llama with latent attention of 20 heads."""
     program = lower(llama())
@@ -142,7 +137,7 @@ def with_latents(rank: int, rope_dim: int) -> Program:
 @pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (32, 16)])
 def test_latents_are_attended_as_one_group_of_all_heads(rank: int, rope_dim: int) -> None:
     program = with_latents(rank, rope_dim)
-    assert {type(op.args).__name__ for op in in_torch(program)} == {"Rotate"}
+    assert in_torch(program) == ()
     assert "latent" in {part.kind for part in parts_of(program)}
     assert largest_group(program) == 20
 
