@@ -131,7 +131,8 @@ class Walker:
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
         shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
         self._small = workspace_small_product(shapes, loaded.device)
-        self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
+        by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
+        self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
