@@ -132,7 +132,10 @@ class CudaQueue:
     def num_programs(self, head_dim: int) -> int:
         # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
         properties = torch.cuda.get_device_properties(self.device)
-        held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
+        if head_dim > 256:  # of latent attention: two programs do not fit into the registers
+            held = 1
+        else:
+            held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
         held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
         return int(properties.multi_processor_count * held)
 

@@ -31,6 +31,7 @@ from ..steps.pooling import RowPooler
 from ..steps.rows import Rows
 from ..steps.sampled import Sampled, take_in
 from ..steps.step_inputs import Samples, samples_of, states_of
+from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
@@ -54,6 +55,7 @@ class DeviceModel:
     workspace: int  # bytes: buffers already allocated, and the estimate for a step
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
+    attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
@@ -163,7 +165,9 @@ class DeviceSteps:
         self._empty, self._free = slots[0].packet, deque(slots[1:])
         self._pending: deque[_Pending] = deque()
         self._fetched: Mark | None = None
-        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+        self._attention = model.attention
+        planned = _planned(limits, is_deterministic=config.deterministic)
+        self._recordings = Recordings(queue, self._work, [shape for shape in planned if not self._is_unrecorded(shape)])
 
     @property
     def num_pending(self) -> int:
@@ -242,7 +246,7 @@ class DeviceSteps:
         prompt: dict[int, RowLogprobs] = {}
         vectors: dict[int, bytes] = {}
         if len(picked):
-            self._recordings.run(shape)
+            self._run(shape, picked, counts, starts)
             prompt = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._vocab_size)
             vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
         if self._fetched is not None:
@@ -304,6 +308,28 @@ class DeviceSteps:
             self._state.sample(logits, self._packet, first, samples)
 
         return sample
+
+    def _run(
+        self, shape: StepShape, picked: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> None:
+        """Runs the pass through the model. The arrays are those of `_fill`."""
+        if self._attention is None or not self._is_unrecorded(shape):
+            self._recordings.run(shape)
+            return
+        rows = HostRows(
+            num_decode=int(np.count_nonzero(counts == 1)),
+            query_lens=counts,
+            context_lens=starts + counts,
+            tables=self._rows.tables[:, picked],
+        )
+        with self._attention.step(rows):
+            self._work(shape)()
+
+    def _is_unrecorded(self, shape: Hashable) -> bool:
+        """Whether the attention of such steps is planned on the host."""
+        if self._attention is None or not isinstance(shape, StepShape):
+            return False
+        return self._attention.serves(has_prompts=shape.tile_rows == PROMPT_ROWS)
 
     def _draft(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
         draft_tokens = draft(self._rows, speculative, plan.speculate, plan.break_even)
@@ -368,9 +394,8 @@ class DeviceSteps:
         lens = counts.copy()
         lens[:num_decode] = 0
         work = extend_work(lens, starts + counts, tile_tokens(self._decoder.group, tile_rows))
-        work[:, 1] += num_decode
+        work[1:, 1] += num_decode
         packet.tiles[: len(work)] = work
-        packet.tiles[len(work) :, 2] = 0
         sizes = self._decode_sizes if most == 1 else self._mixed_sizes
         return StepShape(at_least(sizes, total), tile_rows), num_step
 

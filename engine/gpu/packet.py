@@ -43,7 +43,7 @@ class Packet:
     masks: Tensor  # index into the state's masks; -1: all tokens are allowed
     asking: Tensor  # samples of the part whose log-probabilities are wanted; -1: none
     decode_lens: Tensor  # [rows] keys of the rows with one token, which come first; 0 for all others
-    tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
+    tiles: Tensor  # [1 + tiles, 4], see `extend_attention.extend_work`
     opens: Tensor  # [rows, OPEN_FIELDS]
     step: Tensor  # see `prepare_step.py`
     states: Tensor | None  # its part from which the table of states is found, see `scans.py`; None: there are no states
@@ -62,7 +62,7 @@ def _sizes(limits: Limits) -> list[int]:
     step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=new_blocks, tables=limits.tables)
     if limits.state_pages:
         step += states_size(rows=limits.rows, tokens=limits.tokens, pages=limits.state_pages)
-    sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
+    sizes = [limits.samples] * 6 + [limits.rows, 4 * (1 + limits.tiles), OPEN_FIELDS * limits.rows]
     # Every section starts at a multiple of 16 bytes, as kernels' pointers must.
     return [-(-size // 4) * 4 for size in sizes] + [step]
 
