@@ -34,8 +34,7 @@ from ..models.program import (
     View,
 )
 
-_DIMS = (16, 32, 64, 128, 256)  # head dimensions that the kernels support
-_MAX_GROUP = 16  # query heads per kv head that the kernels support
+_MAX_DIM = 512  # numbers of a head whose tile fits into the shared memory of every GPU
 _LONGEST = 5  # operations of a rule
 
 Kind = Literal[
@@ -180,15 +179,10 @@ def _is_power(size: int) -> bool:
 
 
 def _lacks_attention(args: Attend) -> str:
-    if args.head_dim not in _DIMS:
-        return f"do not support a head dimension of {args.head_dim}"
-    if args.value_dim != args.head_dim:
-        return f"do not support values of {args.value_dim} numbers beside keys of {args.head_dim}"
-    if args.heads // args.kv_heads > _MAX_GROUP:
-        return f"support at most {_MAX_GROUP} query heads per key/value head"
-    if args.alibi is not None:
-        return "have no attention with ALiBi"
-    return "have no chunked attention" if args.reach.kind == "chunk" else ""
+    for what, dim in (("keys", args.head_dim), ("values", args.value_dim)):
+        if dim % 2 or dim > _MAX_DIM:
+            return f"have no attention with {what} of {dim} numbers"
+    return ""
 
 
 # The rules: how many of the next operations run together as this kind; 0: the rule does not apply.

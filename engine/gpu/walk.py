@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ...kernels.reference import TorchMatrix
-from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
+from ...kernels.triton.decode_attention import DecodeWorkspace, Slopes, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
 from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
@@ -27,7 +27,7 @@ from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
-from ..models.description import Rope
+from ..models.description import Alibi, Reach, Rope
 from ..models.program import (
     Attend,
     AttendLatent,
@@ -42,8 +42,8 @@ from ..models.program import (
     View,
 )
 from ..parallel.collectives import Group
-from .elementwise import run_of
 from .attention import HostAttention
+from .elementwise import run_of
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
@@ -139,7 +139,8 @@ class Walker:
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
-        self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
+        self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
+        self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
         many = parts_of(program)
@@ -180,7 +181,7 @@ class Walker:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        kept = [self._zeros, *self._rotary.values(), *self._small]
+        kept = [self._zeros, *self._rotary.values(), *self._slopes.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
         backend = 0 if self._attention is None else self._attention.backend.nbytes
@@ -358,14 +359,14 @@ class Walker:
         workspace = None if self._is_deterministic else self._decode_of(args)
         sinks, window, softcap = self.weights.vector(args.sinks), args.reach.positions or None, args.softcap or None
         num_programs = self._num_programs(args.head_dim)
-        heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
+        group, is_chunked, slopes = args.heads // args.kv_heads, args.reach.kind == "chunk", self._slopes_of(args)
         joined = _joined(op.ins)
         other = self._attention if self._attention is not None and self._attention.takes(args) else None
         parameters = self.reference.attention(args)
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
-            query = step.registers.get(op.ins[0]).view(-1, *heads)
+            query = step.registers.get(op.ins[0]).view(-1, args.heads, args.head_dim)
             if len(op.ins) > 1:
                 query = query.new_empty(query.shape)
                 if joined is None:
@@ -377,21 +378,21 @@ class Walker:
                     states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
-            tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
+            tables, attended = step.tables[table], step.registers.into(out).view(-1, args.heads, args.value_dim)
             now = other if other is not None and other.rows is not None else None
             if workspace is not None and (now is None or not now.backend.decodes):
                 rows = len(tables)
                 decode_attention(
                     attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale,
-                    softcap=softcap, sinks=sinks,
+                    softcap=softcap, sinks=sinks, slopes=slopes,
                 )  # fmt: skip
             if now is not None:
                 now.attend(attended, query, args.tile, parameters)
             elif step.tiles is not None:
                 extend_attention(
                     attended, query, k_pages, v_pages, tables, step.context_lens, step.tiles, scale=args.scale,
-                    num_programs=num_programs, window=window, softcap=softcap, sinks=sinks,
-                    tile_rows=self._tile_rows(group, step.tile_rows),
+                    num_programs=num_programs, window=window, is_chunked=is_chunked, softcap=softcap, sinks=sinks,
+                    slopes=slopes, tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
 
         return launch
@@ -403,7 +404,7 @@ class Walker:
         keys, values = (self._loaded.values(each).view(args.heads, -1, args.rank) for each in (args.keys, args.values))
         layer = LatentLayer(keys=keys, values=values, rope_dim=args.rope_dim, scale=args.scale)
         self._latents.append(layer)
-        key = 0, args.heads, 1, args.rank
+        key = Reach(), args.heads, 1, args.rank
         if key not in self._decode:
             self._decode[key] = layer.workspace(
                 rows=self._limits.rows, max_context=self._max_len, num_programs=self._num_programs(args.rank)
@@ -438,14 +439,24 @@ class Walker:
         return self._rotary[key]
 
     def _decode_of(self, args: Attend) -> DecodeWorkspace:
-        key = args.reach.positions, args.heads, args.kv_heads, args.head_dim
+        key = args.reach, args.heads, args.kv_heads, args.value_dim
         if key not in self._decode:
             self._decode[key] = workspace_decode(
                 rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, num_programs=self._num_programs(args.head_dim),
-                window=args.reach.positions or None, device=self._loaded.device,
+                head_dim=args.value_dim, num_programs=self._num_programs(args.head_dim),
+                window=args.reach.positions or None, is_chunked=args.reach.kind == "chunk", device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
+
+    def _slopes_of(self, args: Attend) -> Slopes | None:
+        """Of ALiBi."""
+        alibi = args.alibi
+        if alibi is None:
+            return None
+        if alibi not in self._slopes:
+            values = torch.tensor(alibi.slopes, device=self._loaded.device)
+            self._slopes[alibi] = values.bfloat16().float() if alibi.is_rounded else values
+        return Slopes(self._slopes[alibi], args.scale if alibi.before_scale else 1.0, alibi.is_rounded)
 
 
 def _joined(views: tuple[View, ...]) -> View | None:

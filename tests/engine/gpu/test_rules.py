@@ -108,13 +108,26 @@ def test_torch_computes_what_the_kernels_lack(kind: str, names: set[str]) -> Non
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 24, "value_dim": 24},
+        {"value_dim": 32},
+        {"heads": 34},
+        {"alibi": Alibi((1.0,))},
+        {"reach": Reach("chunk", 64)},
+        {"head_dim": 512, "value_dim": 512},
+    ],
+    ids=str,
+)
+def test_attention_of_any_even_size_and_reach_has_kernels(fields: dict[str, object]) -> None:
+    assert in_torch(changed(lower(llama()), **fields)) == ()
+
+
+@pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"head_dim": 24, "value_dim": 24}, "do not support a head dimension of 24"),
-        ({"value_dim": 32}, "values of 32 numbers beside keys of 16"),
-        ({"heads": 34}, "at most 16 query heads"),
-        ({"alibi": Alibi((1.0,))}, "no attention with ALiBi"),
-        ({"reach": Reach("chunk", 64)}, "no chunked attention"),
+        ({"head_dim": 25, "value_dim": 25}, "no attention with keys of 25 numbers"),
+        ({"value_dim": 514}, "no attention with values of 514 numbers"),
     ],
 )
 def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, object], why: str) -> None:

@@ -21,7 +21,8 @@ SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # sin
 WINDOW = {"sliding_window": 24, "num_hidden_layers": 2}
 NARROW = {"moe_intermediate_size": 32, "num_hidden_layers": 2}
 
-QUICK = ("Gemma4TextConfig", "GptOssConfig", "GPTNeoXConfig", "DeepseekV3Config")  # together all kinds of operations
+# Together most kinds of operations.
+QUICK = ("Gemma4TextConfig", "GptOssConfig", "GPTNeoXConfig", "DeepseekV3Config", "MiMoV2FlashConfig")
 # Each with what torch computes.
 FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
     (("Gemma2Config", {**WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}), ()),
@@ -106,6 +107,42 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
                 "hidden_size_per_layer_input": 8,
                 "vocab_size_per_layer_input": checkpoints.VOCAB_SIZE,
                 "laurel_rank": 8,
+            },
+        ),
+        (),
+    ),
+    (
+        (
+            "Llama4TextConfig",
+            {
+                "num_hidden_layers": 2,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "intermediate_size_mlp": 80,
+                "attention_chunk_size": 16,
+                "no_rope_layer_interval": 2,
+                "floor_scale": 8,
+            },
+        ),
+        (),
+    ),
+    (
+        ("FalconConfig", {"num_hidden_layers": 1, "alibi": True, "multi_query": False, "bias": True}),
+        (),
+    ),
+    (("FalconConfig", {"num_hidden_layers": 1, "num_attention_heads": 20, "hidden_size": 160}), ()),  # a group of 20
+    (("MptConfig", {"d_model": 96, "n_heads": 4, "n_layers": 1}), ()),
+    (
+        (
+            "MiMoV2FlashConfig",
+            {
+                **WINDOW,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "head_dim": 48,
+                "v_head_dim": 32,
+                "num_key_value_heads": 1,
             },
         ),
         (),
