@@ -4,7 +4,7 @@ kernels. A step calls them in order, and a recorded graph records them.
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from ...kernels.triton.rms_norm import layer_norm, rms_norm
 from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
+from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
@@ -70,6 +71,11 @@ class Registers(TorchRegisters):
             self._tensors[view.register] = self._states.new_empty((len(self._states), self._widths[view.register]))
         return self.get(view)
 
+    def fill(self, values: Mapping[int, Tensor]) -> None:
+        """Writes whole registers, [tokens, width] each."""
+        for register, numbers in values.items():
+            self.into(View(register, 0, self._widths[register])).copy_(numbers)
+
     def put(self, view: View, width: int, value: Tensor) -> None:
         if view.register == self._kept:
             self.get(view).copy_(value)
@@ -93,7 +99,7 @@ class Pass:
 
 
 Launch = Callable[[Pass], None]
-Walk = list[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+Walk = list[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
 
 
 class _Norm(Protocol):
@@ -118,9 +124,11 @@ class Walker:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
-        attention: HostAttention | None,
+        without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
         self._attention, self._is_deterministic = attention, is_deterministic
@@ -143,13 +151,13 @@ class Walker:
         self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
-        many = parts_of(program)
+        many = parts_of(program, without=without)
         turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
-        self.mixers = DeviceMixers(self.weights, loaded.device)
+        self.mixers = DeviceMixers(self.weights, loaded.device, without)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -171,7 +179,7 @@ class Walker:
         self.kept = program.result if last is None else last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
-        self._few = self._walk(parts_of(program, fuses=self._fuses), made)
+        self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -189,8 +197,16 @@ class Walker:
         tables = self.reference.rotary.values()
         return planned + sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
 
+    def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
+        """The launches of a step of so many tokens."""
+        return [(part, launch) for part, launch, _ in self._of(tokens)]
+
+    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
+        """The module of the kernel that computes it for so many tokens; empty: torch does."""
+        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+
     def run(self, step: Pass, tokens: int) -> None:
-        for launch, unused in self._few if tokens <= MAX_ROWS else self._many:
+        for _, launch, unused in self._of(tokens):
             launch(step)
             for register in unused:
                 step.registers.drop(register)
@@ -212,7 +228,10 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        return [(made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        return [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+
+    def _of(self, tokens: int) -> Walk:
+        return self._few if tokens <= MAX_ROWS else self._many
 
     def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
@@ -222,7 +241,9 @@ class Walker:
         if not isinstance(weight, Tensor):
             return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
         weight = interleave(weight) if is_gated else weight
-        return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, self._small)
+        if is_deterministic:
+            return InvariantProduct(weight, bias)
+        return DenseProduct(weight, bias, self._small, self._without)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None
@@ -278,7 +299,9 @@ class Walker:
         norm, weight, bias = args.norm, self.weights.vector(args.weight), self.weights.vector(args.bias)
 
         def run(x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None) -> None:
-            if norm.kind == "layer":
+            if "rms_norm" in self._without:  # of the last norm, which is no part of the walk
+                out.copy_(normalize(x, norm.size, norm.kind, norm.eps, weight, bias))
+            elif norm.kind == "layer":
                 layer_norm(x, weight, bias, norm.eps, out, residual, size=norm.size)
             else:
                 rms_norm(x, weight, norm.eps, out, residual, size=norm.size, mean_squares=mean_squares)

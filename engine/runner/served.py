@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from ...config.config import EngineConfig
+from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
@@ -44,7 +45,8 @@ from ..models.program import (
     Rotate,
 )
 from ..weights.loader import Found, check_weights
-from ..weights.reader import CheckpointReader, open_checkpoint
+from ..weights.open import open_checkpoint
+from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .memory import size
 
@@ -122,9 +124,17 @@ class Served:
 
 
 def how_served(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, *, has_triton: bool, rank: int = 0
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    has_triton: bool,
+    rank: int = 0,
+    capability: int | None = None,
+    failed: str = "",
 ) -> Served:
-    """has_triton: the device runs the Triton kernels. Raises ConfigError and CheckpointError for a checkpoint that is
+    """has_triton: the device runs the Triton kernels. capability: of a GPU, 90 for 9.0; None: unknown. failed: why the
+    Triton kernels cannot be used after all. Raises ConfigError and CheckpointError for a checkpoint that is
     not served."""
     check_options(
         spec,
@@ -143,10 +153,11 @@ def how_served(
             spec=spec, executor="encoder", backend=None, dtype=dtype, program=None, kv_shape=no_kv(dtype), found=None,
             is_kept=False,
         )  # fmt: skip
-    why = _why_not_triton(config, spec) if has_triton else None
+    why = _too_old(capability) or _why_not_triton(config, spec) or failed or None if has_triton else None
     is_triton = has_triton and why is None
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
+        check_fp8(config.kv_cache_dtype, capability)
         backend = Backend.reference(dtype)
     elif config.attention_backend not in ("auto", "torch"):
         reason = why or "the device is no GPU"
@@ -201,7 +212,7 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
     if config.load_format == "dummy":
         return None
     assert spec.decoder is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
@@ -301,6 +312,14 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size))
+
+
+def _too_old(capability: int | None) -> str:
+    """Why a GPU does not run the Triton kernels."""
+    if capability is None or capability >= LEAST_CAPABILITY:
+        return ""
+    needed, found = show_capability(LEAST_CAPABILITY), show_capability(capability)
+    return f"they need compute capability {needed}, and this GPU has {found}"
 
 
 def lacks_in_triton(program: Program) -> str | None:

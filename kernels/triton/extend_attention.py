@@ -34,6 +34,7 @@ from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, pages_shap
 
 TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
 _QUERY_BYTES = 32 << 10  # of the queries of a program
+_LOOPING_DIM = 128  # wider heads leave no registers for a loop over tiles
 _FIELDS = tl.constexpr(4)  # per tile, see `extend_work`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -107,8 +108,9 @@ def extend_attention(
     options = _options(layout, tile_rows, query.element_size())
     parts = triton.cdiv((per_tile or tile_tokens(group, tile_rows)) * group, options["TILE_ROWS"])
     score_scale, cap = score_factors(scale * k_scale, softcap)
-    most = max(1, (work.shape[0] - 1) * layout["KV_HEADS"] * parts)
-    _extend_kernel[(min(num_programs, most),)](
+    units = max(1, (work.shape[0] - 1) * layout["KV_HEADS"] * parts)
+    loops = max(layout["DIM_BLOCK"], layout["VALUE_BLOCK"]) <= _LOOPING_DIM and query_rope is None
+    _extend_kernel[(min(num_programs, units) if loops else units,)](
         out,
         query,
         query_rope,
@@ -132,6 +134,7 @@ def extend_attention(
         PARTS=parts,
         IS_CHUNKED=is_chunked,
         ROUNDS_SLOPES=slopes is not None and slopes.is_rounded,
+        LOOPS=loops,
         **layout,
         **options,
     )
@@ -207,6 +210,120 @@ def _add_tiles(
     return acc, most, total
 
 
+@triton.jit
+def _add_unit(
+    unit,
+    end_unit,
+    out,
+    query,
+    query_rope,
+    k_pages,
+    v_pages,
+    block_table,
+    context_lens,
+    work,
+    sinks,
+    slopes,
+    slope_scale,
+    score_scale,
+    cap,
+    v_scale,
+    window,
+    out_stride,
+    query_stride,
+    rope_stride,
+    table_stride,
+    page_stride,
+    PARTS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Attention of one part of a kv head of a tile; of none, if there is no such unit. The parts of a tile are
+    neighbours, and so are their pages in memory."""
+    part = unit % PARTS
+    kv_head = unit // PARTS % KV_HEADS
+    fields = work + (1 + unit // (PARTS * KV_HEADS)) * _FIELDS
+    number = tl.load(fields + 2, mask=unit < end_unit, other=0)
+    before = part * TILE_ROWS // GROUP  # tokens of the tile before the first of this part
+    if before < number:
+        row = tl.load(fields)
+        token = tl.load(fields + 1)
+        context = tl.load(context_lens + row)
+        begin = context - tl.load(fields + 3)  # position of the tile's first token
+        start = begin + before
+        stop = begin + tl.minimum(number, (part * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
+
+        pair = part * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        of_tile = pair // GROUP
+        head = kv_head * GROUP + pair % GROUP
+        real = of_tile < number
+        position = begin + of_tile
+        of_token = (token + of_tile)[:, None]
+        in_query = of_token * query_stride + head[:, None] * HEAD_DIM
+        q = load_rows(query, in_query, tl.arange(0, DIM_BLOCK)[None, :], real, HEAD_DIM, DIM_BLOCK)
+        if k_pages.dtype.element_ty.is_fp8():
+            q = q.to(tl.float16)
+        q_rope = None
+        if query_rope is not None:
+            in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
+            in_rope += of_token * rope_stride
+            q_rope = tl.load(query_rope + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head, mask=real, other=0.0)[:, None]
+        most = tl.full([TILE_ROWS], -1e30, tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        if sinks is not None:
+            most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
+            total = tl.full([TILE_ROWS], 1.0, tl.float32)
+        acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
+
+        table = block_table + row * table_stride
+        # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends
+        # earlier. The maxima with 0 are for rows whose context is 0.
+        full = tl.maximum(start + 1, 0) // KEYS
+        last = tl.cdiv(tl.maximum(stop, 0), KEYS)
+        opened = 0
+        if window is not None:
+            first = first_seen(start, window, IS_CHUNKED) // KEYS
+            opened = tl.minimum(tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), KEYS), full)
+            acc, most, total = _add_tiles(
+                acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop,
+                window, slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+                ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
+            )  # fmt: skip
+        acc, most, total = _add_tiles(
+            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
+            slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+            ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, False,
+        )  # fmt: skip
+        acc, most, total = _add_tiles(
+            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
+            slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+            ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
+        )  # fmt: skip
+
+        result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+        stored = real[:, None]
+        if VALUE_BLOCK > VALUE_DIM:
+            stored = stored & (value_dims < VALUE_DIM)
+        target = out + of_token * out_stride + head[:, None] * VALUE_DIM + value_dims
+        tl.store(target, result.to(out.dtype.element_ty), mask=stored)
+
+
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def _extend_kernel(
     out,
@@ -244,86 +361,30 @@ def _extend_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    LOOPS: tl.constexpr,
 ):
-    """The programs take the parts of the kv heads of the tiles in turn, and in every second round in reverse order: so
-    the program that got the longest part of a round gets the shortest of the next. The parts of a tile are neighbours,
-    and so are their pages in memory."""
+    """LOOPS: the programs take the units in turn, and in every second round in reverse order, so the program that got
+    the longest of a round gets the shortest of the next. Otherwise there is a program for each unit that may be."""
     programs = tl.num_programs(0)
     end_unit = tl.load(work) * (KV_HEADS * PARTS)
-    for round_begin in range(0, end_unit, programs):
-        unit = round_begin + tl.program_id(0)
-        if (round_begin // programs) % 2 == 1:
-            unit = round_begin + programs - 1 - tl.program_id(0)
-        part = unit % PARTS
-        kv_head = unit // PARTS % KV_HEADS
-        fields = work + (1 + unit // (PARTS * KV_HEADS)) * _FIELDS
-        number = tl.load(fields + 2, mask=unit < end_unit, other=0)
-        before = part * TILE_ROWS // GROUP  # tokens of the tile before the first of this part
-        if before < number:
-            row = tl.load(fields)
-            token = tl.load(fields + 1)
-            context = tl.load(context_lens + row)
-            begin = context - tl.load(fields + 3)  # position of the tile's first token
-            start = begin + before
-            stop = begin + tl.minimum(number, (part * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
-
-            pair = part * TILE_ROWS + tl.arange(0, TILE_ROWS)
-            of_tile = pair // GROUP
-            head = kv_head * GROUP + pair % GROUP
-            real = of_tile < number
-            position = begin + of_tile
-            of_token = (token + of_tile)[:, None]
-            in_query = of_token * query_stride + head[:, None] * HEAD_DIM
-            q = load_rows(query, in_query, tl.arange(0, DIM_BLOCK)[None, :], real, HEAD_DIM, DIM_BLOCK)
-            if k_pages.dtype.element_ty.is_fp8():
-                q = q.to(tl.float16)
-            q_rope = None
-            if query_rope is not None:
-                in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
-                in_rope += of_token * rope_stride
-                q_rope = tl.load(query_rope + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
-            slope = None
-            if slopes is not None:
-                slope = tl.load(slopes + head, mask=real, other=0.0)[:, None]
-            most = tl.full([TILE_ROWS], -1e30, tl.float32)
-            total = tl.zeros([TILE_ROWS], tl.float32)
-            if sinks is not None:
-                most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
-                total = tl.full([TILE_ROWS], 1.0, tl.float32)
-            acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
-
-            table = block_table + row * table_stride
-            # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends
-            # earlier. The maxima with 0 are for rows whose context is 0.
-            full = tl.maximum(start + 1, 0) // KEYS
-            last = tl.cdiv(tl.maximum(stop, 0), KEYS)
-            opened = 0
-            if window is not None:
-                first = first_seen(start, window, IS_CHUNKED) // KEYS
-                opened = tl.minimum(tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), KEYS), full)
-                acc, most, total = _add_tiles(
-                    acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop,
-                    window, slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM,
-                    VALUE_BLOCK, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
-                )  # fmt: skip
-            acc, most, total = _add_tiles(
-                acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
-                slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
-                ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, False,
+    if LOOPS:
+        for begin in range(0, end_unit, programs):
+            unit = begin + tl.program_id(0)
+            if (begin // programs) % 2 == 1:
+                unit = begin + programs - 1 - tl.program_id(0)
+            _add_unit(
+                unit, end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work, sinks,
+                slopes, slope_scale, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride,
+                table_stride, page_stride, PARTS, IS_CHUNKED, ROUNDS_SLOPES, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM,
+                DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
             )  # fmt: skip
-            acc, most, total = _add_tiles(
-                acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
-                slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
-                ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
-            )  # fmt: skip
-
-            result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-            value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
-            stored = real[:, None]
-            if VALUE_BLOCK > VALUE_DIM:
-                stored = stored & (value_dims < VALUE_DIM)
-            target = out + of_token * out_stride + head[:, None] * VALUE_DIM + value_dims
-            tl.store(target, result.to(out.dtype.element_ty), mask=stored)
+    else:
+        _add_unit(
+            tl.program_id(0), end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work,
+            sinks, slopes, slope_scale, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride,
+            table_stride, page_stride, PARTS, IS_CHUNKED, ROUNDS_SLOPES, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM,
+            DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
+        )  # fmt: skip
 
 
 def _variant(
@@ -366,12 +427,12 @@ def _variant(
         )
 
     opcodes = ("HMMA", "LDGSTS")
-    wide = tile_rows >= 64  # the fewest rows that wgmma takes
+    wide = _options(layout, tile_rows, dtype.itemsize)["TILE_ROWS"] >= 64  # the fewest rows that wgmma takes
     plan = Plan(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
         buffers=_options(layout, tile_rows, dtype.itemsize)["num_stages"] - 1,
-        stack=0 if head_dim <= 128 else FEW_BYTES,
+        stack=FEW_BYTES,
     )
     return Variant(
         name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}" + (f"/{value_dim}" if value_dim else ""),
