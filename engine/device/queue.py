@@ -7,7 +7,7 @@ kernels there, so that the layers above can be tested without a GPU.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -155,28 +155,23 @@ class CudaDriver:
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> Stream:
-        stream: Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return stream
+        return cast(Stream, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return event
+        return cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def use(self, stream: Stream) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        assert isinstance(stream, torch.cuda.Stream)
-        return torch.cuda.stream(stream)
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        assert isinstance(stream, torch.cuda.Stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        graph, on = torch.cuda.CUDAGraph(), cast(torch.cuda.Stream, stream)
+        with torch.cuda.graph(graph, pool=self._pool, stream=on, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

@@ -6,6 +6,7 @@ what the packages demand of their arguments and compute with `reference.paged_at
 
 import random
 import sys
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import ModuleType
 
@@ -117,6 +118,8 @@ def packages(monkeypatch):
     wrapper = BatchPrefillWithPagedKVCacheWrapper
     monkeypatch.setattr(flashinfer, wrapper.__name__, wrapper, raising=False)
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
+    for module in (flashinfer, flash_attn):
+        module.__spec__ = ModuleSpec(module.__name__, None)  # transformers looks for it
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setattr(wrapper, "calls", 0)

@@ -291,7 +291,7 @@ def test_only_the_used_part_of_a_packet_is_sent(steps):
     (_, prompt), (_, decode) = queue.sent
     samples, header, record, opened = 5 * 64, 8, 12, 11
     assert decode == samples + header + record + 1, "neither tiles nor blocks"
-    assert prompt == 4 * ours._limits.tiles + samples + header + record + 300 + 19 + 1 + opened, (
+    assert prompt == 4 * (1 + ours._limits.tiles) + samples + header + record + 300 + 19 + 1 + opened, (
         "padded before `opened`"
     )
 
