@@ -8,18 +8,20 @@ A kind of operation that gets kernels gets an entry in `_makers` here, and leave
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from ...kernels.reference import TorchMatrix
-from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
+from ...kernels.triton.decode_attention import DecodeWorkspace, Slopes, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
 from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
-from ...kernels.triton.rms_norm import rms_norm
+from ...kernels.triton.rms_norm import layer_norm, rms_norm
+from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
 from ..executors.functions import normalize
@@ -28,7 +30,7 @@ from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
-from ..models.description import Rope
+from ..models.description import Alibi, Reach, Rope
 from ..models.program import (
     Activate,
     Args,
@@ -56,12 +58,13 @@ from ..models.program import (
 )
 from ..parallel.collectives import Group
 from .attention import HostAttention
+from .elementwise import run_of
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
-from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
+from .rules import Kind, Part, body_of, largest_group, parts_of
 from .scratch import Scratch
 from .weights import Loaded
 
@@ -131,6 +134,14 @@ class Walk:
     returned: int  # numbers per token of the registers that torch's functions return
 
 
+class _Norm(Protocol):
+    """x, out: [tokens, width], which may be the same. residual, mean_squares: see `rms_norm`."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None
+    ) -> None: ...
+
+
 class Walker:
     """The kernels' arguments of one program. Sleep finds its tensors in attributes, not in functions."""
 
@@ -165,11 +176,13 @@ class Walker:
         self.scratch = Scratch(loaded.device)
         self._temporary = 0  # bytes per token that the launch takes which takes most from the allocator
         self._small = workspace_small_product(shapes, loaded.device)
-        self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
+        by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
+        self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
-        self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
+        self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
+        self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
         many = parts_of(program, without=without)
@@ -187,14 +200,17 @@ class Walker:
             "norm": self._norm,
             "add norm": self._norm,
             "add": self._add,
+            "elementwise": self._elementwise,
+            "rotate": self._rotate,
             "experts": self._mixture,
             "latent": self._latent,
             "mix": self._mix,
             "sum": self._sum,
             "torch": self._torch,
         }
-        _, self._last = body_of(program)
-        self.kept = program.result if self._last is None else self._last.ins[0]
+        _, last = body_of(program)
+        self._last_norm = None if last is None else self._norm_run(last)
+        self.kept = program.result if last is None else last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
         self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
@@ -219,7 +235,7 @@ class Walker:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        kept = [self._zeros, *self._rotary.values(), *self._small]
+        kept = [self._zeros, *self._rotary.values(), *self._slopes.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
         backend = 0 if self._attention is None else self._attention.backend.nbytes
@@ -267,20 +283,14 @@ class Walker:
 
     def finish(self, states: Tensor) -> Tensor:
         """The last norm, of states [n, hidden] that `run` left in the register `kept`; it may overwrite them."""
-        last = self._last
-        if last is None:
-            return states
-        assert isinstance(last.args, Normalize)
-        norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
-            return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
-        rms_norm(states, weight, norm.eps, states)
+        if self._last_norm is not None:
+            self._last_norm(states, states)
         return states
 
     @property
     def finishing(self) -> int:
         """Bytes per token that `finish` takes from the allocator, estimated."""
-        is_torch = self._last is not None and not is_rms_norm(self._last)
+        is_torch = self._last_norm is not None and "rms_norm" in self._without
         return _NORM_COPIES * self.kept.width * self._dtype.itemsize if is_torch else 0
 
     def _walk(self, parts: Sequence[Part], made: dict[tuple[Op, ...], Launch]) -> Walk:
@@ -392,15 +402,52 @@ class Walker:
 
     def _norm(self, part: Part) -> Launch:
         op = part.ops[-1]
-        weight, eps = self._norm_of(op)
+        run = self._norm_run(op)
         added = part.ops[0].ins[1] if part.kind == "add norm" else None
 
         def launch(step: Pass) -> None:
-            of, out = step.registers.get(op.ins[0]), step.registers.into(op.outs[0])
+            of, *mean = (step.registers.get(view) for view in op.ins)
+            out = step.registers.into(op.outs[0])
             if added is None:
-                rms_norm(of, weight, eps, out)
+                run(of, out, mean_squares=mean[0] if mean else None)
             else:
-                rms_norm(step.registers.get(added), weight, eps, out, residual=of)
+                run(step.registers.get(added), out, residual=of)
+
+        return launch
+
+    def _norm_run(self, op: Op) -> _Norm:
+        args = op.args
+        assert isinstance(args, Normalize)
+        norm, weight, bias = args.norm, self.weights.vector(args.weight), self.weights.vector(args.bias)
+
+        def run(x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None) -> None:
+            if "rms_norm" in self._without:  # of the last norm, which is no part of the walk
+                out.copy_(normalize(x, norm.size, norm.kind, norm.eps, weight, bias))
+            elif norm.kind == "layer":
+                layer_norm(x, weight, bias, norm.eps, out, residual, size=norm.size)
+            else:
+                rms_norm(x, weight, norm.eps, out, residual, size=norm.size, mean_squares=mean_squares)
+
+        return run
+
+    def _elementwise(self, part: Part) -> Launch:
+        (op,) = part.ops
+        run = run_of(op, self.weights)
+
+        def launch(step: Pass) -> None:
+            run([step.registers.get(view) for view in op.ins], step.registers.into(op.outs[0]), step.step.positions)
+
+        return launch
+
+    def _rotate(self, part: Part) -> Launch:
+        (op,) = part.ops
+        args = op.args
+        assert isinstance(args, Rotate) and op.ins == op.outs, op
+        table = self._rotary_of(args.rope, args.rope.dims)
+
+        def launch(step: Pass) -> None:
+            x = step.registers.get(op.ins[0])
+            rotate(x, table, step.step.positions, heads=args.heads, first=args.first)
 
         return launch
 
@@ -458,7 +505,7 @@ class Walker:
         workspace = None if self._is_deterministic else self._decode_of(args)
         sinks, window, softcap = self.weights.vector(args.sinks), args.reach.positions or None, args.softcap or None
         num_programs = self._num_programs(args.head_dim)
-        heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
+        group, is_chunked, slopes = args.heads // args.kv_heads, args.reach.kind == "chunk", self._slopes_of(args)
         joined = _joined(op.ins)
         if len(op.ins) > 1:
             taken = [op.ins[0].width] + ([] if joined is not None else [sum(view.width for view in op.ins)])
@@ -468,7 +515,7 @@ class Walker:
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
-            query = step.registers.get(op.ins[0]).view(-1, *heads)
+            query = step.registers.get(op.ins[0]).view(-1, args.heads, args.head_dim)
             if len(op.ins) > 1:
                 query = step.scratch.take(tuple(query.shape), query.dtype)
                 if joined is None:
@@ -481,21 +528,21 @@ class Walker:
                     states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
-            tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
+            tables, attended = step.tables[table], step.registers.into(out).view(-1, args.heads, args.value_dim)
             now = other if other is not None and other.rows is not None else None
             if workspace is not None and (now is None or not now.backend.decodes):
                 rows = len(tables)
                 decode_attention(
                     attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale,
-                    softcap=softcap, sinks=sinks,
+                    softcap=softcap, sinks=sinks, slopes=slopes,
                 )  # fmt: skip
             if now is not None:
                 now.attend(attended, query, args.tile, parameters)
             elif step.tiles is not None:
                 extend_attention(
                     attended, query, k_pages, v_pages, tables, step.context_lens, step.tiles, scale=args.scale,
-                    num_programs=num_programs, window=window, softcap=softcap, sinks=sinks,
-                    tile_rows=self._tile_rows(group, step.tile_rows),
+                    num_programs=num_programs, window=window, is_chunked=is_chunked, softcap=softcap, sinks=sinks,
+                    slopes=slopes, tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
 
         return launch
@@ -507,7 +554,7 @@ class Walker:
         keys, values = (self._loaded.values(each).view(args.heads, -1, args.rank) for each in (args.keys, args.values))
         layer = LatentLayer(keys=keys, values=values, rope_dim=args.rope_dim, scale=args.scale)
         self._latents.append(layer)
-        key = 0, args.heads, 1, args.rank
+        key = Reach(), args.heads, 1, args.rank
         if key not in self._decode:
             self._decode[key] = layer.workspace(
                 rows=self._limits.rows, max_context=self._max_len, num_programs=self._num_programs(args.rank)
@@ -543,14 +590,24 @@ class Walker:
         return self._rotary[key]
 
     def _decode_of(self, args: Attend) -> DecodeWorkspace:
-        key = args.reach.positions, args.heads, args.kv_heads, args.head_dim
+        key = args.reach, args.heads, args.kv_heads, args.value_dim
         if key not in self._decode:
             self._decode[key] = workspace_decode(
                 rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, num_programs=self._num_programs(args.head_dim),
-                window=args.reach.positions or None, device=self._loaded.device,
+                head_dim=args.value_dim, num_programs=self._num_programs(args.head_dim),
+                window=args.reach.positions or None, is_chunked=args.reach.kind == "chunk", device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
+
+    def _slopes_of(self, args: Attend) -> Slopes | None:
+        """Of ALiBi."""
+        alibi = args.alibi
+        if alibi is None:
+            return None
+        if alibi not in self._slopes:
+            values = torch.tensor(alibi.slopes, device=self._loaded.device)
+            self._slopes[alibi] = values.bfloat16().float() if alibi.is_rounded else values
+        return Slopes(self._slopes[alibi], args.scale if alibi.before_scale else 1.0, alibi.is_rounded)
 
 
 def _copies(args: Args) -> int:
