@@ -26,9 +26,12 @@ class Vocabulary:
         self._first, _ = share(program.vocab, group.rank, group.size)
         _, self._most = share(program.vocab, 0, group.size)
 
-    def logits(self, hidden: Tensor, take: Take | None = None) -> Tensor:
-        """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank. take: where results are
-        written, with matrices of torch; None: to new memory."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
+        return self.logits_in(hidden, None)
+
+    def logits_in(self, hidden: Tensor, take: Take | None) -> Tensor:
+        """`logits`. take: gives the memory for results, with matrices of torch; None: they have new memory."""
         if take is None:
             out = self._matrix.product(self._projected(hidden), self._bias).float()
         else:

@@ -180,4 +180,4 @@ class TritonDecoder:
         scratch.begin()
         hidden = scratch.take((len(tokens), self._states.shape[1]), self._states.dtype)
         torch.index_select(self._states, 0, tokens, out=hidden)
-        return self._vocabulary.logits(self._walk.finish(hidden), scratch.take)
+        return self._vocabulary.logits_in(self._walk.finish(hidden), scratch.take)
