@@ -325,7 +325,6 @@ class OrderDevice:
         return tensor
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        self.synchronize()  # as torch.cuda.graph does
         assert stream is self._current
         capture = self._capture = _Capture()
         try:
@@ -349,6 +348,11 @@ class OrderDevice:
                 self._launch(name, run)
 
         return replay
+
+    def reserve(self, num_bytes: int) -> None:
+        pass
+
+    blas_workspace = 0
 
     def num_programs(self, head_dim: int) -> int:
         return 4

@@ -20,7 +20,7 @@ from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..gpu import rules
+from ..gpu import attention, rules
 from ..models.cut import cut, share
 from ..models.description import LatentAttention
 from ..models.families import pages
@@ -75,6 +75,7 @@ class Served:
     is_kept: bool  # quantized matrices stay as they are stored
     is_certain: bool = True  # False: only the weights show the shape of the KV
     why: str = ""  # why a GPU does not use the Triton kernels
+    attention: str = ""  # which attention is not that of the Triton kernels
 
     @property
     def page(self) -> str:
@@ -101,7 +102,7 @@ class Served:
             return f"transformers' {self.spec.architecture}, {dtype}"
         parts = [self.backend.note + (f", because {self.why}" if self.why else "")]
         if self.executor == "Triton":
-            parts = [f"Triton kernels, {dtype}"]
+            parts = [f"Triton kernels, {dtype}", *filter(None, [self.attention])]
         if self.in_torch:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
         if scheme is not None:
@@ -158,6 +159,11 @@ def how_served(
     if is_triton:
         check_fp8(config.kv_cache_dtype, capability)
         backend = Backend.reference(dtype)
+    elif config.attention_backend not in ("auto", "torch"):
+        reason = why or "the device is no GPU"
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs the Triton kernels, which cannot be used: {reason}."
+        )
     elif config.kv_cache_dtype == "fp8":
         reason = why or "the device is no GPU"
         raise ConfigError(f"--kv-cache-dtype fp8 needs the Triton kernels, which cannot be used: {reason}.")
@@ -189,6 +195,9 @@ def how_served(
         found=_found(config, spec),
         is_kept=keeps_quantized(config, spec, None if is_triton else backend.ops, dtype),
         why=why or "",
+        attention=attention.note(config.attention_backend, program, dtype, DTYPES[config.kv_cache_dtype])
+        if is_triton
+        else "",
     )
 
 

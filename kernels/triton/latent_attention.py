@@ -6,6 +6,7 @@ compute. This file writes the cache, has the two products of each head around at
 (`attend_latent`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,10 @@ def _write_latent(
     tl.store(target + RANK + column, numbers.to(pages.dtype.element_ty), mask=column < WIDTH - RANK)
 
 
-def absorb(query: Tensor, keys: Tensor) -> Tensor:
-    """Queries in the space of latents, [tokens, heads, rank]. query: [tokens, heads, nope_dim], of any strides but the
-    last; keys: [heads, nope_dim, rank]."""
-    out = query.new_empty((*query.shape[:2], keys.shape[2]))
+def absorb(query: Tensor, keys: Tensor, out: Tensor) -> None:
+    """out = the queries in the space of latents, [tokens, heads, rank]. query: [tokens, heads, nope_dim], of any
+    strides but the last; keys: [heads, nope_dim, rank]."""
     torch.bmm(query.transpose(0, 1), keys, out=out.transpose(0, 1))
-    return out
 
 
 def expand(attended: Tensor, values: Tensor, out: Tensor) -> None:
@@ -108,11 +107,17 @@ class LatentLayer:
     rope_dim: int
     scale: float
 
-    def workspace(self, *, rows: int, max_context: int) -> DecodeWorkspace:
+    def workspace(self, *, rows: int, max_context: int, num_programs: int) -> DecodeWorkspace:
         """Layers of equal sizes share one. `plan_decode` fills it for each step."""
         heads, _, rank = self.keys.shape
         return workspace_decode(
-            rows=rows, max_context=max_context, heads=heads, kv_heads=1, head_dim=rank, device=self.keys.device
+            rows=rows,
+            max_context=max_context,
+            heads=heads,
+            kv_heads=1,
+            head_dim=rank,
+            num_programs=num_programs,
+            device=self.keys.device,
         )
 
 
@@ -131,7 +136,7 @@ def attend_latent(
     *,
     tile_rows: int = TILE_ROWS,
     per_tile: int | None = None,
-    num_programs: int,
+    take: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
 ) -> None:
     """One layer of a step: writes the cache, and attends. Its arguments are the registers of `AttendLatent` and those
     of a step's other attention.
@@ -141,13 +146,15 @@ def attend_latent(
     head-major cache. The rows that decode attention takes come first. block_table: [rows, max blocks] int32;
     context_lens: [rows] int32, for `work`; workspace: of `LatentLayer.workspace`, planned with `plan_decode` for the
     rows of one token; work: the tiles of the other rows (see `extend_attention`), of a group of all heads or of
-    `per_tile` tokens; None: there are no other rows.
+    `per_tile` tokens; None: there are no other rows. take: memory for two tensors [tokens, heads, rank]; None: new
+    memory.
     """
     heads, nope_dim, _ = layer.keys.shape
     write_latent(latent, key, pages, slots)
     by_head = query.view(len(query), heads, nope_dim + layer.rope_dim)
-    in_latents, query_rope = absorb(by_head[..., :nope_dim], layer.keys), by_head[..., nope_dim:]
-    attended = torch.empty_like(in_latents)
+    query_rope, shape = by_head[..., nope_dim:], (len(query), heads, layer.keys.shape[2])
+    in_latents, attended = (query.new_empty(shape) if take is None else take(shape, query.dtype) for _ in range(2))
+    absorb(by_head[..., :nope_dim], layer.keys, in_latents)
     rows = min(len(block_table), len(query))
     decode_attention(
         attended[:rows],
@@ -158,9 +165,8 @@ def attend_latent(
         workspace,
         scale=layer.scale,
         query_rope=query_rope[:rows],
-        num_programs=num_programs,
     )
-    if work is not None:  # last, because decode attention writes zeros for the other rows
+    if work is not None:
         extend_attention(
             attended,
             in_latents,
@@ -170,6 +176,7 @@ def attend_latent(
             context_lens,
             work,
             scale=layer.scale,
+            num_programs=workspace.num_programs,
             query_rope=query_rope,
             tile_rows=tile_rows,
             per_tile=per_tile,
@@ -187,6 +194,12 @@ def _queries(rows: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return shaped(rows, heads, _RANK, dtype=dtype), whole[..., _NOPE_DIM:], pages
 
 
+def _workspace(heads: int) -> DecodeWorkspace:
+    return workspace_decode(
+        rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, num_programs=132, device="meta"
+    )
+
+
 def _decode_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
     def launch(rows: int) -> None:
         query, query_rope, pages = _queries(rows, heads, dtype)
@@ -196,10 +209,9 @@ def _decode_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16) 
             pages,
             None,
             shaped(rows, 33, dtype=torch.int32),
-            workspace_decode(rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, device="meta"),
+            _workspace(heads),
             scale=_NOPE_DIM**-0.5,
             query_rope=query_rope,
-            num_programs=132,
         )
 
     opcodes = ("HMMA", "LDGSTS")
@@ -222,8 +234,9 @@ def _extend_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16, 
             None,
             shaped(rows, 33, dtype=torch.int32),
             shaped(rows, dtype=torch.int32),
-            shaped(rows, 4, dtype=torch.int32),
+            shaped(1 + rows, 4, dtype=torch.int32),
             scale=_NOPE_DIM**-0.5,
+            num_programs=132,
             query_rope=query_rope,
             tile_rows=tile_rows,
         )
