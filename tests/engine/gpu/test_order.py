@@ -606,7 +606,7 @@ def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
 
 # The mistake → the case that shows it, the policy, and what is reported; "": nothing, but the tokens are wrong.
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str, str]] = {
-    slots_come_back_early: ("mixed", "late", "nothing orders it"),
+    slots_come_back_early: ("mixed", "late", "after its memory has changed"),
     packets_are_sent_beside_the_steps: ("mixed", "early", "nothing orders it"),
     results_are_temporary: ("mixed", "late", "the reuse of"),
     recordings_are_kept_asleep: ("slept", "late", "which was freed"),
