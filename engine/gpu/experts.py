@@ -51,6 +51,14 @@ class Experts:
             return (x[:, None] * scales[:, :, None].to(x.dtype)).flatten(0, 1)
         return x
 
+    def left_to_torch(self, itemsize: int) -> int:
+        """Bytes per token that a call takes from the allocator, estimated: of the choice of experts."""
+        if self._has_router:
+            return 0
+        args = self._args
+        inputs = args.router.top_k * args.gate_up.columns * itemsize if args.router.on == "input" else 0
+        return 8 * 4 * args.gate_up.experts + inputs
+
 
 def _has_kernel(router: Router, args: Mixture) -> bool:
     """Whether `moe.route` chooses as this router."""

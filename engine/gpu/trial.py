@@ -134,6 +134,9 @@ class _TrialDecoder(TritonDecoder):
     def logits(self, hidden: Tensor) -> Tensor:
         return self._expected.logits(hidden)
 
+    def sampled_logits(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.hidden(tokens))
+
     def _begin(self, kernel: str) -> None:
         self.trying = kernel
         self._journal.begin(kernel)

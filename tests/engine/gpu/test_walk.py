@@ -278,7 +278,7 @@ def test_fused_operations_give_the_numbers_of_single_ones(checkpoint, driver, mo
         requests = [Request(prompt, max_new=3, sampling=sampling) for prompt in prompts_of("rules")[1:]]
         served.run(requests, chunk=20, budget=32, rows=3)
         parts = [part for request in requests for part in (*request.prompt_logprobs, *request.logprobs)]
-        launches = len(served.runner._model.decoder._walk._few)
+        launches = len(served.runner._model.decoder._walk._few.launches)
         return [request.output for request in requests], arrays(parts)[1], launches
 
     tokens, fused, few = numbers()
