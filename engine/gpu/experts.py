@@ -10,6 +10,8 @@ from ..models.description import Router
 from ..models.program import Mixture
 from .weights import Loaded
 
+_COPIES = 5  # of an activation's operands, that torch takes at most beside the products
+
 
 class Experts:
     def __init__(self, args: Mixture, loaded: Loaded, workspace: MoeWorkspace) -> None:
@@ -55,8 +57,8 @@ class Experts:
         """Bytes per token that a call takes from the allocator, estimated: of the choice of experts."""
         if self._has_router:
             return 0
-        args = self._args
-        inputs = args.router.top_k * args.gate_up.columns * itemsize if args.router.on == "input" else 0
+        args, router = self._args, self._args.router
+        inputs = router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
         return 8 * 4 * args.gate_up.experts + inputs
 
 
