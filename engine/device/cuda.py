@@ -6,6 +6,14 @@ from ...kernels.triton import cubins
 from .queue import CudaQueue
 
 
+def architecture_of(device: torch.device) -> int | None:
+    """90 for sm_90; None: the device is no GPU."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 class CudaDevice:
     """Makes the device the process's current one."""
 
@@ -17,8 +25,9 @@ class CudaDevice:
         self._free_at_start, self._total = torch.cuda.mem_get_info(index)
         self._queue = CudaQueue(self.torch_device)
         kernels = cubins.share_cache()
-        major, minor = torch.cuda.get_device_capability(index)
-        if (archive := cubins.shipped(10 * major + minor)).exists():
+        architecture = architecture_of(self.torch_device)
+        assert architecture is not None
+        if (archive := cubins.shipped(architecture)).exists():
             cubins.install_shipped(archive, kernels)
 
     def queue(self) -> CudaQueue:

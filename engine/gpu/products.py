@@ -50,14 +50,15 @@ class FusedProduct(Protocol):
 class DenseProduct:
     """Few rows use our kernel, many use cuBLAS."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace | None) -> None:
+        """workspace: of our kernel; None: the device cannot run it."""
         self._weight, self._bias = weight, bias
         self._transposed = weight.t()
         self._workspace = workspace
         self._is_even = weight.shape[0] % 16 == 0  # the kernel has tiles of at least 16
 
     def fused(self, tokens: int) -> FusedProduct | None:
-        return self._small if tokens <= MAX_ROWS and self._is_even else None
+        return self._small if tokens <= MAX_ROWS and self._is_even and self._workspace is not None else None
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if self.fused(x.shape[0]) is not None:
@@ -80,6 +81,7 @@ class DenseProduct:
         residual: Tensor | None = None,
         is_gated: bool = False,
     ) -> None:
+        assert self._workspace is not None, "see `fused`"
         small_product(
             x, self._weight, out, self._workspace, norm=norm, bias=self._bias, residual=residual, is_gated=is_gated
         )

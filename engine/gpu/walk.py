@@ -20,6 +20,7 @@ from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
+from ..device.cuda import architecture_of
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
@@ -46,7 +47,7 @@ from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
-from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
+from .rules import Kind, Part, Target, body_of, is_rms_norm, largest_group, parts_of, unfused
 from .weights import Loaded
 
 _LEAST_ROWS = 16  # of an attention tile
@@ -121,6 +122,8 @@ class Walker:
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
         shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
         self._small = workspace_small_product(shapes, loaded.device)
+        architecture, name = architecture_of(loaded.device), str(dtype).removeprefix("torch.")
+        self._is_small_left_out = architecture is not None and bool(unfused(program, Target(architecture, name, name)))
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
@@ -210,7 +213,9 @@ class Walker:
         if not isinstance(weight, Tensor):
             return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
         weight = interleave(weight) if is_gated else weight
-        return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, self._small)
+        if is_deterministic:
+            return InvariantProduct(weight, bias)
+        return DenseProduct(weight, bias, None if self._is_small_left_out else self._small)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None

@@ -7,6 +7,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pagewire.config.config import EngineConfig
 from pagewire.engine.checkpoint.spec import read_spec
@@ -15,6 +16,7 @@ from pagewire.engine.models.in_c import lacks
 from pagewire.engine.runner.loading import HostModel
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.runner.served import Served, how_served
+from pagewire.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -40,6 +42,41 @@ def test_the_operations_in_torch_are_those_of_the_loaded_model(
     assert found.note in runner.notes
     if kind == "llama":
         assert not found.in_torch
+
+
+def test_a_gpu_that_a_kernel_does_not_fit_takes_others(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    """By the table of what was compiled; the device is none of this machine's."""
+    config = resolved(checkpoint("llama"), dtype="float32")
+    spec = read_spec(Path(config.model.path))
+    small = how_served(config, spec, CPU, has_triton=True, architecture=89)
+    assert small.executor == "Triton" and small.unfused.endswith("shared memory, and sm_89 has 101,376")
+    assert f"cuBLAS computes all products, because {small.unfused}" in small.note
+    large = how_served(config, spec, CPU, has_triton=True, architecture=90)
+    assert large.executor == "Triton" and not large.unfused and "cuBLAS" not in large.note
+    old = how_served(config, spec, CPU, has_triton=True, architecture=75)
+    assert old.executor != "Triton" and "is written for sm_80 and newer, and this device is sm_75" in old.note
+
+
+def test_deterministic_products_need_shared_memory(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    config = replace(resolved(checkpoint("llama"), dtype="float32"), deterministic=True)
+    spec = read_spec(Path(config.model.path))
+    with pytest.raises(ConfigError, match=r"such products in float32 needs .* Choose --dtype bfloat16"):
+        how_served(config, spec, CPU, has_triton=True, architecture=89)
+    assert how_served(config, spec, CPU, has_triton=True, architecture=90).executor == "Triton"
+
+
+def test_fp8_keys_and_values_need_a_gpu_that_has_fp8(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    config = replace(resolved(checkpoint("llama")), dtype="bfloat16", kv_cache_dtype="fp8")  # `resolve` sees a CPU
+    spec = read_spec(Path(config.model.path))
+    with pytest.raises(ConfigError, match=r"fp8 needs the Triton kernels, which cannot be used: .* compile for sm_80"):
+        how_served(config, spec, CPU, has_triton=True, architecture=80)
+    assert how_served(config, spec, CPU, has_triton=True, architecture=89).executor == "Triton"
 
 
 def test_the_lines_of_a_described_model(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
