@@ -41,8 +41,8 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         _doc(
             "model",
-            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty or demo: the demo model of pagewire; "
-            "demo-hybrid: the one with recurrent layers",
+            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF), or a LoRA adapter; empty or demo: the demo "
+            "model of pagewire; demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
@@ -174,6 +174,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
     deterministic: Annotated[
         bool, _doc("engine", "slower: a request's output does not depend on other requests, bit by bit")
+    ] = False
+    strict_kernels: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "refuse to start if a kernel of pagewire fails its check, instead of using slower ones; on a GPU also end "
+            "if a CUDA graph cannot be recorded",
+        ),
     ] = False
     client_address: Annotated[
         str | None,
@@ -386,6 +394,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     path: str
     name: str  # unless the user gives another
+    adapter: str = ""  # folder of a LoRA adapter of its weights
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -416,6 +425,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_cores: int  # that this process may use, and whose time it is granted
     memory_bytes: int = 0
     has_gpu: bool = False
+    gpu_capability: int | None = None  # 89 for 8.9; the lowest of the GPUs, None: unknown
     has_compiler: bool = True  # for C
     cpu_levels: tuple[str, ...] = ("avx2", "portable")  # of the C kernels, that the CPU can run; best first
     shipped_levels: tuple[str, ...] = ()  # whose compiled libraries are in the installation

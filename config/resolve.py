@@ -13,6 +13,7 @@ from ..kernels.cpu.levels import EMULATED
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
 from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
 from .cpu_bind import bind_ranks, num_threads
+from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -41,6 +42,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
     if on_cpu and "float16" in (options.dtype, options.kv_cache_dtype):
         raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
+    if not on_cpu:
+        _check_capability(options, machine.gpu_capability)
     if options.quantization is not None and not on_cpu:
         raise ConfigError(f"--quantization {options.quantization} is for --device cpu; leave one of them out.")
     if options.deterministic:
@@ -173,12 +176,29 @@ def _choose_dtype(
     if in_c:
         return "bfloat16" if model.checkpoint_dtype == "bfloat16" else "float32"
     on_cpu = _on_cpu(options, machine)
+    if not on_cpu and _is_old(machine.gpu_capability):
+        return "float32"  # which loses nothing of any checkpoint
     if not on_cpu and not model.purpose.is_encoder:
         return "bfloat16"  # tensor cores have no float32, and some devices lack the shared memory for its tiles
     # To compute in float32, torch needs every weight in float32.
     fits_wide = 2 * model.wide_bytes <= machine.memory_bytes // 2
     is_float32 = model.checkpoint_dtype == "float32" or is_wide or (on_cpu and fits_wide)
     return "float32" if is_float32 else "bfloat16"
+
+
+def _is_old(capability: int | None) -> bool:
+    """Whether a GPU has neither bfloat16 nor what the Triton kernels need."""
+    return capability is not None and capability < LEAST_CAPABILITY
+
+
+def _check_capability(options: EngineOptions, capability: int | None) -> None:
+    """Refuses types that the GPU does not have."""
+    check_fp8(options.kv_cache_dtype, capability)
+    if capability is not None and _is_old(capability) and options.dtype == "bfloat16":
+        raise ConfigError(
+            f"--dtype bfloat16 needs a GPU of compute capability {show_capability(LEAST_CAPABILITY)} or newer, and "
+            f"this one has {show_capability(capability)}: choose float32 or float16."
+        )
 
 
 def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFacts) -> None:

@@ -6,14 +6,6 @@ from ...kernels.triton import cubins
 from .queue import CudaQueue
 
 
-def architecture_of(device: torch.device) -> int | None:
-    """90 for sm_90; None: the device is no GPU."""
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 class CudaDevice:
     """Makes the device the process's current one."""
 
@@ -25,9 +17,9 @@ class CudaDevice:
         self._free_at_start, self._total = torch.cuda.mem_get_info(index)
         self._queue = CudaQueue(self.torch_device)
         kernels = cubins.share_cache()
-        architecture = architecture_of(self.torch_device)
-        assert architecture is not None
-        if (archive := cubins.shipped(architecture)).exists():
+        major, minor = torch.cuda.get_device_capability(index)
+        self.capability: int | None = 10 * major + minor
+        if (archive := cubins.shipped(self.capability)).exists():
             cubins.install_shipped(archive, kernels)
 
     def queue(self) -> CudaQueue:

@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from ...kernels.quantized_weight import Int4Weight, QuantizedWeight
 from ...kernels.reference import TorchMatrix
@@ -31,6 +32,9 @@ class Product(Protocol):
     def fused(self, tokens: int) -> "FusedProduct | None":
         """The fused form, if there is a kernel for this number of tokens."""
 
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        """The module of the kernel for this number of tokens; empty: torch computes."""
+
 
 class FusedProduct(Protocol):
     """A `Product` with norm and residual in its launch."""
@@ -50,15 +54,24 @@ class FusedProduct(Protocol):
 class DenseProduct:
     """Few rows use our kernel, many use cuBLAS."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace | None) -> None:
-        """workspace: of our kernel; None: the device cannot run it."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, workspace: Workspace, without: frozenset[str] = frozenset()
+    ) -> None:
+        """without: kernels that torch replaces."""
         self._weight, self._bias = weight, bias
         self._transposed = weight.t()
         self._workspace = workspace
-        self._is_even = weight.shape[0] % 16 == 0  # the kernel has tiles of at least 16
+        # The kernel has tiles of at least 16.
+        self._has_kernel = weight.shape[0] % 16 == 0 and "small_product" not in without
+        self._gates_in_torch = "silu_mul" in without
 
     def fused(self, tokens: int) -> FusedProduct | None:
-        return self._small if tokens <= MAX_ROWS and self._is_even and self._workspace is not None else None
+        return self._small if tokens <= MAX_ROWS and self._has_kernel else None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        if self.fused(tokens) is not None:
+            return "small_product"
+        return "silu_mul" if is_gated and not self._gates_in_torch else ""
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if self.fused(x.shape[0]) is not None:
@@ -69,7 +82,9 @@ class DenseProduct:
             torch.mm(x, self._transposed, out=result)
         else:
             torch.addmm(self._bias, x, self._transposed, out=result)
-        if is_gated:
+        if is_gated and self._gates_in_torch:
+            torch.mul(silu(result[:, ::2]), result[:, 1::2], out=out)
+        elif is_gated:
             silu_mul(result, out, interleaved=True)
 
     def _small(
@@ -81,7 +96,6 @@ class DenseProduct:
         residual: Tensor | None = None,
         is_gated: bool = False,
     ) -> None:
-        assert self._workspace is not None, "see `fused`"
         small_product(
             x, self._weight, out, self._workspace, norm=norm, bias=self._bias, residual=residual, is_gated=is_gated
         )
@@ -95,6 +109,9 @@ class QuantizedProduct:
 
     def fused(self, tokens: int) -> None:
         return None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        return "int4_product" if isinstance(self._weight, Int4Weight) else "fp8_product"
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         weight, bias = self._weight, self._bias
@@ -114,6 +131,9 @@ class InvariantProduct:
 
     def fused(self, tokens: int) -> None:
         return None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        return "product"
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         product(x, self._weight, out, bias=self._bias, is_gated=is_gated)

@@ -4,7 +4,7 @@ kernels. A step calls them in order, and a recorded graph records them.
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,7 +20,6 @@ from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
-from ..device.cuda import architecture_of
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
@@ -47,7 +46,7 @@ from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
-from .rules import Kind, Part, Target, body_of, is_rms_norm, largest_group, parts_of, unfused
+from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
 from .weights import Loaded
 
 _LEAST_ROWS = 16  # of an attention tile
@@ -67,6 +66,11 @@ class Registers(TorchRegisters):
         if view.register not in self._tensors:
             self._tensors[view.register] = self._states.new_empty((len(self._states), self._widths[view.register]))
         return self.get(view)
+
+    def fill(self, values: Mapping[int, Tensor]) -> None:
+        """Writes whole registers, [tokens, width] each."""
+        for register, numbers in values.items():
+            self.into(View(register, 0, self._widths[register])).copy_(numbers)
 
     def put(self, view: View, width: int, value: Tensor) -> None:
         if view.register == self._kept:
@@ -91,7 +95,7 @@ class Pass:
 
 
 Launch = Callable[[Pass], None]
-Walk = list[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+Walk = list[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
 
 
 class Walker:
@@ -108,8 +112,10 @@ class Walker:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
         self._largest_group = largest_group(program)
@@ -122,8 +128,6 @@ class Walker:
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
         shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
         self._small = workspace_small_product(shapes, loaded.device)
-        architecture, name = architecture_of(loaded.device), str(dtype).removeprefix("torch.")
-        self._is_small_left_out = architecture is not None and bool(unfused(program, Target(architecture, name, name)))
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
@@ -131,13 +135,13 @@ class Walker:
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
-        many = parts_of(program)
+        many = parts_of(program, without=without)
         turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
-        self.mixers = DeviceMixers(self.weights, loaded.device)
+        self.mixers = DeviceMixers(self.weights, loaded.device, without)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -156,7 +160,7 @@ class Walker:
         self.kept = program.result if self._last is None else self._last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
-        self._few = self._walk(parts_of(program, fuses=self._fuses), made)
+        self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -174,8 +178,16 @@ class Walker:
         tables = self.reference.rotary.values()
         return sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
 
+    def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
+        """The launches of a step of so many tokens."""
+        return [(part, launch) for part, launch, _ in self._of(tokens)]
+
+    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
+        """The module of the kernel that computes it for so many tokens; empty: torch does."""
+        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+
     def run(self, step: Pass, tokens: int) -> None:
-        for launch, unused in self._few if tokens <= MAX_ROWS else self._many:
+        for _, launch, unused in self._of(tokens):
             launch(step)
             for register in unused:
                 step.registers.drop(register)
@@ -187,7 +199,7 @@ class Walker:
             return states
         assert isinstance(last.args, Normalize)
         norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last):
+        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
             return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
         rms_norm(states, weight, norm.eps, states)
         return states
@@ -203,7 +215,10 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        return [(made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        return [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+
+    def _of(self, tokens: int) -> Walk:
+        return self._few if tokens <= MAX_ROWS else self._many
 
     def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
@@ -215,7 +230,7 @@ class Walker:
         weight = interleave(weight) if is_gated else weight
         if is_deterministic:
             return InvariantProduct(weight, bias)
-        return DenseProduct(weight, bias, None if self._is_small_left_out else self._small)
+        return DenseProduct(weight, bias, self._small, self._without)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None

@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 
 from ...config.config import EngineConfig
+from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..device.cuda import architecture_of
 from ..gpu import rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share
@@ -46,7 +46,8 @@ from ..models.program import (
     Rotate,
 )
 from ..weights.loader import Found, check_weights
-from ..weights.reader import CheckpointReader, open_checkpoint
+from ..weights.open import open_checkpoint
+from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .memory import size
 
@@ -76,6 +77,11 @@ class Served:
     is_certain: bool = True  # False: only the weights show the shape of the KV
     why: str = ""  # why a GPU does not use the Triton kernels
     unfused: str = ""  # why it does not use the one for products of few tokens
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """GPU kernels that torch replaces because they do not fit the device."""
+        return frozenset({"small_product"} if self.unfused else ())
 
     @property
     def page(self) -> str:
@@ -132,10 +138,12 @@ def how_served(
     *,
     has_triton: bool,
     rank: int = 0,
-    architecture: int | None = None,
+    capability: int | None = None,
+    failed: str = "",
 ) -> Served:
-    """has_triton: the device runs the Triton kernels. architecture: the GPU's, 90 for sm_90; None: that of `device`.
-    Raises ConfigError and CheckpointError for a checkpoint that is not served."""
+    """has_triton: the device runs the Triton kernels. capability: of a GPU, 90 for 9.0; None: unknown. failed: why the
+    Triton kernels cannot be used after all. Raises ConfigError and CheckpointError for a checkpoint that is
+    not served."""
     check_options(
         spec,
         tensor_parallel_size=config.tensor_parallel_size,
@@ -153,9 +161,10 @@ def how_served(
             spec=spec, executor="encoder", backend=None, dtype=dtype, program=None, kv_shape=no_kv(dtype), found=None,
             is_kept=False,
         )  # fmt: skip
-    architecture = architecture_of(device) if architecture is None else architecture
-    target = None if architecture is None else Target(architecture, config.dtype, config.kv_cache_dtype)
-    why = _why_not_triton(config, spec, target) if has_triton else None
+    target = None if capability is None else Target(capability, config.dtype, config.kv_cache_dtype)
+    if has_triton and not _too_old(capability):
+        check_fp8(config.kv_cache_dtype, capability)
+    why = _too_old(capability) or _why_not_triton(config, spec, target) or failed or None if has_triton else None
     is_triton = has_triton and why is None
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
@@ -208,7 +217,7 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
     if config.load_format == "dummy":
         return None
     assert spec.decoder is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
@@ -308,6 +317,14 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size), target)
+
+
+def _too_old(capability: int | None) -> str:
+    """Why a GPU does not run the Triton kernels."""
+    if capability is None or capability >= LEAST_CAPABILITY:
+        return ""
+    needed, found = show_capability(LEAST_CAPABILITY), show_capability(capability)
+    return f"they need compute capability {needed}, and this GPU has {found}"
 
 
 def lacks_in_triton(program: Program, target: Target | None = None) -> str | None:

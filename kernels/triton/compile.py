@@ -51,6 +51,8 @@ MODULES = (
     "fp8_product",
     "int4_product",
     "open_rows",
+    "edit_rows",
+    "copy_pages",
     "prepare_step",
     "edit_logits",
     "sampling",

@@ -7,7 +7,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 
 from pagewire.config.config import EngineConfig
 from pagewire.engine.checkpoint.spec import read_spec
@@ -50,33 +50,21 @@ def test_a_gpu_that_a_kernel_does_not_fit_takes_others(
     """By the table of what was compiled; the device is none of this machine's."""
     config = resolved(checkpoint("llama"), dtype="float32")
     spec = read_spec(Path(config.model.path))
-    small = how_served(config, spec, CPU, has_triton=True, architecture=89)
+    small = how_served(config, spec, CPU, has_triton=True, capability=89)
     assert small.executor == "Triton" and small.unfused.endswith("shared memory, and sm_89 has 101,376")
     assert f"cuBLAS computes all products, because {small.unfused}" in small.note
-    large = how_served(config, spec, CPU, has_triton=True, architecture=90)
+    large = how_served(config, spec, CPU, has_triton=True, capability=90)
     assert large.executor == "Triton" and not large.unfused and "cuBLAS" not in large.note
-    old = how_served(config, spec, CPU, has_triton=True, architecture=75)
-    assert old.executor != "Triton" and "is written for sm_80 and newer, and this device is sm_75" in old.note
 
 
 def test_deterministic_products_need_shared_memory(
     checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
 ) -> None:
-    config = replace(resolved(checkpoint("llama"), dtype="float32"), deterministic=True)
+    config = structs.replace(resolved(checkpoint("llama"), dtype="float32"), deterministic=True)
     spec = read_spec(Path(config.model.path))
     with pytest.raises(ConfigError, match=r"such products in float32 needs .* Choose --dtype bfloat16"):
-        how_served(config, spec, CPU, has_triton=True, architecture=89)
-    assert how_served(config, spec, CPU, has_triton=True, architecture=90).executor == "Triton"
-
-
-def test_fp8_keys_and_values_need_a_gpu_that_has_fp8(
-    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
-) -> None:
-    config = replace(resolved(checkpoint("llama")), dtype="bfloat16", kv_cache_dtype="fp8")  # `resolve` sees a CPU
-    spec = read_spec(Path(config.model.path))
-    with pytest.raises(ConfigError, match=r"fp8 needs the Triton kernels, which cannot be used: .* compile for sm_80"):
-        how_served(config, spec, CPU, has_triton=True, architecture=80)
-    assert how_served(config, spec, CPU, has_triton=True, architecture=89).executor == "Triton"
+        how_served(config, spec, CPU, has_triton=True, capability=89)
+    assert how_served(config, spec, CPU, has_triton=True, capability=90).executor == "Triton"
 
 
 def test_the_lines_of_a_described_model(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
@@ -97,3 +85,24 @@ def test_the_lines_of_other_models(
     first = served(config).lines(config)[0]
     covers = "pagewire's description of this family does not cover the activation 'mish'"
     assert first == f"LlamaForCausalLM, computed by transformers, because {covers}"
+
+
+def test_an_old_gpu_takes_the_kernels_of_torch(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    config = resolved(checkpoint("llama"), dtype="float32")
+    spec = read_spec(Path(config.model.path))
+    gpu = torch.device("cuda")  # torch does not look for it here
+
+    def on(capability: int, config: EngineConfig = config) -> Served:
+        return how_served(config, spec, gpu, has_triton=True, capability=capability)
+
+    assert on(80).executor == on(120).executor == "Triton"
+    old = on(75)
+    assert old.executor == "torch"
+    assert "because they need compute capability 8.0, and this GPU has 7.5" in old.note
+    fp8 = structs.replace(config, kv_cache_dtype="fp8")
+    assert on(89, fp8).executor == "Triton"
+    for capability, why in ((86, "8.9 or newer, and this one has 8.6"), (75, "8.0, and this GPU has 7.5")):
+        with pytest.raises(ConfigError, match=why):
+            on(capability, fp8)
