@@ -22,6 +22,8 @@ CpuKernels = Literal["compiled", "torch"]
 CpuLevel = Literal[  # those of kernels/cpu/levels.py
     "auto", "torch", "amx", "avx512bf16", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon", "amx-emulated"
 ]
+AttentionBackend = Literal["auto", "triton", "flashinfer", "flash-attn", "torch"]
+ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash-attn": "flash-attn"}  # names in the package index
 BatchInvariance = Literal["exact", "float32", "none"]
 
 
@@ -168,6 +170,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pipeline_depth: Annotated[
         int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
     ] = 2
+    attention_backend: Annotated[
+        AttentionBackend,
+        _doc(
+            "engine",
+            "attention on a GPU; auto: triton, which needs nothing; flashinfer or flash-attn: that package for prompts "
+            "and Triton for the rest; torch: its own kernels, slow",
+        ),
+    ] = "auto"
     speculative: Annotated[
         str | None,
         _doc("engine", "ngram: draft tokens from earlier text of the request; ngram,tokens=4: at most 4 in a step"),
@@ -434,6 +444,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     online_cpus: tuple[int, ...] = ()  # of the machine
     numa_nodes: tuple[NumaNode, ...] = ()  # empty: unknown
     num_sockets: int = 1  # that this process may use
+    attention_packages: tuple[str, ...] = ()  # values of --attention-backend whose package is installed
     cpu_quota: int | None = None  # whole CPUs whose time the control groups grant
 
     @property
@@ -525,6 +536,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kv_cache_dtype,
             self.block_size,
             self.extension,
+            self.attention_backend,
             self.deterministic,
         )
         return sha256(repr(kind).encode()).digest()

@@ -15,7 +15,7 @@ import msgspec
 from ..errors import ConfigError
 from ..kernels.cpu.build import compiler, shipped_levels
 from ..kernels.cpu.levels import cpu_features, levels_here
-from .config import MachineFacts, NumaNode
+from .config import ATTENTION_PACKAGES, MachineFacts, NumaNode
 from .cpus import cpu_quota, num_sockets, numa_nodes, online_cpus
 from .gpu import lowest_capability
 
@@ -78,6 +78,7 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
         online_cpus=online_cpus(cpus),
         numa_nodes=nodes,
         num_sockets=num_sockets(cpus),
+        attention_packages=tuple(name for name, package in ATTENTION_PACKAGES.items() if _version(package)),
         cpu_quota=quota,
     )
 

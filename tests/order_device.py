@@ -1,4 +1,4 @@
-"""A device that is only an order: streams, events, pinned memory, an allocator and recordings as CUDA has them, on a CPU.
+"""A device that is only an order: streams, events, pinned memory, an allocator and recordings as CUDA's, on a CPU.
 
 It is a `Device` and the `Driver` of a `CudaQueue`, so the engine's own queue and steps run on it. It does two things:
 
@@ -7,10 +7,10 @@ It is a `Device` and the `Driver` of a `CudaQueue`, so the engine's own queue an
 - It keeps a vector clock for the host and for each stream, and for each four bytes of memory the last write and the
   last reads. An access that no stream, event or wait orders after an earlier one is reported, whatever its numbers are.
 
-Tensors of the device are `DeviceTensor`s on torch's device `meta`. The host cannot read one except by a copy, as on CUDA.
-Torch's operations arrive through a dispatch mode, whose schemas say which arguments are written. Launches of Triton
-kernels are deferred too; the interpreter says which addresses each of them reads and writes. The host's accesses to
-pinned memory are seen through the NumPy arrays that `Tensor.numpy` gives.
+Tensors of the device are `DeviceTensor`s on torch's device `meta`. The host cannot read one except by a copy, as on
+CUDA. Torch's operations arrive through a dispatch mode, and their schemas say which arguments are written. Launches of
+Triton kernels are deferred too; the interpreter says which addresses each of them reads and writes. The host's accesses
+to pinned memory are seen through the NumPy arrays that `Tensor.numpy` gives.
 
 Also reported: memory that returns to the allocator while another stream may use it, memory of a recording that is kept
 after it, a recording that runs after its memory was freed, a kernel that touches memory of no argument, and pinned
@@ -20,12 +20,14 @@ nothing here.
 
 import gc
 import random
+import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,8 @@ from pagewire.engine.device.queue import CudaQueue, Event, Stream, Work
 from pagewire.engine.runner import runner as runner_module
 
 META = torch.device("meta")
+_INTERPRETER = threading.Lock()  # Triton's interpreter runs one kernel at a time
+_here = threading.local()  # .device, .group: of the runners that this thread loads
 POLICIES = ("late", "early", "copies first", "random")
 _HOST = 0  # actor; streams are 1, 2 …
 _MAX_ACTORS = 16
@@ -179,36 +183,38 @@ class OrderEvent:
 
 
 class DeviceTensor(Tensor):
-    """A tensor in the device's memory. `inner` is a CPU tensor with the numbers, once the work that fills it has run."""
+    """A tensor in the device's memory. `inside` is a CPU tensor with its numbers, once the work that fills it ran."""
 
-    inner: Tensor
+    inside: Tensor
     memory: Memory
     machine: "OrderDevice"
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(inner: Tensor, memory: Memory, machine: "OrderDevice") -> "DeviceTensor":
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-            made: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: DeviceTensor = Tensor._make_wrapper_subclass(
                 DeviceTensor, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
                 dtype=inner.dtype, device=META,
             )  # fmt: skip
-        made.inner, made.memory, made.machine = inner, memory, machine
+        made.inside, made.memory, made.machine = inner, memory, machine
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # as torch's documentation has it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
         return found.machine.dispatch(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.inside.data_ptr()
 
     def untyped_storage(self) -> Any:
         return DeviceStorage(self.memory, self.machine)
 
     def set_(self, storage: "DeviceStorage") -> "DeviceTensor":  # type: ignore[override]  # the only form in use
-        return DeviceTensor.of(self.inner.set_(storage.memory.block.storage), storage.memory, self.machine)
+        return DeviceTensor.of(self.inside.set_(storage.memory.block.storage), storage.memory, self.machine)
 
 
 class DeviceStorage:
@@ -250,6 +256,7 @@ class OrderDevice:
 
     def __init__(self, policy: str = "late", *, seed: int = 0) -> None:
         assert policy in POLICIES, policy
+        self.capability: int | None = None
         self.violations: list[str] = []
         self.num_waits = 0  # of the host for a stream, other than by events
         self.running = 0  # > 0: operations are executed, not launched
@@ -380,8 +387,7 @@ class OrderDevice:
         """The allocator hands freed memory to the next work of its stream: that counts as a write."""
         while self._freed:
             block, stream = self._freed.pop(0)
-            everything = Access(block, slice(None), True)
-            self._put(stream, f"the reuse of {block.name}", lambda all_of_it=everything: [all_of_it])
+            self._put(stream, f"the reuse of {block.name}", partial(_of_all, block))
 
     def _advance(self) -> None:
         match self._policy:
@@ -578,14 +584,14 @@ class OrderDevice:
             except (NotImplementedError, RuntimeError):  # the numbers decide about the shape
                 return self._now(func, args, kwargs)
             made = [self._allocate(shape, str(func)) for shape in tree_leaves(shapes)]
-        outs = [tensor.inner for tensor in made]
+        outs = [tensor.inside for tensor in made]
         inner_args, inner_kwargs = _inner((args, kwargs), clones=True)
         accesses = self._accesses(func, arguments)
         accesses += [self._access(tensor, is_write=True) for tensor in made]
         # Work must not hold tensors, or their memory would not return to the allocator.
         by_rows = None
         if func in _BY_ROWS and arguments["dim"] == 0 and isinstance(arguments["index"], DeviceTensor):
-            by_rows = arguments["self"].inner, arguments["index"].inner, arguments["self"].memory.block
+            by_rows = arguments["self"].inside, arguments["index"].inside, arguments["self"].memory.block
 
         def run() -> Iterable[Access]:
             found = func(*inner_args, **inner_kwargs)
@@ -613,7 +619,7 @@ class OrderDevice:
 
     def _access(self, tensor: DeviceTensor, *, is_write: bool) -> Access:
         block = tensor.memory.block
-        return Access(block, block.granules(tensor.inner), is_write)
+        return Access(block, block.granules(tensor.inside), is_write)
 
     def _now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation whose result the host needs at once."""
@@ -633,7 +639,7 @@ class OrderDevice:
             if not isinstance(value, Tensor):
                 return value
             made = self._allocate(value, str(func))
-            made.inner.copy_(value)
+            made.inside.copy_(value)
             return made
 
         return tree_map(onto_device, found[0])
@@ -651,7 +657,7 @@ class OrderDevice:
     def _to_device(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
         block, sent = self._pinned_of(source), source.clone()
         self._uses([target])
-        accesses, inner = [self._access(target, is_write=True)], target.inner
+        accesses, inner = [self._access(target, is_write=True)], target.inside
         name = f"a copy to the device {list(target.shape)}"
         if block is not None:
             accesses.append(Access(block, block.granules(source), False))
@@ -659,7 +665,7 @@ class OrderDevice:
             source = sent
 
         def run() -> Iterable[Access]:
-            if not np.array_equal(_bytes(source), _bytes(sent)):
+            if block is not None and not np.array_equal(_bytes(source), _bytes(sent)):
                 self.report(f"{name} comes after its memory has changed")
             inner.copy_(source)
             return accesses
@@ -671,7 +677,7 @@ class OrderDevice:
             self._wait_for_current(name)
 
     def _to_host(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
-        block, inner = self._pinned_of(target), source.inner
+        block, inner = self._pinned_of(target), source.inside
         self._uses([source])
         accesses, name = [self._access(source, is_write=False)], f"a copy to the host {list(source.shape)}"
         if block is not None:
@@ -715,6 +721,20 @@ class OrderDevice:
 
     # Launches of Triton kernels.
 
+    def launch(
+        self, name: str, work: Callable[[], object], reads: Sequence[DeviceTensor], writes: Sequence[DeviceTensor]
+    ) -> None:
+        """Work on the CPU tensors of these."""
+        self._uses([*reads, *writes])
+        accesses = [self._access(tensor, is_write=False) for tensor in reads]
+        accesses += [self._access(tensor, is_write=True) for tensor in writes]
+
+        def run() -> Iterable[Access]:
+            work()
+            return accesses
+
+        self._launch(name, run)
+
     def launch_kernel(self, execute: Any, name: str, args: Any, kwargs: Any) -> None:
         """execute: called with the arguments on the CPU."""
         leaves = tree_leaves((args, kwargs))
@@ -729,16 +749,16 @@ class OrderDevice:
         inner_args, inner_kwargs = _inner((args, kwargs))
 
         def run() -> Iterable[Access]:
-            with _Recorder.recording() as recorder:
+            with _INTERPRETER, _Recorder.recording() as recorder:
                 execute(*inner_args, **inner_kwargs)
             return recorder.accesses(self, name, blocks)
 
         self._launch(name, run)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: OrderDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -772,7 +792,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class GuardedArray(np.ndarray):  # type: ignore[type-arg]
+class GuardedArray(np.ndarray):
     """Tells the device about accesses to pinned memory."""
 
     machine: OrderDevice | None = None
@@ -907,7 +927,7 @@ def _inner(value: Any, *, clones: bool = False) -> Any:
 
     def inner(leaf: Any) -> Any:
         if isinstance(leaf, DeviceTensor):
-            return leaf.inner
+            return leaf.inside
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         return leaf.clone() if clones and isinstance(leaf, Tensor) else leaf
@@ -920,7 +940,7 @@ def _meta(value: Any) -> Any:
 
     def meta(leaf: Any) -> Any:
         if isinstance(leaf, DeviceTensor):
-            return torch.empty_strided(leaf.inner.size(), leaf.inner.stride(), dtype=leaf.inner.dtype, device=META)
+            return torch.empty_strided(leaf.inside.size(), leaf.inside.stride(), dtype=leaf.inside.dtype, device=META)
         return leaf.to(META) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     return tree_map(meta, value)
@@ -961,18 +981,37 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
+def _of_all(block: Block) -> list[Access]:
+    return [Access(block, slice(None), True)]
+
+
 def _poison(block: Block) -> Access:
     """Numbers that no one may rely on: NaN, or -1."""
-    torch.empty(0, dtype=torch.uint8).set_(block.storage).fill_(255)  # type: ignore[call-overload]
+    torch.empty(0, dtype=torch.uint8).set_(block.storage).fill_(255)
     return Access(block, slice(None), True)
 
 
 @contextmanager
 def order_device(policy: str = "late", *, seed: int = 0) -> Iterator[OrderDevice]:
     """The device on which runners load while the context is open. Triton must be interpreted."""
+    with kernels_on_devices(), on_device(OrderDevice(policy, seed=seed)) as device:
+        yield device
+
+
+@contextmanager
+def on_device(device: OrderDevice, group: "OrderGroup | None" = None) -> Iterator[OrderDevice]:
+    """This thread's runners load there, as a rank of this group."""
+    _here.device, _here.group = device, group
+    with _Operations(device), _Functions(device):
+        yield device
+        device.finish()
+
+
+@contextmanager
+def kernels_on_devices() -> Iterator[None]:
+    """Triton's kernels run on the device of their arguments."""
     from triton.runtime import interpreter
 
-    device = OrderDevice(policy, seed=seed)
     function, builder = interpreter.InterpretedFunction, interpreter.InterpreterBuilder
     first_run = function.run
 
@@ -980,6 +1019,7 @@ def order_device(policy: str = "late", *, seed: int = 0) -> Iterator[OrderDevice
         def execute(*args: Any, **kwargs: Any) -> None:
             first_run(self, *args, grid=grid, warmup=False, **kwargs)
 
+        device = next(leaf.machine for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
         device.launch_kernel(execute, self.fn.__name__, args, kwargs)
 
     firsts = {
@@ -1003,13 +1043,54 @@ def order_device(policy: str = "late", *, seed: int = 0) -> Iterator[OrderDevice
         _Recorder.add(ptrs, None, is_write=True)
         return firsts["create_atomic_cas"](self, ptrs, *rest)
 
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+    first_join = vars(runner_module)["join"]
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(function, "run", run)
         for name, replaced in zip(firsts, (masked_load, masked_store, atomic_rmw, atomic_cas), strict=True):
             patch.setattr(builder, name, replaced)
-        patch.setattr(runner_module, "choose_device", lambda config, *, rank_info: device)
-        stack.enter_context(_Operations(device))
-        stack.enter_context(_Functions(device))
-        yield device
-        device.finish()
+        patch.setattr(runner_module, "choose_device", lambda *args, **kwargs: _here.device)
+        patch.setattr(runner_module, "join", lambda *args, **kwargs: _here.group or first_join(*args, **kwargs))
+        yield
+
+
+class Meeting:
+    """Where the ranks of a group exchange tensors, each in a thread of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=300)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
+        """Of all ranks in their order, when all are there."""
+        self._parts[rank] = part.clone()
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+    def leave(self) -> None:
+        """After an error: the others wait no longer."""
+        self._barrier.abort()
+
+
+class OrderGroup:
+    """A rank's side of its group, with sums and exchanges in the order of its stream, as NCCL has them."""
+
+    def __init__(self, device: OrderDevice, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._device, self._meeting = device, meeting
+
+    def all_reduce(self, x: Tensor) -> None:
+        assert isinstance(x, DeviceTensor) and x.is_contiguous()
+        self._launch("all_reduce", x, x, lambda parts: torch.stack(parts).sum(0))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        assert isinstance(x, DeviceTensor) and isinstance(out, DeviceTensor) and x.is_contiguous()
+        self._launch("all_gather", x, out, torch.stack)
+        return out
+
+    def _launch(self, name: str, x: DeviceTensor, out: DeviceTensor, join: Callable[[list[Tensor]], Tensor]) -> None:
+        inner, result = x.inside, out.inside
+        self._device.launch(name, lambda: result.copy_(join(self._meeting.exchange(self.rank, inner))), [x], [out])

@@ -7,7 +7,7 @@ kernels there, so that the layers above can be tested without a GPU.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -155,35 +155,33 @@ class CudaDriver:
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> Stream:
-        stream: Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return stream
+        return cast(Stream, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return event
+        return cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def use(self, stream: Stream) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        assert isinstance(stream, torch.cuda.Stream)
-        return torch.cuda.stream(stream)
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        assert isinstance(stream, torch.cuda.Stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        graph, on = torch.cuda.CUDAGraph(), cast(torch.cuda.Stream, stream)
+        with torch.cuda.graph(graph, pool=self._pool, stream=on, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
     def num_programs(self, head_dim: int) -> int:
         # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
         properties = torch.cuda.get_device_properties(self._device)
-        held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
+        if head_dim > 256:  # of latent attention: two programs do not fit into the registers
+            held = 1
+        else:
+            held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
         held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
         return int(properties.multi_processor_count * held)
 

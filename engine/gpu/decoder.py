@@ -19,6 +19,7 @@ from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
 from ..parallel.collectives import Group
+from .attention import HostAttention
 from .packet import Limits, Packet
 from .rules import largest_group
 from .shapes import StepShape
@@ -47,11 +48,14 @@ class TritonDecoder:
         num_programs: Callable[[int], int],
         is_deterministic: bool,
         without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """program: one that `rules.in_torch` does not refuse. loaded: its weights, which it takes. num_programs: by the
         head dimension, how many of decode attention the device holds at once. is_deterministic: a token's bits depend
-        on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`."""
+        on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`. attention: of the steps
+        that it serves, instead of Triton."""
         self.kv_shape = shape
+        self._attention = attention
         self._ranks = group
         self._limits = limits
         self.weights = loaded.num_bytes
@@ -59,7 +63,7 @@ class TritonDecoder:
         self.device = device = loaded.device
         self._walk = Walker(
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
-            is_deterministic=is_deterministic, without=without,
+            is_deterministic=is_deterministic, without=without, attention=attention,
         )  # fmt: skip
         self._widths = program.widths
         self._vocabulary = Vocabulary(program, self._walk.weights, group)
@@ -97,6 +101,8 @@ class TritonDecoder:
         """cache: head-major."""
         assert cache.groups.num_tables - cache.groups.state_pages == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
+        if self._attention is not None:
+            self._attention.backend.open(cache)
         self._walk.mixers.open(cache)
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
@@ -121,7 +127,7 @@ class TritonDecoder:
         tiles = None
         if shape.tile_rows:
             per_tile = tile_tokens(self.group, shape.tile_rows)
-            tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
+            tiles = packet.tiles[: 1 + max_tiles(tokens, rows, per_tile)]
         if packet.states is not None:
             self._walk.mixers.begin(packet, num_rows=rows, is_long=shape.tile_rows == PROMPT_ROWS)
         return Pass(

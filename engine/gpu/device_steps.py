@@ -38,6 +38,7 @@ from ..steps.pooling import PooledStates, RowPooler
 from ..steps.rows import Rows, up_to_wrong
 from ..steps.sampled import Sampled, learn_drafts, take_in
 from ..steps.step_inputs import Samples, samples_of, states_of
+from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
@@ -64,6 +65,7 @@ class DeviceModel:
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch replaces
+    attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
@@ -242,9 +244,10 @@ class DeviceSteps:
         self._pending: deque[_Launched] = deque()  # to be collected
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
-        self._recordings = Recordings(
-            queue, self._work, _planned(limits, is_deterministic=config.deterministic), is_strict=config.strict_kernels
-        )
+        self._attention = model.attention
+        planned = _planned(limits, is_deterministic=config.deterministic)
+        planned = [shape for shape in planned if not self._is_unrecorded(shape)]
+        self._recordings = Recordings(queue, self._work, planned, is_strict=config.strict_kernels)
 
     @property
     def num_pending(self) -> int:
@@ -277,7 +280,9 @@ class DeviceSteps:
 
     def _launch(self, plan: StepPlan, slot: _Slot) -> _Launched:
         rows = self._rows
-        self._learn(self._config.pipeline_depth - 1)
+        # Attention that is planned on the host needs the rows' lengths, which draft tokens leave open.
+        is_open = self._attention is not None and self._config.speculative is not None
+        self._learn(0 if is_open else self._config.pipeline_depth - 1)
         self._take_rows(plan)
         begun = self._queue.mark()
         step, draft_tokens, draft_states = self._arrange(plan)
@@ -301,7 +306,7 @@ class DeviceSteps:
         prompt: list[tuple[int, Tensor, Tensor]] = []
         pooled: list[PooledStates] = []
         if len(step.rows):
-            self._recordings.run(sent.shape)
+            self._run(sent.shape, step)
             for each, target in zip(scores, attached[3:], strict=True):
                 prompt.append((each.index, *each.compute(target, self._logits_of, self._vocab_size)))
             pooled = self._pooler.states(
@@ -424,6 +429,26 @@ class DeviceSteps:
 
         return sample
 
+    def _run(self, shape: StepShape, step: _Rows) -> None:
+        """Runs the pass through the model."""
+        if self._attention is None or not self._is_unrecorded(shape):
+            self._recordings.run(shape)
+            return
+        rows = HostRows(
+            num_decode=int(np.count_nonzero(step.counts == 1)),
+            query_lens=step.counts,
+            context_lens=step.starts + step.counts,
+            tables=self._rows.tables[:, step.rows],
+        )
+        with self._attention.step(rows):
+            self._work(shape)()
+
+    def _is_unrecorded(self, shape: Hashable) -> bool:
+        """Whether the attention of such steps is planned on the host."""
+        if self._attention is None or not isinstance(shape, StepShape):
+            return False
+        return self._attention.serves(has_prompts=shape.tile_rows == PROMPT_ROWS)
+
     def _draft(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
         ends = self._rows.num_computed[speculative] + 1 + plan.speculate
         draft_tokens = draft(
@@ -524,9 +549,8 @@ class DeviceSteps:
         lens = counts.copy()
         lens[:num_decode] = 0
         work = extend_work(lens, starts + counts, tile_tokens(self._decoder.group, tile_rows))
-        work[:, 1] += num_decode
+        work[1:, 1] += num_decode
         packet.tiles[: len(work)] = work
-        packet.tiles[len(work) :, 2] = 0
         sizes = self._decode_sizes if most == 1 else self._mixed_sizes
         return StepShape(at_least(sizes, total), tile_rows), num_step, ids, ids_at
 

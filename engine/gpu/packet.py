@@ -57,7 +57,7 @@ class Packet:
 
     whole: Tensor
     parts: tuple[Part, ...]
-    tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
+    tiles: Tensor  # [1 + tiles, 4], see `extend_attention.extend_work`
     step: Tensor  # see `prepare_step.py`
     states: Tensor | None  # its part from which the table of states is found, see `scans.py`; None: there are no states
 
@@ -84,7 +84,7 @@ def _sizes(limits: Limits) -> list[int]:
     step = _aligned(step) + OPEN_FIELDS * limits.rows
     part = _COLUMNS * _aligned(limits.part)
     num_parts = max(1, limits.samples // limits.part)
-    return [part] * (num_parts - 1) + [4 * limits.tiles, part, step]
+    return [part] * (num_parts - 1) + [4 * (1 + limits.tiles), part, step]
 
 
 def _aligned(size: int) -> int:

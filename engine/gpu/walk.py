@@ -41,6 +41,7 @@ from ..models.program import (
     View,
 )
 from ..parallel.collectives import Group
+from .attention import HostAttention
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
@@ -113,11 +114,13 @@ class Walker:
         num_programs: Callable[[int], int],
         is_deterministic: bool,
         without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
         self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
+        self._attention, self._is_deterministic = attention, is_deterministic
         self._largest_group = largest_group(program)
         self.weights = Weights()
         self.weights.vectors = loaded.vectors
@@ -173,10 +176,10 @@ class Walker:
         kept = [self._zeros, *self._rotary.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
-        for plan in self._decode.values():
-            kept += [plan.items, plan.partials, plan.lses, plan.arrivals]
+        backend = 0 if self._attention is None else self._attention.backend.nbytes
+        planned = backend + sum(workspace.nbytes for workspace in self._decode.values())
         tables = self.reference.rotary.values()
-        return sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
+        return planned + sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
 
     def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
         """The launches of a step of so many tokens."""
@@ -328,10 +331,14 @@ class Walker:
         rope = ropes[0] if ropes else None
         pair = (norms[0].weight, norms[1].weight) if norms else None
         eps, rotary = norms[0].eps if norms else 0.0, self._rotary_of(rope, args.head_dim)
-        workspace, sinks = self._decode_of(args), self.weights.vector(args.sinks)
-        num_programs, softcap = self._num_programs(args.head_dim), args.softcap or None
+        # With `--deterministic` all rows have tiles.
+        workspace = None if self._is_deterministic else self._decode_of(args)
+        sinks, window, softcap = self.weights.vector(args.sinks), args.reach.positions or None, args.softcap or None
+        num_programs = self._num_programs(args.head_dim)
         heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
         joined = _joined(op.ins)
+        other = self._attention if self._attention is not None and self._attention.takes(args) else None
+        parameters = self.reference.attention(args)
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
@@ -348,15 +355,19 @@ class Walker:
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
             tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
-            rows = len(tables)
-            decode_attention(
-                attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale, softcap=softcap,
-                sinks=sinks, num_programs=num_programs,
-            )  # fmt: skip
-            if step.tiles is not None:  # last, because decode attention writes zeros for the other rows
+            now = other if other is not None and other.rows is not None else None
+            if workspace is not None and (now is None or not now.backend.decodes):
+                rows = len(tables)
+                decode_attention(
+                    attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale,
+                    softcap=softcap, sinks=sinks,
+                )  # fmt: skip
+            if now is not None:
+                now.attend(attended, query, args.tile, parameters)
+            elif step.tiles is not None:
                 extend_attention(
                     attended, query, k_pages, v_pages, tables, step.context_lens, step.tiles, scale=args.scale,
-                    window=workspace.window, softcap=softcap, sinks=sinks,
+                    num_programs=num_programs, window=window, softcap=softcap, sinks=sinks,
                     tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
 
@@ -371,8 +382,10 @@ class Walker:
         self._latents.append(layer)
         key = 0, args.heads, 1, args.rank
         if key not in self._decode:
-            self._decode[key] = layer.workspace(rows=self._limits.rows, max_context=self._max_len)
-        workspace, num_programs = self._decode[key], self._num_programs(args.rank)
+            self._decode[key] = layer.workspace(
+                rows=self._limits.rows, max_context=self._max_len, num_programs=self._num_programs(args.rank)
+            )
+        workspace = self._decode[key]
 
         def launch(step: Pass) -> None:
             query, latent, rotated = (step.registers.get(view) for view in op.ins)
@@ -380,7 +393,7 @@ class Walker:
             attend_latent(
                 step.registers.into(op.outs[0]), query, latent, rotated, layer, pages, step.slots[table],
                 step.tables[table], step.context_lens, workspace, step.tiles, tile_rows=step.tile_rows,
-                per_tile=tile_tokens(self._largest_group, step.tile_rows), num_programs=num_programs,
+                per_tile=tile_tokens(self._largest_group, step.tile_rows),
             )  # fmt: skip
 
         return launch
@@ -406,7 +419,8 @@ class Walker:
         if key not in self._decode:
             self._decode[key] = workspace_decode(
                 rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, window=args.reach.positions or None, device=self._loaded.device,
+                head_dim=args.head_dim, num_programs=self._num_programs(args.head_dim),
+                window=args.reach.positions or None, device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
 

@@ -175,6 +175,7 @@ def _on_device(
     config: EngineConfig, checked: Checked, queue: Queue, group: Group, fill: Callable[[Sink], None]
 ) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
+    from ..gpu.attention import host_attention
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
     from ..gpu.state import RowState
@@ -195,6 +196,9 @@ def _on_device(
         tables=groups.num_tables - groups.state_pages,
         state_pages=groups.state_pages,
     )
+    attention = host_attention(
+        config.attention_backend, dtype=dtype, kv_dtype=shape.dtype, device=queue.device, depth=config.pipeline_depth
+    )
     triton = TritonDecoder(
         program,
         loaded,
@@ -205,6 +209,7 @@ def _on_device(
         dtype=dtype,
         num_programs=queue.num_programs,
         is_deterministic=config.deterministic,
+        attention=attention,
         without=checked.without | served.left_out,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
@@ -228,6 +233,7 @@ def _on_device(
         weights=triton.weights,
         workspace=triton.nbytes + state.nbytes + steps + logits,
         graphs=graphs,
+        attention=attention,
         note=served.note,
         failed_kernels=checked.failed,
     )

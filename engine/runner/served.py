@@ -20,7 +20,7 @@ from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..gpu import rules
+from ..gpu import attention, rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share
 from ..models.description import LatentAttention
@@ -77,6 +77,7 @@ class Served:
     is_certain: bool = True  # False: only the weights show the shape of the KV
     why: str = ""  # why a GPU does not use the Triton kernels
     unfused: str = ""  # why it does not use the one for products of few tokens
+    attention: str = ""  # which attention is not that of the Triton kernels
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -108,7 +109,7 @@ class Served:
             return f"transformers' {self.spec.architecture}, {dtype}"
         parts = [self.backend.note + (f", because {self.why}" if self.why else "")]
         if self.executor == "Triton":
-            parts = [f"Triton kernels, {dtype}"]
+            parts = [f"Triton kernels, {dtype}", *filter(None, [self.attention])]
         if self.in_torch:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
         if self.unfused:
@@ -169,6 +170,11 @@ def how_served(
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
         backend = Backend.reference(dtype)
+    elif config.attention_backend not in ("auto", "torch"):
+        reason = why or "the device is no GPU"
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs the Triton kernels, which cannot be used: {reason}."
+        )
     elif config.kv_cache_dtype == "fp8":
         reason = why or "the device is no GPU"
         raise ConfigError(f"--kv-cache-dtype fp8 needs the Triton kernels, which cannot be used: {reason}.")
@@ -203,6 +209,9 @@ def how_served(
         is_kept=keeps_quantized(config, spec, None if is_triton else backend.ops, dtype),
         why=why or "",
         unfused=rules.unfused(program, target) if is_triton and target is not None else "",
+        attention=attention.note(config.attention_backend, program, dtype, DTYPES[config.kv_cache_dtype])
+        if is_triton
+        else "",
     )
 
 

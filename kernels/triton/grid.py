@@ -128,10 +128,10 @@ def _decode(dim: int, rope: int, dtype: torch.dtype, kv: torch.dtype) -> None:
     query, (k_pages, v_pages) = shaped(_ROWS, 16, dim, dtype=dtype), _pages(dim, rope, kv)
     kv_heads = k_pages.shape[1]
     workspace = workspace_decode(
-        rows=256, max_context=32768, heads=16, kv_heads=kv_heads, head_dim=dim, device="meta"
-    )  # fmt: skip
+        rows=256, max_context=32768, heads=16, kv_heads=kv_heads, head_dim=dim, num_programs=396, device="meta"
+    )
     decode_attention(
-        query, query, k_pages, v_pages, shaped(_ROWS, 33, dtype=torch.int32), workspace, scale=1.0, num_programs=396,
+        query, query, k_pages, v_pages, shaped(_ROWS, 33, dtype=torch.int32), workspace, scale=1.0,
         query_rope=shaped(_ROWS, 16, rope, dtype=dtype) if rope else None,
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _extend(dim: int, rope: int, dtype: torch.dtype, kv: torch.dtype, rows: int)
     query, (k_pages, v_pages) = shaped(_ROWS, 16, dim, dtype=dtype), _pages(dim, rope, kv)
     table, lens, work = (shaped(_ROWS, *shape, dtype=torch.int32) for shape in ((33,), (), (4,)))
     extend_attention(
-        query, query, k_pages, v_pages, table, lens, work, scale=1.0, tile_rows=rows,
+        query, query, k_pages, v_pages, table, lens, work, scale=1.0, num_programs=396, tile_rows=rows,
         query_rope=shaped(_ROWS, 16, rope, dtype=dtype) if rope else None,
     )  # fmt: skip
 

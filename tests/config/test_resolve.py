@@ -213,3 +213,23 @@ def test_types_follow_from_the_gpus_capability() -> None:
         on_gpu(75, dtype="bfloat16")
     with pytest.raises(ConfigError, match="fp8 is for GPUs"):
         on_gpu(75, kv_cache_dtype="fp8", device="cpu")
+
+
+def test_an_attention_backend_needs_a_gpu_and_its_package() -> None:
+    def decide_here(backend: str, *packages: str, **flags: object) -> EngineConfig:
+        machine = MachineFacts(num_cores=1, has_gpu=True, attention_packages=packages)
+        return resolve(make_config(attention_backend=backend, **flags), MODEL, machine)
+
+    for backend in ("auto", "triton", "torch"):
+        assert decide_here(backend).block_size == 64
+    assert decide_here("flashinfer", "flashinfer", "flash-attn").block_size == 64
+    assert decide_here("flash-attn", "flash-attn").block_size == 256, "FlashAttention takes no smaller pages"
+    with pytest.raises(ConfigError, match="flash-attn needs the package flash-attn, which is not installed; install"):
+        decide_here("flash-attn", "flashinfer")
+    with pytest.raises(ConfigError, match="flashinfer needs the package flashinfer-python"):
+        decide_here("flashinfer")
+    with pytest.raises(ConfigError, match="--attention-backend torch is for GPUs; leave it out"):
+        decide_here("torch", device="cpu")
+    with pytest.raises(ConfigError, match="--deterministic excludes --attention-backend torch, whose sums"):
+        decide_here("torch", deterministic=True)
+    assert decide_here("triton", deterministic=True).deterministic

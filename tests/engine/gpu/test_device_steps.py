@@ -84,7 +84,8 @@ class Decoder:
     def run(self, packet, state, shape):
         self.shapes.append(shape)
         num_rows, num_tokens = packet.step[:2].tolist()
-        self.steps.append((num_rows, num_tokens, int(packet.step[6]), packet.tiles[:, 2].tolist()))
+        tiles = packet.tiles[1 : 1 + packet.tiles[0, 0], 2].tolist() if shape.tile_rows else []
+        self.steps.append((num_rows, num_tokens, int(packet.step[6]), tiles))
         self.ids = packet.step[int(packet.step[2]) : int(packet.step[3])].clone()
         records = packet.step[8 : int(packet.step[2])].view(-1, 12)
         self.records.append(records.tolist())
@@ -148,8 +149,8 @@ def steps(checkpoint):
     """flags → (steps, decoder, state, queue)."""
     from pagewire.engine.gpu.device_steps import DeviceModel, limits_of
 
-    def make(*, num_states=0, **flags):
-        """num_states: of a row, each in a page of its own."""
+    def make(*, num_states=0, attention=None, **flags):
+        """num_states: of a row, each in a page of its own. attention: a backend other than Triton."""
         config = engine_config(checkpoint("llama"), **flags)
         states = (StateTile((1, config.block_size * 2)),) * num_states
         shape = KvShape(layers=(Tile(1, 1, 1),), dtype=torch.float32, states=states)
@@ -169,6 +170,7 @@ def steps(checkpoint):
             workspace=0,
             graphs=0,
             note="",
+            attention=attention,
         )
         return model.steps(config, cache), decoder, state, queue
 
@@ -218,7 +220,7 @@ def test_a_step_is_padded_up_to_its_shape(steps):
     assert decoder.shapes == [StepShape(64, 128)]
     num_rows, num_tokens, num_decode, tiles = decoder.steps[0]
     assert (num_rows, num_tokens, num_decode) == (3, 59, 0)
-    assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "tiles of the padding have no tokens"
+    assert tiles == [30, 20, 9], "padding has no tiles"
     first, shape, rows, places = state.samples[0]
     assert (first, shape) == (0, SampleShape(2, 0, False, False))
     assert rows == [5, 7] and places == [-1, -1]
@@ -289,7 +291,7 @@ def test_only_the_used_part_of_a_packet_is_sent(steps):
     (_, prompt), (_, decode) = queue.sent
     samples, header, record, opened = 5 * 64, 8, 12, 11
     assert decode == samples + header + record + 1, "neither tiles nor blocks"
-    assert prompt == 4 * ours._limits.tiles + samples + header + record + 300 + 19 + 1 + opened, (
+    assert prompt == 4 * (1 + ours._limits.tiles) + samples + header + record + 300 + 19 + 1 + opened, (
         "padded before `opened`"
     )
 
@@ -453,3 +455,27 @@ def test_pages_are_copied_in_queue_order(steps):
     cache.storage.copy_(torch.arange(len(cache.storage))[:, None].expand_as(cache.storage))
     ours.launch(structs.replace(plan(0, [1], [6], open=[(1, 6, GREEDY)]), copies=ids_to_bytes([7, 30, 9, 31, 7, 32])))
     assert cache.storage[[30, 31, 32], 0].tolist() == [7, 9, 7] and not queue.waits
+
+
+def test_steps_whose_attention_is_planned_on_the_host_are_not_recorded(steps):
+    """FlashAttention serves steps with prompts. Decode steps are recorded as ever."""
+    from pagewire.engine.gpu.attention import FlashAttention, HostAttention
+
+    dtypes = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    attention = HostAttention("flash-attn", FlashAttention(), **dtypes)
+    ours, decoder, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64, attention=attention)
+    seen = []
+    decoder.run = lambda packet, state, shape: seen.append((shape, attention.rows))
+    for row in range(4):
+        ours.launch(plan(2 * row, [row], [20], open=[(row, 20, GREEDY)]))
+        ours.launch(plan(2 * row + 1, [row], [1]))
+        ours.collect(), ours.collect()
+    prompts, decodes = seen[::2], seen[1::2]
+    assert all(shape == StepShape(64, 128) for shape, _ in prompts) and attention.rows is None
+    assert [(rows.query_lens.tolist(), rows.context_lens.tolist(), rows.num_decode) for _, rows in prompts] == [
+        ([20], [20], 0)
+    ] * 4
+    assert all(rows is None and shape == StepShape(1, 0) for shape, rows in decodes)
+    while ours.use_idle():
+        pass
+    assert ours.num_recorded == len(decode_sizes(4)) * 4
