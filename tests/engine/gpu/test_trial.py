@@ -42,7 +42,8 @@ def load(
 ) -> Runner:
     """changes: of the resolved configuration, which `resolve` would refuse for a CPU."""
     with machine(COMPILED):
-        config = msgspec.structs.replace(engine_config(folder, **SMALL, **flags), **(changes or {}))
+        config = engine_config(folder, cpu_kernels="torch", **SMALL, **flags)
+    config = msgspec.structs.replace(config, **(changes or {}))
     return Runner.load(config, queue=queue or EagerQueue(torch.device("cpu")), is_checked=True)
 
 
