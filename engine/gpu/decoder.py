@@ -61,7 +61,7 @@ class TritonDecoder:
             is_deterministic=is_deterministic,
         )  # fmt: skip
         self._widths = program.widths
-        self._vocabulary = Vocabulary(program, self._walk.weights, group)
+        self.vocabulary = Vocabulary(program, self._walk.weights, group)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -125,4 +125,4 @@ class TritonDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] float32."""
-        return self._vocabulary.logits(hidden)
+        return self.vocabulary.logits(hidden)

@@ -300,8 +300,11 @@ class DeviceSteps:
 
         def sample() -> None:
             part = slice(first, first + samples.samples)
-            logits = self._decoder.logits(self._decoder.hidden(self._packet.sample_tokens[part]))
-            self._state.sample(logits, self._packet, first, samples)
+            hidden = self._decoder.hidden(self._packet.sample_tokens[part])
+            if self._decoder.num_ranks > 1 and samples.is_plain:
+                self._state.sample_of_parts(self._decoder.vocabulary, hidden, self._packet, first, samples)
+            else:
+                self._state.sample(self._decoder.logits(hidden), self._packet, first, samples)
 
         return sample
 

@@ -18,7 +18,15 @@ from ...kernels.triton.edit_logits import EditColumns, count_sampled, edit_logit
 from ...kernels.triton.logprobs import MAX_BEST, logprobs, workspace_logprobs
 from ...kernels.triton.open_rows import open_rows
 from ...kernels.triton.prepare_step import remember_sampled
-from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_sampling
+from ...kernels.triton.sampling import (
+    Kind,
+    SamplingColumns,
+    best_of_part,
+    sample,
+    sample_of_parts,
+    workspace_sampling,
+)
+from ..executors.vocabulary import Vocabulary
 from .packet import Limits, Packet
 from .shapes import SampleShape
 
@@ -99,6 +107,20 @@ class RowState:
             most = min(MAX_BEST, self._vocab_size)
             ids, values, asking = self.best_ids[part], self.best_values[part], packet.asking[part]
             logprobs(ids, values, logits, asking, sampled, self._logprobs, num_best=most)
+
+    def sample_of_parts(
+        self, vocabulary: Vocabulary, hidden: Tensor, packet: Packet, first: int, shape: SampleShape
+    ) -> None:
+        """`sample` for a shape without filters, edits and log-probabilities, of which the ranks exchange their best
+        tokens instead of all logits. hidden: [samples, hidden size]."""
+        part, kind = slice(first, first + shape.samples), KINDS[shape.kind]
+        picked, positions, sampled = packet.sample_rows[part], packet.sample_positions[part], self.sampled[part]
+        found = best_of_part(
+            vocabulary.part(hidden), packet.places[part], picked, positions, self._sampling,
+            first_token=vocabulary.first, largest_part=vocabulary.largest_part, kind=kind,
+        )  # fmt: skip
+        sample_of_parts(sampled, vocabulary.group.all_gather(found), picked, positions, self._sampling, kind=kind)
+        remember_sampled(self.last_ids, sampled, picked)
 
     def _write_history(self, row: RowOpen) -> None:
         ids = np.frombuffer(row.ids, "<i4")

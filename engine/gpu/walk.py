@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
 from ...kernels.triton.latent_attention import LatentLayer, attend_latent
@@ -44,7 +43,15 @@ from ..parallel.collectives import Group
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
-from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
+from .products import (
+    MAX_NARROW_ROWS,
+    DenseProduct,
+    InvariantProduct,
+    Norm,
+    ProductMatrix,
+    QuantizedProduct,
+    interleave,
+)
 from .products import Product as ProductOf
 from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
 from .weights import Loaded
@@ -114,14 +121,19 @@ class Walker:
         self._largest_group = largest_group(program)
         self.weights = Weights()
         self.weights.vectors = loaded.vectors
-        matrix = InvariantMatrix if is_deterministic else TorchMatrix
-        for each in program.matrices:
-            if each.use == "table" or each == program.head_project:
-                self.weights.matrices[each.key] = (matrix(loaded.values(each)),)
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
-        shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
-        self._small = workspace_small_product(shapes, loaded.device)
+        tables = [each for each in program.matrices if each.use == "table" or each == program.head_project]
+        multiplied = [args.matrix for args in products] + tables
+        even = {(each.rows, each.columns) for each in multiplied if each.rows % 16 == 0}
+        narrow = {(each.rows, each.columns) for each in multiplied if loaded.is_quantized(each)}
+        self._small = workspace_small_product(even, loaded.device, narrow=narrow)
+        for each in tables:
+            values = loaded.values(each)
+            product = InvariantProduct(values, None) if is_deterministic else DenseProduct(values, None, self._small)
+            wide = None if each == program.head_project else torch.float32
+            self.weights.matrices[each.key] = (ProductMatrix(values, product, wide),)
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
+        self._scratch = self._lend_scratch()
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
@@ -163,7 +175,7 @@ class Walker:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        kept = [self._zeros, *self._rotary.values(), *self._small]
+        kept = [self._zeros, self._scratch, *self._rotary.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
         for plan in self._decode.values():
@@ -208,9 +220,23 @@ class Walker:
         if is_gated and bias is not None:
             bias = interleave(bias)
         if not isinstance(weight, Tensor):
-            return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
+            return QuantizedProduct(
+                weight.interleave() if is_gated else weight, bias, self._small, dtype=self._dtype,
+                has_narrow_inputs=self._loaded.has_narrow_inputs,
+            )  # fmt: skip
         weight = interleave(weight) if is_gated else weight
         return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, self._small)
+
+    def _lend_scratch(self) -> Tensor:
+        """Memory for one widened weight, for steps of many rows."""
+        quantized = [each for each in self._products.values() if isinstance(each, QuantizedProduct)]
+        size = max((each.scratch_size for each in quantized), default=0)
+        scratch = torch.empty(
+            size if self._limits.tokens > MAX_NARROW_ROWS else 0, dtype=self._dtype, device=self._loaded.device
+        )
+        for each in quantized:
+            each.lend(scratch)
+        return scratch
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None

@@ -172,7 +172,8 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     assert served.program is not None
     spec, program, shape, dtype = served.spec, served.program, served.kv_shape, served.dtype
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept)
+    has_narrow_inputs = spec.scheme is not None and spec.scheme.has_narrow_inputs
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=has_narrow_inputs)
     fill(loaded)
     groups = shape.groups(config.block_size)
     limits = limits_of(
