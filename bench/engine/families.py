@@ -1,12 +1,14 @@
-"""How fast the C program decodes each described family, beside a Llama that has as many parameters.
+"""How fast the C program decodes each described family, beside a Llama that moves as many bytes.
 
 `python -m pagewire.bench.engine.families` makes random checkpoints of about equal size, one of each family and a Llama
-whose feed-forward width is chosen so that both read the same number of parameters a token, and decodes with both in
-turns. `tools/models.py` puts the figures into docs/models.md.
+whose feed-forward width is chosen so that both move the same number of weights and states for a token, and decodes with
+both in turns. `tools/models.py` puts the figures into docs/models.md.
 """
 
 import argparse
 import dataclasses
+import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +21,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...config.flags import make_config
-from ...engine.models.families import pages
+from ...engine.models.families import describe, pages
+from ...engine.models.fields import Fields
+from ...engine.models.lower import lower
+from ...engine.models.program import AttendLatent, GatedProduct, Mixture, Product, Program
 from ...engine.runner.runner import Runner
 from ...errors import PagewireError
 from ...ipc.messages import GroupTable, RowOpen, Sampling, StepPlan, ids_to_bytes
@@ -39,34 +44,110 @@ _SIZES: dict[str, Any] = {
     **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 512},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
+_MAMBA = {
+    **{"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_d_ssm": 1024, "mamba_num_heads": 16},
+    **{"mamba_head_dim": 64, "ssm_state_size": 64, "n_mamba_heads": 16, "num_heads": 16, "head_dim": 64},
+}
+_DELTA = {
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    **{"linear_num_heads": 8, "linear_head_dim": 64},
+}
+_LATENT = {
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    **{"num_key_value_heads": 8, "head_dim": 32},
+}
+_SHARED = {"shared_expert_intermediate_size": 512, "first_k_dense_replace": 1}
+_CHANGES: dict[str, dict[str, Any]] = {
+    # By model type: what a family needs besides, so that its layers are about as large as the Llama's.
+    **{kind: {**_LATENT, **_SHARED} for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")},
+    "longcat_flash": {
+        **_LATENT,
+        "num_layers": 3,
+        "zero_expert_num": 2,
+        "ffn_hidden_size": 1536,
+        "expert_ffn_hidden_size": 512,
+    },
+    "mimo_v2_flash": {**_SHARED, "v_head_dim": 64, "sliding_window": 128},
+    **{kind: {**_DELTA, **_SHARED} for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")},
+    "kimi_linear": {
+        **_DELTA,
+        **_LATENT,
+        **_SHARED,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "mamba", "attention"] * 2},
+    "falcon_h1": _MAMBA,
+    "nemotron_h": {**_MAMBA, "n_groups": 2, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
+    "mamba2": {**_MAMBA, "state_size": 64},
+    "zamba2": {
+        **{key: _MAMBA[key] for key in ("n_mamba_heads", "mamba_d_state", "head_dim")},
+        **{"num_key_value_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "adapter_rank": 32},
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+    },
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 16},
+    **{kind: {"layer_types": ["conv", "conv", "full_attention"] * 2} for kind in ("lfm2", "lfm2_moe")},
+    "llama4_text": {"intermediate_size_mlp": 1536, "attention_chunk_size": 128},
+    "gemma3n_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2},
+        **{"activation_sparsity_pattern": [0.0] * 6, "hidden_size_per_layer_input": 64, "laurel_rank": 32},
+        "vocab_size_per_layer_input": 2048,
+    },
+    "gemma4_text": {
+        **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "global_head_dim": 64},
+        **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 2048},
+    },
+    "mpt": {"d_model": 512, "n_heads": 8, "n_layers": 6},
+    "gptj": {"rotary_dim": 32},
+    "phimoe": {"sliding_window": 1024},
+    "qwen2_moe": _SHARED,
+}
+_ALWAYS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _LLAMA = "LlamaForCausalLM"
 _STEP = 32  # of a feed-forward width
 
 
 def tiny(architecture: str, **changes: Any) -> Any:
     """transformers' config of a small model."""
-    kind = next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    kind = max(kinds, key=lambda kind: kind.endswith("_text"))  # not that of a wrapper
     made: Any = transformers.CONFIG_MAPPING[kind]
-    names = {field.name for field in dataclasses.fields(made)} | {*made.attribute_map, *_SIZES}
-    return made(**{name: value for name, value in {**_SIZES, **changes}.items() if name in names})
+    names = {field.name for field in dataclasses.fields(made)} | {
+        *made.attribute_map,
+        "vocab_size",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
+    sizes = {**_SIZES, **_CHANGES.get(kind, {}), **changes}
+    return made(**{name: value for name, value in sizes.items() if name in names})
 
 
 def make(folder: Path, config: Any) -> int:
-    """Writes a random checkpoint. Returns about how many parameters of layers a token reads."""
+    """Writes a random checkpoint. Returns how many numbers of layers a token moves (`moved`)."""
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    read = 0.0
-    experts = next((getattr(config, name) for name in _SIZES if "experts" in name and hasattr(config, name)), None)
-    for name, parameter in model.base_model.named_parameters():
-        is_expert = ".experts" in name and experts
-        share = config.num_experts_per_tok / experts if is_expert else 1.0
-        read += 0 if "embed" in name else share * parameter.numel()
-    return int(read)
+    auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    return moved(lower(describe(raw["architectures"][0], Fields(raw, folder / "config.json"))))
+
+
+def moved(program: Program) -> int:
+    """The numbers that a decode step moves between memory and the layers: the weights of products and of the experts
+    that are chosen, read once, and recurrent states, read and written."""
+    total = sum(2 * math.prod(state.shape) for state in program.states)
+    for op in program.ops:
+        if isinstance(op.args, Product | GatedProduct):
+            total += op.args.matrix.rows * op.args.matrix.columns
+        elif isinstance(op.args, Mixture):
+            of_expert = sum(matrix.rows * matrix.columns for matrix in (op.args.gate_up, op.args.down))
+            total += op.args.router.top_k * of_expert
+        elif isinstance(op.args, AttendLatent):
+            total += op.args.heads * (op.args.nope_dim + op.args.value_dim) * op.args.rank
+    return total
 
 
 def width_of_equal_llama(num: int) -> int:
-    """The feed-forward width of a Llama of whose layers a token reads about `num` parameters."""
+    """The feed-forward width of a Llama whose layers move about `num` numbers for a token."""
     h, layers = _SIZES["hidden_size"], _SIZES["num_hidden_layers"]
     attention = 2 * h * _SIZES["head_dim"] * (_SIZES["num_attention_heads"] + _SIZES["num_key_value_heads"])
     width: float = (num / layers - attention) / (3 * h)
