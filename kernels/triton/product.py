@@ -158,11 +158,10 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    KEPT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The weight's arguments are those of `Operand`. KEPT: the eviction policy of the weight in the L2 cache. FEW: rows
-    beyond the last are not read; else they are the last row again, which costs less than a mask. Neither is stored."""
+    """The weight's arguments are those of `Operand`. FEW: rows beyond the last are not read; else they are the last row
+    again, which costs less than a mask. Neither is stored."""
     SPAN: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K  # one program's share of k
     EVEN: tl.constexpr = K == SPLITS * SPAN  # then no mask over k is left: x | True is True
     WIDTH: tl.constexpr = K if HALF is None else K // 2  # bytes or numbers of the weight's rows
@@ -198,7 +197,7 @@ def _product(
         k = first + tl.arange(0, SHARE)
         inside = (k < K) | EVEN
         if HALF is None:
-            codes = tl.load(columns + k[None, :], mask=inside[None, :], other=0, eviction_policy=KEPT)
+            codes = tl.load(columns + k[None, :], mask=inside[None, :], other=0)
             right, squares = _columns(x_rows, k, inside, used, norm, before, squares, FEW)
             left = widened(codes, FORM, dtype)
             if scales is None:
@@ -207,7 +206,7 @@ def _product(
                 group = scale + first // SCALE_K * GROUP_STRIDE
                 sums += tl.dot(left, right) * tl.load(scales + group).to(tl.float32)[:, None]
         else:
-            pairs = tl.load(columns + (first // 2 + tl.arange(0, HALF))[None, :], eviction_policy=KEPT)
+            pairs = tl.load(columns + (first // 2 + tl.arange(0, HALF))[None, :])
             low, squares = _columns(x_rows, k, inside, used, norm, before, squares, FEW)
             high, squares = _columns(x_rows, HALF + k, inside, used, norm, before, squares, FEW)
             sums = _packed_sums(
@@ -289,7 +288,6 @@ def multiply(
         0.0 if norm is None else norm[1],
         **operand.constants(),
         GATED=is_gated,
-        KEPT="evict_first" if few else "",
         FEW=few,
         **options,
     )
@@ -318,9 +316,9 @@ def product(
 
 
 def _options(n: int, k: int) -> dict[str, int]:
-    """The compile-time options for a weight of this shape. The untuned rule: the widest tiles that occupy half of the
-    multiprocessors at one row."""
-    block_n = next((block for block in (128, 64) if n // block >= PROCESSORS // 2), 32)
+    """The compile-time options for a weight of this shape. The untuned rule: the widest tiles that occupy a third of
+    the multiprocessors at one row."""
+    block_n = next((block for block in (128, 64) if n // block >= PROCESSORS // 3), 32)
     return {
         "BLOCK_M": _BLOCK_M,
         "BLOCK_K": _BLOCK_K,
