@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..config.config import MachineFacts
+from ..config.config import EngineConfig, MachineFacts
 from ..config.cpu_bind import bind_ranks, num_threads
 from ..config.cpus import show_cpus
 from ..config.flags import make_config
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from ..engine.runner.kernel_checks import Checked
 
 _FEW_FILES = 4096  # descriptors: one for each connection
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
@@ -57,6 +60,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that of serve, to show each rank's CPUs (default: 1)",
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="run each GPU kernel that MODEL needs, and compare it with torch"
+    )
     parser.add_argument("--cpu-bind", default="auto", metavar="TEXT", help="that of serve (default: auto)")
 
 
@@ -72,6 +78,8 @@ def main(arguments: argparse.Namespace) -> int:
         lambda: check_port(arguments.host, arguments.port),
         lambda: check_model(arguments.model, machine),
     ]
+    if arguments.gpu:
+        checks.append(lambda: check_gpu_kernels(arguments.model, machine))
     num_bad = 0
     for check in checks:
         for finding in check():
@@ -322,6 +330,34 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
     if not machine.has_gpu and facts.weight_bytes > room:
         found = f"{_size(facts.weight_bytes)} of weights, but only {_size(room)} of memory are free"
         yield Finding("bad", "model", found, "choose a smaller model, or --quantization int8")
+
+
+def check_gpu_kernels(
+    model: str, machine: MachineFacts, try_all: "Callable[[EngineConfig], Checked] | None" = None
+) -> Iterator[Finding]:
+    """A line for each kernel. try_all: that of `kernel_checks`, or of a test."""
+    from ..config.resolve import resolve
+    from ..engine.runner import kernel_checks
+    from ..procs.prepare import examine
+
+    subject = "GPU kernels"
+    try:
+        config = make_config(model=model)
+        engine = resolve(config, examine(config)[0], machine)
+        checked = (try_all or kernel_checks.try_all)(engine)
+    except PagewireError as error:
+        yield Finding("bad", subject, str(error), "correct it, and call doctor --gpu again")
+        return
+    for check in checked.checks:
+        name = f"GPU kernel {check.kernel}"
+        if check.problem:
+            advice = "torch computes instead, which is slower; please report it with all of this output"
+            yield Finding("bad", name, check.problem, advice)
+        else:
+            yield Finding("ok", name, f"gives what torch gives, up to {check.error:.1g}, in {check.ms:.0f} ms")
+    if not checked.checks:
+        why = checked.served.why or "torch sees no GPU on this machine"
+        yield Finding("note", subject, f"not checked, because {why}")
 
 
 def _check_text(folder: Path) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ CpuKernels = Literal["compiled", "torch"]
 CpuLevel = Literal[  # those of kernels/cpu/levels.py
     "auto", "torch", "amx", "avx512bf16", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon", "amx-emulated"
 ]
+AttentionBackend = Literal["auto", "triton", "flashinfer", "flash-attn", "torch"]
+ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash-attn": "flash-attn"}  # names in the package index
 BatchInvariance = Literal["exact", "float32", "none"]
 
 
@@ -41,8 +43,8 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         _doc(
             "model",
-            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty or demo: the demo model of pagewire; "
-            "demo-hybrid: the one with recurrent layers",
+            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF), or a LoRA adapter; empty or demo: the demo "
+            "model of pagewire; demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
@@ -168,12 +170,28 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pipeline_depth: Annotated[
         int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
     ] = 2
+    attention_backend: Annotated[
+        AttentionBackend,
+        _doc(
+            "engine",
+            "attention on a GPU; auto: triton, which needs nothing; flashinfer or flash-attn: that package for prompts "
+            "and Triton for the rest; torch: its own kernels, slow",
+        ),
+    ] = "auto"
     speculative: Annotated[
         str | None,
         _doc("engine", "ngram: draft tokens from earlier text of the request; ngram,tokens=4: at most 4 in a step"),
     ] = None
     deterministic: Annotated[
         bool, _doc("engine", "slower: a request's output does not depend on other requests, bit by bit")
+    ] = False
+    strict_kernels: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "refuse to start if a kernel of pagewire fails its check, instead of using slower ones; on a GPU also end "
+            "if a CUDA graph cannot be recorded",
+        ),
     ] = False
     client_address: Annotated[
         str | None,
@@ -386,6 +404,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     path: str
     name: str  # unless the user gives another
+    adapter: str = ""  # folder of a LoRA adapter of its weights
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -416,6 +435,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_cores: int  # that this process may use, and whose time it is granted
     memory_bytes: int = 0
     has_gpu: bool = False
+    gpu_capability: int | None = None  # 89 for 8.9; the lowest of the GPUs, None: unknown
     has_compiler: bool = True  # for C
     cpu_levels: tuple[str, ...] = ("avx2", "portable")  # of the C kernels, that the CPU can run; best first
     shipped_levels: tuple[str, ...] = ()  # whose compiled libraries are in the installation
@@ -424,6 +444,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     online_cpus: tuple[int, ...] = ()  # of the machine
     numa_nodes: tuple[NumaNode, ...] = ()  # empty: unknown
     num_sockets: int = 1  # that this process may use
+    attention_packages: tuple[str, ...] = ()  # values of --attention-backend whose package is installed
     cpu_quota: int | None = None  # whole CPUs whose time the control groups grant
 
     @property
@@ -515,6 +536,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kv_cache_dtype,
             self.block_size,
             self.extension,
+            self.attention_backend,
             self.deterministic,
         )
         return sha256(repr(kind).encode()).digest()

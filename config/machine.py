@@ -15,8 +15,9 @@ import msgspec
 from ..errors import ConfigError
 from ..kernels.cpu.build import compiler, shipped_levels
 from ..kernels.cpu.levels import cpu_features, levels_here
-from .config import MachineFacts, NumaNode
+from .config import ATTENTION_PACKAGES, MachineFacts, NumaNode
 from .cpus import cpu_quota, num_sockets, numa_nodes, online_cpus
+from .gpu import lowest_capability
 
 OVERRIDES = "PAGEWIRE_MACHINE"
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # Linux
@@ -58,13 +59,17 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
     nodes = numa_nodes(cpus) if _HAS_AFFINITY else ()
     quota = cpu_quota(_own_groups())
     flags = cpu_features(Path("/proc/cpuinfo"))
+    # The version tells a torch that is for CPUs only; importing torch would take seconds.
+    has_gpu = (
+        Path("/dev/nvidiactl").exists()
+        and not _version("torch").endswith("+cpu")
+        and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    )
     return MachineFacts(
         num_cores=_granted(nodes, cpus, quota),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # The version tells a torch that is for CPUs only; importing torch would take seconds.
-        has_gpu=Path("/dev/nvidiactl").exists()
-        and not _version("torch").endswith("+cpu")
-        and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"),
+        has_gpu=has_gpu,
+        gpu_capability=lowest_capability(environment) if has_gpu else None,
         has_compiler=compiler() is not None,
         cpu_levels=tuple(level.name for level in levels_here()),
         shipped_levels=shipped_levels(),
@@ -73,6 +78,7 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
         online_cpus=online_cpus(cpus),
         numa_nodes=nodes,
         num_sockets=num_sockets(cpus),
+        attention_packages=tuple(name for name, package in ATTENTION_PACKAGES.items() if _version(package)),
         cpu_quota=quota,
     )
 

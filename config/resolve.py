@@ -11,8 +11,19 @@ from msgspec.structs import replace
 from ..errors import ConfigError
 from ..kernels.cpu.levels import EMULATED
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
-from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
+from .config import (
+    ATTENTION_PACKAGES,
+    Config,
+    CpuKernels,
+    Dtype,
+    EngineConfig,
+    EngineOptions,
+    HttpConfig,
+    MachineFacts,
+    ModelFacts,
+)
 from .cpu_bind import bind_ranks, num_threads
+from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -41,8 +52,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
     if on_cpu and "float16" in (options.dtype, options.kv_cache_dtype):
         raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
+    if not on_cpu:
+        _check_capability(options, machine.gpu_capability)
     if options.quantization is not None and not on_cpu:
         raise ConfigError(f"--quantization {options.quantization} is for --device cpu; leave one of them out.")
+    _check_attention(options, machine)
     if options.deterministic:
         _check_deterministic(config, model, machine)
     kernels: CpuKernels | None = None
@@ -68,7 +82,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         max_model_len=max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens or _choose_budget(options, model, machine, max_model_len),
         kv_cache_dtype=dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
-        block_size=16 if on_cpu else 64,
+        block_size=16 if on_cpu else _FLASH_BLOCK if options.attention_backend == "flash-attn" else 64,
         num_threads=config.cpu.threads or num_threads(cpu_sets, num_ranks, machine),
         cpu_sets=cpu_sets,
         tool_call_parser=model.tool_calls_shown if options.tool_call_parser == "auto" else options.tool_call_parser,
@@ -76,6 +90,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
+_FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of them
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
@@ -124,6 +139,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         ("--extension", options.extension is not None),
         ("--speculative", options.speculative is not None),
         ("--deterministic", options.deterministic),
+        ("--attention-backend", options.attention_backend != "auto"),
         ("--client-address", options.client_address is not None),
     ):
         if is_asked:
@@ -133,6 +149,17 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         raise ConfigError(
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
+        )
+
+
+def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:
+    backend = options.attention_backend
+    if backend != "auto" and _on_cpu(options, machine):
+        raise ConfigError(f"--attention-backend {backend} is for GPUs; leave it out on a CPU.")
+    if backend in ATTENTION_PACKAGES and backend not in machine.attention_packages:
+        raise ConfigError(
+            f"--attention-backend {backend} needs the package {ATTENTION_PACKAGES[backend]}, which is not installed; "
+            "install it, or choose auto, triton or torch."
         )
 
 
@@ -173,6 +200,8 @@ def _choose_dtype(
     if in_c:
         return "bfloat16" if model.checkpoint_dtype == "bfloat16" else "float32"
     on_cpu = _on_cpu(options, machine)
+    if not on_cpu and _is_old(machine.gpu_capability):
+        return "float32"  # which loses nothing of any checkpoint
     if not on_cpu and not model.purpose.is_encoder:
         return "bfloat16"  # tensor cores have no float32, and some devices lack the shared memory for its tiles
     # To compute in float32, torch needs every weight in float32.
@@ -181,12 +210,29 @@ def _choose_dtype(
     return "float32" if is_float32 else "bfloat16"
 
 
+def _is_old(capability: int | None) -> bool:
+    """Whether a GPU has neither bfloat16 nor what the Triton kernels need."""
+    return capability is not None and capability < LEAST_CAPABILITY
+
+
+def _check_capability(options: EngineOptions, capability: int | None) -> None:
+    """Refuses types that the GPU does not have."""
+    check_fp8(options.kv_cache_dtype, capability)
+    if capability is not None and _is_old(capability) and options.dtype == "bfloat16":
+        raise ConfigError(
+            f"--dtype bfloat16 needs a GPU of compute capability {show_capability(LEAST_CAPABILITY)} or newer, and "
+            f"this one has {show_capability(capability)}: choose float32 or float16."
+        )
+
+
 def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses --deterministic with options whose order of summation depends on other requests."""
     tail, on_cpu = "whose sums depend on what else is served", _on_cpu(config.engine, machine)
+    backend = config.engine.attention_backend
     for flag, is_asked in (
         ("--tensor-parallel-size", config.engine.tensor_parallel_size > 1 and not on_cpu),
         ("--speculative", config.engine.speculative is not None and not on_cpu),
+        (f"--attention-backend {backend}", backend not in ("auto", "triton")),
         ("--cpu-kernels torch", config.cpu.cpu_kernels == "torch" and on_cpu),
     ):
         if is_asked:

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -307,6 +307,7 @@ class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
     page_bytes: int = 0
     num_pages: int = 0
     groups: tuple[GroupShape, ...] = ()
+    failed_kernels: tuple[str, ...] = ()  # that slower ones replace
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
@@ -669,6 +670,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_mended: int = 0  # repairs of rows and blocks that did not add up while the engine was idle
     is_asleep: bool = False  # after `Sleep`
     groups: tuple[GroupSnapshot, ...] = ()  # in the order of the cache's groups, and then "none"
+    failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -76,6 +76,7 @@ class CoreActor:
         self._given_up: set[int] = set()  # rids of them that were cancelled since
         self._workers = workers(config.tensor_parallel_size)
         self._offers: dict[int, CacheOffer] = {}  # by rank
+        self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -244,6 +245,8 @@ class CoreActor:
         self._offers[offer.rank] = offer
         if not self._has_workers:
             return
+        found = (kernel for other in self._offers.values() for kernel in other.failed_kernels)
+        self._failed_kernels = tuple(dict.fromkeys(found))
         groups = offer.groups
         if any(other.groups != groups for other in self._offers.values()):
             raise StartError("The workers disagree about the groups of the cache; start all of them with one version.")
@@ -389,6 +392,7 @@ class CoreActor:
             num_mended=counters.num_mended,
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
+            failed_kernels=self._failed_kernels,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

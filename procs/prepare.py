@@ -10,13 +10,15 @@ from ..config.access import read_key_file
 from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
 from ..config.machine import machine_facts
 from ..config.resolve import resolve, resolve_http
-from ..engine.checkpoint.source import locate
+from ..engine.checkpoint.gguf import is_gguf
+from ..engine.checkpoint.source import base_of, locate
 from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
 from ..engine.extension import load_extension
 from ..engine.kv_connector import registry as kv_connectors
 from ..engine.models.cut import cut
 from ..engine.text.template_files import read_templates
+from ..errors import ConfigError
 
 
 def prepare(config: Config) -> EngineConfig:
@@ -51,7 +53,15 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     if options.extension is not None:
         load_extension(options.extension)
     folder, name = locate(source.model, source.revision, weights=options.load_format != "dummy")
+    adapter = None
+    if (base := base_of(folder)) is not None:
+        adapter, (folder, _) = folder, locate(base, None, weights=options.load_format != "dummy")
     spec = read_spec(folder)
+    if adapter is not None and (spec.decoder is None or is_gguf(folder)):
+        raise ConfigError(
+            f"{name} is an adapter of {base}, which pagewire does not describe or which is a GGUF file; merge the "
+            "adapter into the model with PEFT's merge_and_unload."
+        )
     check_options(
         spec,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -60,7 +70,7 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     )
     if spec.decoder is not None:
         cut(spec.decoder, 0, options.tensor_parallel_size)
-    facts = model_facts(spec, folder, name)
+    facts = model_facts(spec, folder, name, adapter)
     templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))
     facts = replace(facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown)

@@ -9,6 +9,8 @@ from runner_driver import engine_config
 
 from pagewire.engine.core.trace import make_scheduler
 from pagewire.engine.device.queue import Queue
+from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.registry import core_connector
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import Enqueue, Failed, Masks, Sampled, TokenBatch, bytes_to_ids
 
@@ -31,7 +33,9 @@ class Loop:
         config = engine_config(folder, pipeline_depth=2, **flags)
         self.runner = Runner.load(config, queue=queue)
         self.runner.open_cache(num_pages)
-        self.scheduler = make_scheduler(config, num_pages, groups=self.runner.groups)
+        facts = ConnectorFacts.of(config, self.runner.block_bytes, self.runner.groups)
+        connector = core_connector(config.kv_connector, facts)
+        self.scheduler = make_scheduler(config, num_pages, connector, groups=self.runner.groups)
         self.sleeps = sleeps
         self.sleep: Callable[[], None] = lambda: None
         self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens
@@ -50,7 +54,11 @@ class Loop:
             while (plan := scheduler.plan()) is not None:
                 runner.launch(plan)
                 scheduler.is_paused = scheduler.step in self.sleeps
+            if (transferred := runner.take_transferred()) is not None:
+                scheduler.transferred(transferred)
             if not runner.num_pending:
+                if transferred is not None or runner.num_transfers:
+                    continue
                 if not scheduler.is_paused:
                     break
                 scheduler.empty()

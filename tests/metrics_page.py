@@ -21,7 +21,8 @@ def page(prefix: str = "pagewire") -> str:
         lag.observe(value)
     tier = TierSnapshot("host", 10, 64, 320, 40, 30, 0)
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
-    core = replace(core, groups=(GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)))
+    groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
+    core = replace(core, groups=groups, failed_kernels=("rms_norm",))
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
     return Metrics(gateway, replace(CONFIG, served_model_names=(MODEL,)), prefix=prefix).render().decode()
 

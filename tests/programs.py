@@ -11,7 +11,7 @@ from pagewire.engine.executors.weights import shape_of
 from pagewire.engine.models.program import Matrix, Vector
 from pagewire.engine.runner.served import program_of
 from pagewire.engine.weights.loader import check_weights, load_weights
-from pagewire.engine.weights.reader import open_checkpoint
+from pagewire.engine.weights.open import open_checkpoint
 from pagewire.kernels.quantized_weight import StoredWeight, concatenate
 
 
@@ -62,13 +62,14 @@ def load(
     size: int = 1,
     keeps: bool = False,
     takes: bool = False,
+    adapter: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> PlainSink:
     """All that a rank's program needs of a folder or a GGUF file."""
     spec, sink = read_spec(folder), PlainSink(dtype, keeps=keeps, takes=takes)
     assert spec.decoder is not None
     program = program_of(spec, rank, size)
-    with open_checkpoint(folder) as reader:
+    with open_checkpoint(folder, adapter) as reader:
         found = check_weights(reader, spec.decoder, spec.scheme)
         load_weights(reader, program, found, sink, scheme=spec.scheme, progress=progress)
     assert {*sink.tensors, *sink.kept} == {target.key for target in program.targets}

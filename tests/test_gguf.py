@@ -16,7 +16,7 @@ from quantized_checkpoints import multiply_as_stored
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.weights.gguf import GgufReader
-from pagewire.engine.weights.reader import open_checkpoint
+from pagewire.engine.weights.open import open_checkpoint
 from pagewire.kernels.grouped_weight import GroupedWeight
 from pagewire.kernels.superblock_weight import SuperblockWeight
 

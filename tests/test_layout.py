@@ -41,7 +41,9 @@ ROOMS: dict[str, str] = {
     "engine.executors": (
         "errors engine.models engine.checkpoint engine.attention engine.parallel engine.weights kernels kernels.cpu"
     ),
-    "engine.steps": "config ipc engine.attention engine.executors kernels",
+    "engine.steps": (
+        "config ipc engine.models engine.attention engine.parallel engine.weights engine.executors kernels"
+    ),
     "engine.gpu": (
         "errors config ipc engine.models engine.attention engine.parallel engine.device engine.executors engine.steps "
         "kernels kernels.triton"

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "engine.gpu.experts": "engine/gpu/test_walk.py: with models that have experts",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
     "engine.gpu.weights": "engine/gpu/test_quantized.py: with a model",
+    "engine.runner.kernel_checks": "engine/gpu/test_trial.py: with kernels that fail",
     "engine.kv_connector.base": "test_group_tiers.py: facts of models with several cache groups",
     "engine.kv_connector.file_meta": "test_group_tiers.py: files of items of several cache groups",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",

@@ -73,6 +73,9 @@ class Metrics:
             "enable_prefix_caching": config.enable_prefix_caching,
         }
         page.family("gauge", "cache_config_info", "Always 1; the labels say how the KV cache was made.", [(facts, 1)])
+        text = "Always 1; the kernels that failed their check at start, so that torch or slower kernels compute."
+        failed = [({"kernel": kernel}, 1) for kernel in core.failed_kernels]
+        page.family("gauge", "kernel_fallbacks", text, failed)
 
     def _totals(self, page: "_Page", core: Snapshot) -> None:
         page.counter("prompt_tokens", "Prompt tokens of sequences that were started.", core.num_prompt_tokens)

@@ -81,7 +81,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h": {**_MAMBA, "n_groups": 2, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
     "mamba2": {**_MAMBA, "state_size": 64},
     "zamba2": {
-        **{key: _MAMBA[key] for key in ("n_mamba_heads", "mamba_d_state", "head_dim")},
+        "n_mamba_heads": 16,
+        "mamba_d_state": 64,
+        "head_dim": 128,
         **{"num_key_value_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "adapter_rank": 32},
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
     },

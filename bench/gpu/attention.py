@@ -52,38 +52,27 @@ class Cached:
         shape = (tokens, self.heads, self.k_pages.shape[3])
         return torch.randn(shape, dtype=torch.bfloat16, device=self.queue.device)
 
-    def workspace(self, *, chunk: int | None = None) -> DecodeWorkspace:
+    def workspace(self, *, chunk: int | None = None, num_programs: int | None = None) -> DecodeWorkspace:
         """A workspace that is planned for the rows."""
         rows, most = self.table.shape
         _, kv_heads, block_size, head_dim = self.k_pages.shape
-        options = {} if chunk is None else {"chunk": chunk}
         workspace = workspace_decode(
             rows=rows,
             max_context=most * block_size,
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            num_programs=num_programs or self.queue.num_programs(head_dim),
+            chunk=chunk,
             device=self.queue.device,
-            **options,
         )
         plan_decode(self.lens, workspace)
         return workspace
 
-    def decode(
-        self, out: Tensor, query: Tensor, workspace: DecodeWorkspace, *, num_programs: int | None = None
-    ) -> None:
+    def decode(self, out: Tensor, query: Tensor, workspace: DecodeWorkspace) -> None:
         """Launches decode attention."""
         head_dim = self.k_pages.shape[3]
-        decode_attention(
-            out,
-            query,
-            self.k_pages,
-            self.v_pages,
-            self.table,
-            workspace,
-            scale=head_dim**-0.5,
-            num_programs=num_programs or self.queue.num_programs(head_dim),
-        )
+        decode_attention(out, query, self.k_pages, self.v_pages, self.table, workspace, scale=head_dim**-0.5)
 
     def decode_us(self) -> float:
         """Microseconds of a launch."""
@@ -109,6 +98,7 @@ class Cached:
                 self.lens,
                 work,
                 scale=query.shape[2] ** -0.5,
+                num_programs=self.queue.num_programs(query.shape[2]),
                 tile_rows=tile_rows,
             )
 

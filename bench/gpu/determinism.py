@@ -42,10 +42,10 @@ def measure(setting: Setting) -> Iterator[Figure]:
     case = Cached.of(queue, many, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
     query = case.queries(len(many))
     out, workspace = torch.empty_like(query), case.workspace(chunk=block_size)
-    assert int(workspace.items[:, 4].max()) > 2, "rows of several chunks"
+    assert int(workspace.items[: int(workspace.num_items), 3].max()) > 2 << 16, "rows of several pieces"
 
     def launched(num_programs: int | None = None) -> Tensor:
-        case.decode(out, query, workspace, num_programs=num_programs)
+        case.decode(out, query, case.workspace(chunk=block_size, num_programs=num_programs))
         return out.clone()
 
     few = int((launched() != launched(3)).any())

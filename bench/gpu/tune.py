@@ -72,7 +72,7 @@ def families(queue: "Queue", *, smoke: bool) -> Iterator[Family]:
         bucket=(dim,),
         candidates=grid(chunk=(16, 32), num_stages=(3,))
         if smoke
-        else grid(chunk=(128, 256, 512), num_stages=(3, 4, 5), num_warps=(4, 8), programs=(2, 3, 4)),
+        else grid(chunk=(64, 128, 256), num_stages=(3, 4, 5), num_warps=(4, 8), programs=(2, 3, 4)),
         measure=lambda: [cached(heads, lens).decode_us() for heads, lens in decoding],
     )
     for tile_rows in (16,) if smoke else (16, 128):

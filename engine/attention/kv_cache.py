@@ -11,6 +11,7 @@ as a number. Attention masks the keys beyond a row's context, but a masked NaN s
 - one more page, `zero_page`, is never written and pads block tables.
 """
 
+import copy
 import ctypes
 import math
 import mmap
@@ -145,6 +146,14 @@ class KvCache:
         """Numbers of this size in every page, `offset` bytes from its beginning."""
         last = offset + math.prod(size) * dtype.itemsize
         return self.storage[:, offset:last].view(dtype).view(self.zero_page + 1, *size)
+
+    def by_position(self) -> "KvCache":
+        """The same memory, if it is head-major, with pages [pages, block_size, kv_heads, dim] of other strides."""
+        assert self._is_head_major, "the pages are by position"
+        other = copy.copy(self)
+        other._is_head_major = False
+        other.pages = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.pages]
+        return other
 
     def drop(self) -> None:
         """Frees the memory. The cache may not be used until `restore`; tensors of its pages stay valid objects.

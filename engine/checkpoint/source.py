@@ -4,6 +4,9 @@ import os
 import re
 from pathlib import Path
 
+from msgspec import Struct
+
+from ...config.model_files import read_json
 from ...errors import ConfigError
 from .gguf import SUFFIX, is_gguf, parts_of, split_stem
 
@@ -15,9 +18,15 @@ _DEMOS = {
     "demo-hybrid": (HYBRID_MODEL, "pagewire-demo-hybrid"),
 }
 
+
+class _Adapter(Struct, frozen=True):
+    base_model_name_or_path: str
+
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _QUANT = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
 
 
@@ -52,6 +61,17 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[P
     if colon:
         return _choose(_download(repository, revision, _patterns(quant)), quant, model), model
     return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
+
+
+def base_of(folder: Path) -> str | None:
+    """The model that a folder with a LoRA adapter changes: a path, or a name on the Hub. None: the folder has a model
+    of its own. Raises ConfigError."""
+    if is_gguf(folder) or (folder / "config.json").exists():
+        return None
+    try:
+        return read_json(folder / ADAPTER_CONFIG, _Adapter).base_model_name_or_path
+    except FileNotFoundError:
+        return None
 
 
 def is_here(model: str) -> bool:

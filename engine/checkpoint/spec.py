@@ -26,6 +26,7 @@ from .gguf import PLAIN, Gguf, is_gguf, read_gguf
 from .gguf_config import config_of, generation_of, rope_divisors
 from .purpose import causal_name, generates, max_length, read_purpose
 from .quantization import GgufScheme, Scheme, read_scheme
+from .source import ADAPTER_CONFIG
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -193,14 +194,16 @@ def _rope(config: Fields, max_position: int) -> tuple[str, int]:
     return kind, config.size(name, default=default, most=MAX_POSITIONS)
 
 
-def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
-    """The part of a spec that the configuration depends on, with the checkpoint's fingerprint. Raises ConfigError."""
-    key = fingerprint(folder)  # first: raises ConfigError for files that cannot be read
+def model_facts(spec: ModelSpec, folder: Path, name: str, adapter: Path | None = None) -> ModelFacts:
+    """The part of a spec that the configuration depends on, with the checkpoint's fingerprint. adapter: the folder of a
+    LoRA adapter. Raises ConfigError."""
+    key = fingerprint(folder, adapter)  # first: raises ConfigError for files that cannot be read
     weight_bytes, wide_bytes = _weight_bytes(spec, folder)
     program = None if spec.decoder is None else lower(spec.decoder)
     return ModelFacts(
         path=str(folder),
         name=name,
+        adapter="" if adapter is None else str(adapter),
         max_position=spec.max_position,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
@@ -238,9 +241,9 @@ def _tensor_bytes(path: Path) -> int:
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, adapter: Path | None = None) -> str:
     """A hex SHA-256 that identifies a checkpoint without reading its weights: over config.json, and each safetensors
-    or GGUF file's name, size, modification time and header. Raises ConfigError."""
+    or GGUF file's name, size, modification time and header; and the same of its adapter. Raises ConfigError."""
     digest = sha256()
 
     def add(part: bytes) -> None:
@@ -253,6 +256,9 @@ def fingerprint(folder: Path) -> str:
         else:
             add(read_file(folder / "config.json"))
             files = [(path, 0) for path in sorted(folder.glob("*.safetensors"))]
+        if adapter is not None:
+            add(read_file(adapter / ADAPTER_CONFIG))
+            files += [(path, 0) for path in sorted(adapter.glob("*.safetensors"))]
         for path, header_bytes in files:
             with open(open_file(path), "rb") as file:
                 status = os.fstat(file.fileno())

@@ -14,6 +14,7 @@ class Device(Protocol):
     """One device of this process."""
 
     torch_device: torch.device
+    capability: int | None  # of a GPU: 90 for 9.0
 
     def queue(self) -> Queue | None:
         """The queue for steps that run ahead of the host; None if the device has none."""

@@ -15,6 +15,7 @@ class CpuDevice:
         """num_sharers: processes of this engine whose caches share the memory, this one included."""
         self._num_sharers = num_sharers
         self.torch_device = torch.device("cpu")
+        self.capability: int | None = None
         torch.set_num_threads(num_threads)
 
     def queue(self) -> None:

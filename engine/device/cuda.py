@@ -18,7 +18,8 @@ class CudaDevice:
         self._queue = CudaQueue(self.torch_device)
         kernels = cubins.share_cache()
         major, minor = torch.cuda.get_device_capability(index)
-        if (archive := cubins.shipped(10 * major + minor)).exists():
+        self.capability: int | None = 10 * major + minor
+        if (archive := cubins.shipped(self.capability)).exists():
             cubins.install_shipped(archive, kernels)
 
     def queue(self) -> CudaQueue:

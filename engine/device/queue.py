@@ -6,7 +6,8 @@ kernels there, so that the layers above can be tested without a GPU.
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -101,67 +102,146 @@ class EagerQueue:
         pass
 
 
+class Stream(Protocol):
+    """Work that runs in its order, as `torch.cuda.Stream`."""
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Later work starts after all work that was launched on the other stream so far."""
+
+    def wait_event(self, event: "Event") -> None:
+        """Later work starts after the event."""
+
+
+class Event(Protocol):
+    """A point in a stream, as `torch.cuda.Event`."""
+
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """In milliseconds."""
+
+
+class Driver(Protocol):
+    """What `CudaQueue` takes from CUDA. In the tests, another driver runs work as late or as early as the order allows,
+    and finds accesses to memory that nothing orders."""
+
+    def stream(self) -> Stream: ...
+
+    def event(self) -> Event: ...
+
+    def use(self, stream: Stream) -> None:
+        """From now on this thread launches its work on the stream."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """While the context is open, this thread launches its work on the stream."""
+
+    def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory from which and to which the device copies while the host continues."""
+
+    def capture(self, work: Work, stream: Stream) -> Work:
+        """See `Queue.record`. All recordings share one pool of memory."""
+
+    def num_programs(self, head_dim: int) -> int:
+        """See `Queue.num_programs`."""
+
+
+class CudaDriver:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def stream(self) -> Stream:
+        return cast(Stream, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def event(self) -> Event:
+        return cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+    def use(self, stream: Stream) -> None:
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+
+    def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def capture(self, work: Work, stream: Stream) -> Work:
+        graph, on = torch.cuda.CUDAGraph(), cast(torch.cuda.Stream, stream)
+        with torch.cuda.graph(graph, pool=self._pool, stream=on, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def num_programs(self, head_dim: int) -> int:
+        # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
+        properties = torch.cuda.get_device_properties(self._device)
+        if head_dim > 256:  # of latent attention: two programs do not fit into the registers
+            held = 1
+        else:
+            held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
+        held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
+        return int(properties.multi_processor_count * held)
+
+
 class CudaMark:
     """A CUDA event. The host waits in a busy loop: a step is shorter than the time to wake a thread."""
 
-    def __init__(self) -> None:
-        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def __init__(self, event: Event) -> None:
+        self.event = event
 
     def is_reached(self) -> bool:
-        return bool(self.event.query())
+        return self.event.query()
 
     def wait(self) -> None:
         self.event.synchronize()
 
     def ms_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, CudaMark)
-        return float(earlier.event.elapsed_time(self.event))
+        return earlier.event.elapsed_time(self.event)
 
 
 class CudaQueue:
     """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
     tensors allocated outside the pool."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
+        """driver: None stands for CUDA."""
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._stream)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._driver: Driver = CudaDriver(device) if driver is None else driver
+        self._stream = self._driver.stream()
+        self._copies = self._driver.stream()
+        self._driver.use(self._stream)
 
     def num_programs(self, head_dim: int) -> int:
-        # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
-        properties = torch.cuda.get_device_properties(self.device)
-        held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * min(head_dim, 128) * 2 + 8192)
-        held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
-        return int(properties.multi_processor_count * held)
+        return self._driver.num_programs(head_dim)
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+        return self._driver.pinned(size, dtype)
 
     def record(self, work: Work) -> Work:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
+        return self._driver.capture(work, self._stream)
 
     def send(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def fetch(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Mark:
         self._copies.wait_stream(self._stream)
-        with torch.cuda.stream(self._copies):
+        with self._driver.on(self._copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            mark = CudaMark()
-            mark.event.record(self._copies)
-        return mark
+        return self._mark(self._copies)
 
     def mark(self) -> Mark:
-        mark = CudaMark()
-        mark.event.record(self._stream)
-        return mark
+        return self._mark(self._stream)
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
         self._stream.wait_event(mark.event)
+
+    def _mark(self, stream: Stream) -> CudaMark:
+        mark = CudaMark(self._driver.event())
+        mark.event.record(stream)
+        return mark

@@ -15,7 +15,7 @@ from ...kernels.cpu.latent import NativeLatent
 from ...kernels.cpu.library import Kernels
 from ...kernels.cpu.limits import LANES
 from ...kernels.cpu.scans import NativeScans, rows_fields
-from ...kernels.cpu.structs import Columns, MatrixFields, Operation
+from ...kernels.cpu.structs import Columns, MatrixFields, Operation, StepFields
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..attention.native import NativePagedAttention
@@ -55,7 +55,7 @@ from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers
+from .reference import Reference, ReferenceModel, Registers, Step
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
@@ -107,6 +107,7 @@ class NativeModel:
         self._parts: list[_InC | _InTorch] | None = None
         self._compiler: _Compiler | None = None
         self._work = torch.empty(0)
+        self._pointed: tuple[object, ...] = ()  # what the fields of a step point to
 
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
@@ -115,15 +116,7 @@ class NativeModel:
             return self._alone.hidden(ids, positions, attention, regimes)
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
-        if self._work.numel() < tokens * self._layout.size:
-            self._work = torch.empty(tokens * self._layout.size)
-        step, registers = self._reference.step(ids, positions, attention, regimes), None
-        fields = attention.step_fields()
-        fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
-        fields.places = step.places.data_ptr()
-        if attention.states is not None:
-            states = rows_fields(attention.states)
-            fields.states = ctypes.addressof(states)
+        (step, fields), registers = self.begin(ids, positions, attention, regimes), None
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
@@ -133,6 +126,27 @@ class NativeModel:
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
         return self._register(program.result.register, tokens).clone()
+
+    def begin(
+        self, ids: Tensor, positions: Tensor, attention: NativePagedAttention, regimes: Tensor | None
+    ) -> tuple[Step, StepFields]:
+        """Makes room for the registers of a step and describes it to C, until the next call."""
+        if self._work.numel() < ids.shape[0] * self._layout.size:
+            self._work = torch.empty(ids.shape[0] * self._layout.size)
+        step = self._reference.step(ids, positions, attention, regimes)
+        fields = attention.step_fields()
+        fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        fields.places = step.places.data_ptr()
+        states = None if attention.states is None else rows_fields(attention.states)
+        if states is not None:
+            fields.states = ctypes.addressof(states)
+        self._pointed = ids, positions, step.places, states
+        return step, fields
+
+    def pieces(self, attention: NativePagedAttention) -> "list[tuple[tuple[Op, ...], ctypes.Array[Operation]]]":
+        """What C has of the program, piece by piece: operations, and those of C that compute them together."""
+        self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)
+        return self._compiler.pieces()
 
     def parts(self, attention: NativePagedAttention) -> "list[_InC | _InTorch]":
         """The program, compiled for an open cache."""
@@ -187,6 +201,16 @@ class _Compiler:
             number += 1
         if run:
             found.append(_InC((Operation * len(run))(*run)))
+        return found
+
+    def pieces(self) -> "list[tuple[tuple[Op, ...], ctypes.Array[Operation]]]":
+        found, ops, number = [], self._program.ops, 0
+        while number < len(ops):
+            count = 1
+            if not self._is_in_torch(ops[number]) and not isinstance(ops[number].args, AllReduce):
+                operations, count = self._compile(ops[number : number + 4])
+                found.append((ops[number : number + count], (Operation * len(operations))(*operations)))
+            number += count
         return found
 
     def _is_in_torch(self, op: Op) -> bool:

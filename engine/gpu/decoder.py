@@ -19,6 +19,7 @@ from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
 from ..parallel.collectives import Group
+from .attention import HostAttention
 from .packet import Limits, Packet
 from .rules import largest_group
 from .shapes import StepShape
@@ -46,11 +47,15 @@ class TritonDecoder:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
+        without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """program: one that `rules.in_torch` does not refuse. loaded: its weights, which it takes. num_programs: by the
         head dimension, how many of decode attention the device holds at once. is_deterministic: a token's bits depend
-        on its own request only."""
+        on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`. attention: of the steps
+        that it serves, instead of Triton."""
         self.kv_shape = shape
+        self._attention = attention
         self._ranks = group
         self._limits = limits
         self.weights = loaded.num_bytes
@@ -58,7 +63,7 @@ class TritonDecoder:
         self.device = device = loaded.device
         self._walk = Walker(
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
-            is_deterministic=is_deterministic,
+            is_deterministic=is_deterministic, without=without, attention=attention,
         )  # fmt: skip
         self._widths = program.widths
         self.vocabulary = Vocabulary(program, self._walk.weights, group)
@@ -66,8 +71,9 @@ class TritonDecoder:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._ids, self._positions = integers(limits.tokens), integers(limits.tokens)
-        self._slots, self._context_lens = integers(limits.tables, limits.tokens), integers(limits.rows)
+        self.ids, self._positions = integers(limits.tokens), integers(limits.tokens)  # of the last step
+        self._slots = integers(limits.tables, limits.tokens)
+        self._context_lens, self._decode_lens = integers(limits.rows), integers(limits.rows)
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
         # What the last norm takes.
         self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
@@ -80,33 +86,51 @@ class TritonDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        own = (self._ids, self._positions, self._slots, self._context_lens, self._tables, self._states)
+        own = [
+            self.ids,
+            self._positions,
+            self._slots,
+            self._context_lens,
+            self._decode_lens,
+            self._tables,
+            self._states,
+        ]
         return self._walk.nbytes + sum(tensor.nbytes for tensor in own)
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
         assert cache.groups.num_tables - cache.groups.state_pages == self._limits.tables, (cache.groups, self._limits)
         self._cache = cache
+        if self._attention is not None:
+            self._attention.backend.open(cache)
         self._walk.mixers.open(cache)
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
         """Runs the packet's tokens through the layers; `hidden` and `logits` then give the results."""
+        self._walk.run(self.begin(packet, state, shape), shape.tokens)
+
+    def begin(self, packet: Packet, state: RowState, shape: StepShape) -> Pass:
+        """Prepares the packet's tokens for the layers."""
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
-        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
-        lens, tables = self._context_lens[:rows], self._tables[:, :rows]
+        ids, positions, slots = self.ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
+        lens, decode_lens = self._context_lens[:rows], self._decode_lens[:rows]
+        tables = self._tables[:, :rows]
         block_size = cache.block_size
-        prepare_step(packet.step, state.last_ids, state.tables, ids, positions, slots, lens, tables, block_size)
+        prepare_step(
+            packet.step, state.last_ids, state.last_positions, state.tables, ids, positions, slots, lens, decode_lens,
+            state.sample_positions, tables, block_size,
+        )  # fmt: skip
         for workspace in self._walk.decode_workspaces:
-            plan_decode(packet.decode_lens[:rows], workspace)
+            plan_decode(decode_lens, workspace)
         tiles = None
         if shape.tile_rows:
             per_tile = tile_tokens(self.group, shape.tile_rows)
-            tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
+            tiles = packet.tiles[: 1 + max_tiles(tokens, rows, per_tile)]
         if packet.states is not None:
             self._walk.mixers.begin(packet, num_rows=rows, is_long=shape.tile_rows == PROMPT_ROWS)
-        step = Pass(
+        return Pass(
             registers=Registers(self._widths, self._walk.kept.register, self._states[:tokens]),
             step=Step(ids, positions, None, positions),
             cache=cache,
@@ -117,7 +141,6 @@ class TritonDecoder:
             tiles=tiles,
             tile_rows=shape.tile_rows,
         )
-        self._walk.run(step, tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The normed states of tokens of the step, the input of `logits`. tokens: [n] int32 → [n, hidden]."""

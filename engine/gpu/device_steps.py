@@ -1,14 +1,18 @@
 """Steps on a device that runs ahead of the host: a plan is launched while the previous one still runs.
 
-The host knows how long each row will be; only the device knows the ids that the last step sampled. So a launch writes a
-packet, sends it, starts the work recorded for a step of this size, and returns. The sampled ids are copied to the host
-while later steps run. Only draft tokens need the rows' ids on the host: a step with draft tokens waits for all earlier
-steps.
+The host knows how long each row may be; only the device knows the ids that the last step sampled, and how many draft
+tokens it accepted. So a launch writes a packet, sends it, starts the work recorded for a step of this size, and
+returns. The results are copied to the host while later steps run. Nothing in a launch waits for the device.
+
+Draft tokens come from the text that the host has. With a pipeline of n plans that is the text up to n - 1 steps before
+the one with the draft tokens, even if the host has read more by then: so all ranks propose the same ones. What they
+propose covers the positions of the steps in between.
 """
 
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,29 +20,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...ipc.messages import RowOpen, StepPlan, StepResult
 from ...kernels.states import StateRows
+from ...kernels.triton.copy_pages import fill_choices, fill_copies
+from ...kernels.triton.edit_rows import Edit, fill_edits
 from ...kernels.triton.extend_attention import extend_work, max_tiles, tile_tokens
 from ...kernels.triton.logprobs import MAX_BEST
+from ...kernels.triton.open_rows import FIELDS as OPEN_FIELDS
 from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
 from ..steps.draft_states import DraftStates, within
-from ..steps.logprobs import prompt_logprobs, row_logprobs
+from ..steps.logprobs import PromptScores, prompt_scores, row_logprobs
 from ..steps.ngram import draft
-from ..steps.pooling import RowPooler
-from ..steps.rows import Rows
-from ..steps.sampled import Sampled, take_in
+from ..steps.pooling import PooledStates, RowPooler
+from ..steps.rows import Rows, up_to_wrong
+from ..steps.sampled import Sampled, learn_drafts, take_in
 from ..steps.step_inputs import Samples, samples_of, states_of
+from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
 from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
-from .state import KINDS, RowState, has_penalties, write_opens
+from .state import KINDS, RowState, bias_edit, has_penalties, history_edits, write_opens
 
 _MAX_PART = 256  # tokens sampled at once: each takes 4 bytes of logits per vocabulary entry
-_COPY_BYTES = 64 << 20  # of pages copied at once, which takes as much memory besides
+_ALIGNED = 4  # int32: arrays that kernels read begin at a multiple of 16 bytes
+_NO_IDS: NDArray[np.int64] = np.zeros(0, np.int64)
+_NO_INT32: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,40 +64,106 @@ class DeviceModel:
     workspace: int  # bytes: buffers already allocated, and the estimate for a step
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
+    failed_kernels: tuple[str, ...] = ()  # that torch replaces
+    attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
         return DeviceSteps(config=config, model=self, cache=cache)
 
 
-@dataclass
 class _Slot:
     """An entry of the ring: the pinned memory that one step sends and fetches."""
 
-    packet: HostPacket
-    ids: Tensor  # [samples] int32
-    best_ids: Tensor  # [samples, 1 + MAX_BEST] int32
-    best_values: Tensor  # the same shape, float32
-    masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, allocated for the first step with masks
-    copies: Tensor | None = None  # [2 · pages] int64: of the last copy of pages
+    def __init__(self, queue: Queue, limits: Limits, size: int) -> None:
+        """size: of a packet."""
+        self._queue = queue
+        width = 1 + MAX_BEST
+        self.packet = HostPacket(queue.host_memory(size, torch.int32), limits)
+        self.ids = queue.host_memory(limits.samples, torch.int32)
+        self.best_ids = queue.host_memory(limits.samples * width, torch.int32).view(-1, width)
+        self.best_values = queue.host_memory(limits.samples * width, torch.float32).view(-1, width)
+        # What few steps need, allocated for the first of them: masks, what is sent besides the packet, and results.
+        self.masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32
+        self._sent: Tensor | None = None
+        self._fetched: dict[torch.dtype, Tensor] = {}
+
+    def attach(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
+        """Sends arrays besides the packet, in one copy. Returns them on the device. At least one is not empty."""
+        firsts = np.cumsum([0, *(-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
+        total = firsts.pop()
+        self._sent = self._at_least(self._sent, total, torch.int32)
+        host = self._sent.numpy()
+        for first, array in zip(firsts, arrays, strict=True):
+            host[first : first + len(array)] = array
+        whole = torch.empty(total, dtype=torch.int32, device=self._queue.device)
+        self._queue.send(self._sent[:total], whole)
+        return [whole[first : first + len(array)] for first, array in zip(firsts, arrays, strict=True)]
+
+    def landing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host memory for results of these shapes and types."""
+        taken: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            taken[tensor.dtype] = taken.get(tensor.dtype, 0) + tensor.numel()
+        for dtype, size in taken.items():
+            self._fetched[dtype] = self._at_least(self._fetched.get(dtype), size, dtype)
+        landed = []
+        for tensor in reversed(tensors):
+            taken[tensor.dtype] -= tensor.numel()
+            first = taken[tensor.dtype]
+            landed.append(self._fetched[tensor.dtype][first : first + tensor.numel()].view(tensor.shape))
+        return landed[::-1]
+
+    def _at_least(self, memory: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
+        if memory is not None and len(memory) >= size:
+            return memory
+        return self._queue.host_memory(size if memory is None else max(size, 2 * len(memory)), dtype)
 
 
 @dataclass(kw_only=True)
-class _Pending:
-    """A launched step whose result was not collected."""
+class _Launched:
+    """A step whose samples are not part of the host's text yet."""
 
     plan: StepPlan
     slot: _Slot
     begun: Mark
     done: Mark
-    samples: Samples
+    samples: Samples  # `ends` as if all draft tokens were accepted of which the host does not know
     num_opens: NDArray[np.int64]  # [samples] how often each one's row had been opened
     num_logprobs: NDArray[np.int64]  # [samples] best tokens asked for; -1: no log-probabilities
     draft_tokens: NDArray[np.int64]
-    draft_states: DraftStates | None  # of a model with recurrent layers, if there are draft tokens
-    prompt_logprobs: dict[int, RowLogprobs]
-    vectors: dict[int, bytes]
-    sampled: Sampled | None = None  # set once the host has read the ids
+    sent_ids: NDArray[np.int32]  # ids of the packet
+    ids_at: NDArray[np.int64]  # [samples] where the ids of each one's row stand in `sent_ids`, less their position
+    prompt: list[tuple[int, Tensor, Tensor]]  # index into the plan's rows, ids and values of prompt log-probabilities
+    pooled: list[tuple[PooledStates, Tensor | None]]
+    held: list[Tensor]  # device tensors that the copies to the host read
+    # Once the host has read the results:
+    result: Sampled | None = None
+    ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)  # [samples]
+    kept: NDArray[np.bool_] | None = None  # [samples] which are part of the text
+
+
+class _Rows(NamedTuple):
+    """The rows of a step in step order. All are [rows] int64."""
+
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]  # positions that each computes
+    starts: NDArray[np.int64]  # the first of them, as if all draft tokens were accepted of which the host does not know
+    nums: NDArray[np.int64]  # samples, after its last positions
+    order: NDArray[np.int64]  # index into the plan's rows
+
+
+_NO_ROWS = _Rows(_NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
+
+
+class _Sent(NamedTuple):
+    """A packet on its way."""
+
+    shape: StepShape  # of the pass
+    parts: list[tuple[int, SampleShape]]  # of the samples: index of the first, and shape
+    opens: slice  # of the section `step`: records of opened rows
+    ids: NDArray[np.int32]
+    ids_at: NDArray[np.int64]  # [rows] index of each row's first id, less its position
 
 
 def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: int = 1, state_pages: int = 0) -> Limits:
@@ -106,6 +182,7 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: in
         blocks=-(-(config.max_model_len + 1) // config.block_size),
         tables=tables,
         state_pages=state_pages,
+        behind=draft_tokens * (config.pipeline_depth - 1),
     )
 
 
@@ -151,6 +228,9 @@ class DeviceSteps:
         self._pooler = RowPooler(num_rows=limits.rows)
         self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's tables
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
+        # The lengths in `_rows` count all draft tokens of steps that the host has not read: so many may be too many.
+        self._num_unsure: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
+        self._num_known: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # ids; those behind them are drafts
         self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
         self._part = limits.part
         self._decode_sizes = decode_sizes(limits.rows)
@@ -159,11 +239,15 @@ class DeviceSteps:
         size = size_of(limits)
         self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
         # One for each step that can be in flight, one for the next, and one with an empty packet for recording.
-        slots = [self._slot(size) for _ in range(config.pipeline_depth + 2)]
+        slots = [_Slot(queue, limits, size) for _ in range(config.pipeline_depth + 2)]
         self._empty, self._free = slots[0].packet, deque(slots[1:])
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Launched] = deque()  # to be collected
+        self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
-        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+        self._attention = model.attention
+        planned = _planned(limits, is_deterministic=config.deterministic)
+        planned = [shape for shape in planned if not self._is_unrecorded(shape)]
+        self._recordings = Recordings(queue, self._work, planned, is_strict=config.strict_kernels)
 
     @property
     def num_pending(self) -> int:
@@ -177,38 +261,114 @@ class DeviceSteps:
         return bool(self._pending) and self._pending[0].done.is_reached()
 
     def collect(self) -> StepResult:
-        self._settle(self._pending[0])
+        result = self._read(self._pending[0])
         step = self._pending.popleft()
-        assert step.sampled is not None
         self._free.append(step.slot)
-        return replace(step.sampled, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
+        return result.result(step.plan.step, step.done.ms_since(step.begun))
 
     def launch(self, plan: StepPlan) -> None:
         slot = self._free.popleft()
         try:
-            self._pending.append(self._launch(plan, slot))
+            step = self._launch(plan, slot)
         except Exception:
             self._queue.mark().wait()  # the copies from the slot have ended
             self._free.append(slot)
+            self._learn(0)  # the device may have sampled ids that do not count
             raise
+        self._pending.append(step)
+        self._unknown.append(step)
 
-    def _launch(self, plan: StepPlan, slot: _Slot) -> _Pending:
+    def _launch(self, plan: StepPlan, slot: _Slot) -> _Launched:
         rows = self._rows
-        if plan.num_speculative or any(step.draft_tokens.any() for step in self._pending):
-            for step in self._pending:
-                self._settle(step)
+        # Attention that is planned on the host needs the rows' lengths, which draft tokens leave open.
+        is_open = self._attention is not None and self._config.speculative is not None
+        self._learn(0 if is_open else self._config.pipeline_depth - 1)
+        self._take_rows(plan)
+        begun = self._queue.mark()
+        step, draft_tokens, draft_states = self._arrange(plan)
+        ends = step.starts + step.counts
+        samples = samples_of(step.rows, ends, np.cumsum(step.counts), step.order, step.nums)
+        edits = self._edits(plan, rows.lift_minimum(samples.rows, samples.ends))
+        scores = prompt_scores(rows, step.rows, step.starts, step.counts, step.order)
+        states = None
+        if rows.has_states:
+            states = states_of(plan, rows, step.rows, step.starts, step.counts, self._cache.storage, draft_states)
+        attached = self._attach(slot, plan, edits, draft_states, scores)
+        sent = self._send(slot.packet, step, samples, states, plan.open)
+        if rows.masks:
+            self._send_masks(slot)
+        if plan.open:
+            self._state.open(self._packet.step[sent.opens], len(plan.open))
+        if attached:
+            self._state.edit(attached[0], len(edits))
+            self._state.copy(self._cache.words, attached[1], len(plan.copies) // 8)
+
+        prompt: list[tuple[int, Tensor, Tensor]] = []
+        pooled: list[PooledStates] = []
+        if len(step.rows):
+            self._run(sent.shape, step)
+            for each, target in zip(scores, attached[3:], strict=True):
+                prompt.append((each.index, *each.compute(target, self._logits_of, self._vocab_size)))
+            pooled = self._pooler.states(
+                step.rows, step.starts, step.counts, step.order, rows.num_prompt, self._hidden_of
+            )
+        if self._fetched is not None:
+            self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
+        for part in sent.parts:
+            self._recordings.run(part)
+        if draft_tokens.any():
+            self._state.accept(self._packet, self._decoder.ids, rows=len(step.rows), most=1 + plan.speculate)
+        if draft_states is not None:
+            pages = draft_states.pages.shape[1]
+            self._state.copy(self._cache.words, attached[2], len(draft_states.rows) * pages, between=pages)
+
+        held = [tensor for _, ids, values in prompt for tensor in (ids, values)]
+        held += [each.states for each in pooled if each.states is not None]
+        landed = slot.landing(held)
+        fetched = self._results(slot, len(samples.rows), sent.parts)
+        done = self._fetched = self._queue.fetch((*fetched, *zip(held, landed, strict=True)))
+        landing = iter(landed)
+        rows.num_computed[step.rows] = ends
+        rows.num_ids[samples.rows] = samples.ends + 1
+        rows.advance_states(step.rows)
+        self._num_unsure[np.frombuffer(plan.rows, "<i4", plan.num_speculative)] += draft_tokens
+        return _Launched(
+            plan=plan,
+            slot=slot,
+            begun=begun,
+            done=done,
+            samples=samples,
+            num_opens=self._num_opens[samples.rows],
+            num_logprobs=rows.num_logprobs[samples.rows],
+            draft_tokens=draft_tokens,
+            sent_ids=sent.ids,
+            ids_at=np.repeat(sent.ids_at, step.nums),
+            prompt=[(index, next(landing), next(landing)) for index, _, _ in prompt],
+            pooled=[(each, None if each.states is None else next(landing)) for each in pooled],
+            held=held,
+        )
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """What the plan says of rows before their positions."""
+        rows = self._rows
         for opened in plan.open:
             rows.open(opened)
             self._pooler.open(opened)
             self._num_sent[opened.row] = 0
             self._num_opens[opened.row] += 1
+            self._num_unsure[opened.row] = 0
+            self._num_known[opened.row] = rows.num_ids[opened.row]
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
+        if plan.keep_rows and self._num_unsure[np.frombuffer(plan.keep_rows, "<i4")].any():
+            for step in self._pending:  # the core knows these rows' lengths, so the steps have ended on the first rank
+                self._read(step)
         rows.mask(plan)
         rows.grow(plan)
-        packet = slot.packet
-        write_opens(plan.open, packet.opens)
-        begun = self._queue.mark()
 
+    def _arrange(self, plan: StepPlan) -> tuple[_Rows, NDArray[np.int64], DraftStates | None]:
+        """The plan's rows in step order; the number of draft tokens of each speculative row; and where states are kept
+        behind them, if the model has recurrent layers and there are draft tokens."""
+        rows = self._rows
         planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
         draft_tokens = self._draft(plan, planned[: plan.num_speculative])
         draft_states = None
@@ -219,55 +379,30 @@ class DeviceSteps:
         counts[: len(draft_tokens)] += draft_tokens
         nums[: len(draft_tokens)] += draft_tokens
         order = np.argsort(counts != 1, kind="stable")  # decode rows come first
-        picked, counts, nums = planned[order], counts[order], nums[order]
+        picked, counts = planned[order], counts[order]
         starts = rows.num_computed[picked]
-        ends = starts + counts
-        assert (ends <= rows.num_positions(picked)).all(), f"step {plan.step}: no block"
-        samples = samples_of(picked, ends, np.cumsum(counts), order, nums)
+        least_ends = starts - self._num_unsure[picked] + counts
+        assert (least_ends <= rows.num_positions(picked)).all(), f"step {plan.step}: no block"
+        return _Rows(picked, counts, starts, nums[order], order), draft_tokens, draft_states
 
-        lifted = rows.lift_minimum(samples.rows, samples.ends)
-        states = None
-        if rows.has_states:
-            states = states_of(plan, rows, picked, starts, counts, self._cache.storage, draft_states)
-        shape, parts = self._send(packet, picked, counts, starts, samples, states)
-        if rows.masks:
-            self._send_masks(slot)
-        if plan.open:
-            self._state.open(plan.open, self._packet)
-        for row in lifted:
-            self._state.change_bias(row, rows.bias(row))
-        if plan.copies:
-            pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64))
-            self._copy(slot, pairs[::2], pairs[1::2])
-        prompt: dict[int, RowLogprobs] = {}
-        vectors: dict[int, bytes] = {}
-        if len(picked):
-            self._recordings.run(shape)
-            prompt = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._vocab_size)
-            vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
-        if self._fetched is not None:
-            self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
-        for part in parts:
-            self._recordings.run(part)
-        done = self._fetched = self._queue.fetch(self._results(slot, len(samples.rows), parts))
-        rows.num_computed[picked] = ends
-        rows.advance_states(picked)
-        if not draft_tokens.any():  # else `take_in` sets the rows' lengths
-            rows.num_ids[samples.rows] = samples.ends + 1
-            rows.ids[samples.rows, samples.ends] = -1  # only the device knows
-        return _Pending(
-            plan=plan,
-            slot=slot,
-            begun=begun,
-            done=done,
-            samples=samples,
-            num_opens=self._num_opens[samples.rows],
-            num_logprobs=rows.num_logprobs[samples.rows],
-            draft_tokens=draft_tokens,
-            draft_states=draft_states,
-            prompt_logprobs=prompt,
-            vectors=vectors,
-        )
+    def _attach(
+        self,
+        slot: _Slot,
+        plan: StepPlan,
+        edits: list[Edit],
+        draft_states: DraftStates | None,
+        scores: list[PromptScores],
+    ) -> list[Tensor]:
+        """Sends what few steps need besides the packet. Returns it on the device: edits, copies before the pass, copies
+        behind draft tokens, and targets of each of the scores; nothing if there is none of it."""
+        if not edits and not plan.copies and draft_states is None and not scores:
+            return []
+        choices = _NO_INT32
+        if draft_states is not None:
+            targets = self._rows.state_written[draft_states.rows]
+            choices = fill_choices(draft_states.rows, draft_states.nums, draft_states.pages, targets)
+        pairs = np.frombuffer(plan.copies, "<i4").reshape(-1, 2)
+        return slot.attach((fill_edits(edits), fill_copies(pairs), choices, *(each.targets for each in scores)))
 
     def forget_addresses(self) -> None:
         self._recordings.forget()
@@ -277,20 +412,9 @@ class DeviceSteps:
         shape = self._recordings.next_shape() if self._decoder.num_ranks == 1 else None
         if shape is None:
             return False
-        empty = np.zeros(0, np.int64)
-        states = StateRows.of(self._cache.storage, [], [], []) if self._rows.has_states else None
-        self._send(self._empty, empty, empty, empty, Samples(empty, empty, empty, empty), states)
+        self._send_empty()
         self._recordings.record(shape)
         return self._recordings.next_shape() is not None
-
-    def _slot(self, size: int) -> _Slot:
-        samples, width = self._limits.samples, 1 + MAX_BEST
-        return _Slot(
-            packet=HostPacket(self._queue.host_memory(size, torch.int32), self._limits),
-            ids=self._queue.host_memory(samples, torch.int32),
-            best_ids=self._queue.host_memory(samples * width, torch.int32).view(samples, width),
-            best_values=self._queue.host_memory(samples * width, torch.float32).view(samples, width),
-        )
 
     def _work(self, shape: Hashable) -> Work:
         if isinstance(shape, StepShape):
@@ -299,8 +423,8 @@ class DeviceSteps:
         first, samples = shape
 
         def sample() -> None:
-            part = slice(first, first + samples.samples)
-            hidden = self._decoder.hidden(self._packet.sample_tokens[part])
+            tokens = self._packet.parts[first // self._part].tokens[: samples.samples]
+            hidden = self._decoder.hidden(tokens)
             if self._decoder.num_ranks > 1 and samples.is_plain:
                 self._state.sample_of_parts(self._decoder.vocabulary, hidden, self._packet, first, samples)
             else:
@@ -308,42 +432,97 @@ class DeviceSteps:
 
         return sample
 
+    def _run(self, shape: StepShape, step: _Rows) -> None:
+        """Runs the pass through the model."""
+        if self._attention is None or not self._is_unrecorded(shape):
+            self._recordings.run(shape)
+            return
+        rows = HostRows(
+            num_decode=int(np.count_nonzero(step.counts == 1)),
+            query_lens=step.counts,
+            context_lens=step.starts + step.counts,
+            tables=self._rows.tables[:, step.rows],
+        )
+        with self._attention.step(rows):
+            self._work(shape)()
+
+    def _is_unrecorded(self, shape: Hashable) -> bool:
+        """Whether the attention of such steps is planned on the host."""
+        if self._attention is None or not isinstance(shape, StepShape):
+            return False
+        return self._attention.serves(has_prompts=shape.tile_rows == PROMPT_ROWS)
+
     def _draft(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
-        draft_tokens = draft(self._rows, speculative, plan.speculate, plan.break_even)
+        ends = self._rows.num_computed[speculative] + 1 + plan.speculate
+        draft_tokens = draft(
+            self._rows, speculative, plan.speculate, plan.break_even, num_ids=self._num_known[speculative], ends=ends
+        )
         # A sampled token changes the row's penalties, and the device counts one token per row and step.
         draft_tokens[self._has_penalties[speculative]] = 0
         return within(draft_tokens, len(self._cache.spare_states)) if self._rows.has_states else draft_tokens
 
+    def _edits(self, plan: StepPlan, lifted: list[int]) -> list[Edit]:
+        """lifted: rows whose end tokens are allowed from now on."""
+        edits = []
+        for opened in plan.open:
+            if self._has_penalties[opened.row]:
+                edits += history_edits(opened, self._vocab_size)
+        for row in dict.fromkeys([*(opened.row for opened in plan.open), *lifted]):
+            bias = self._rows.bias(row)
+            if bias or row in lifted:
+                edits.append(bias_edit(row, bias))
+        return edits
+
     def _send(
         self,
         packet: HostPacket,
-        picked: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        starts: NDArray[np.int64],
+        step: _Rows,
         samples: Samples,
         states: StateRows | None,
-    ) -> tuple[StepShape, list[tuple[int, SampleShape]]]:
-        """Sends a step's packet. states: of a model with recurrent layers. Returns the shapes to run: of the pass, and
-        of each part of its samples."""
-        shape, num_step = self._fill(packet, picked, counts, starts)
+        opens: tuple[RowOpen, ...],
+    ) -> _Sent:
+        """Sends a step's packet. states: of a model with recurrent layers."""
+        shape, num_step, ids, ids_at = self._fill(packet, step)
         if states is not None:
             num_step += fill_states(packet.step[num_step:], states)
+        first = num_step
+        if opens:
+            first, records = packet.opens(num_step, len(opens))
+            write_opens(opens, records)
+            num_step = first + records.size
         parts = self._fill_samples(packet, samples)
-        sent = packet.filled(num_step)
-        self._queue.send(sent, self._packet.whole[: len(sent)])
-        return shape, parts
+        used = packet.used(num_step, num_parts=len(parts), has_tiles=shape.tile_rows > 0)
+        self._queue.send(packet.whole[used], self._packet.whole[used])
+        return _Sent(shape, parts, slice(first, first + OPEN_FIELDS * len(opens)), ids, ids_at)
 
-    def _fill(
-        self, packet: HostPacket, picked: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> tuple[StepShape, int]:
-        """Writes the rows and tokens of the packet. Returns the shape of the pass and the length of the packet's last
-        section. All arguments are [rows], with the rows of one token first."""
+    def _send_empty(self) -> None:
+        """A packet that every shape can be recorded with."""
+        packet, none = self._empty, _NO_IDS
+        _, num_step, _, _ = self._fill(packet, _NO_ROWS)
+        if self._rows.has_states:
+            num_step += fill_states(packet.step[num_step:], StateRows.of(self._cache.storage, [], [], []))
+        packet.tiles[:, 2] = 0
+        for number in range(len(packet.parts)):
+            self._fill_part(packet, number, Samples(none, none, none, none))
+        used = packet.used(num_step, num_parts=len(packet.parts), has_tiles=True)
+        self._queue.send(packet.whole[used], self._packet.whole[used])
+
+    def _fill(self, packet: HostPacket, step: _Rows) -> tuple[StepShape, int, NDArray[np.int32], NDArray[np.int64]]:
+        """Writes the rows and tokens of the packet. Returns the shape of the pass, the length of the packet's last
+        section, and `_Sent.ids` and `ids_at`."""
+        picked, counts, starts, nums, _ = step
         rows = self._rows
         # Decode attention sums in another order than prompt attention, so `deterministic` does without it.
         num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
         total, most = int(counts.sum()), int(counts.max(initial=0))
-        row_of_token = np.repeat(picked, counts)
-        positions = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        num_behind = self._num_unsure[picked]
+        num_ids, bases = counts + num_behind, starts - num_behind
+        firsts = np.cumsum(num_ids) - num_ids
+        ids_at = firsts - bases
+        row_of_id = np.repeat(picked, num_ids)
+        positions = np.arange(len(row_of_id)) - np.repeat(ids_at, num_ids)
+        ids = rows.ids[row_of_id, np.minimum(positions, rows.ids.shape[1] - 1)]
+        ids[firsts[bases >= self._num_known[picked]]] = -1
         num_blocks = rows.num_positions(picked) // self._config.block_size
         num_new = num_blocks - self._num_sent[picked]
         row_of_block = np.repeat(picked, num_new)
@@ -355,75 +534,64 @@ class DeviceSteps:
             rows=picked,
             counts=counts,
             starts=starts,
-            ids=rows.ids[row_of_token, positions],
+            ids=ids,
             places=self._num_sent[picked],
             num_new=num_new,
             pages=rows.tables[:, row_of_block, place],
+            num_decode=num_decode,
+            num_behind=num_behind,
+            num_samples=nums,
+            num_prompt=rows.num_prompt[picked],
         )
         self._num_sent[picked] = num_blocks
-        packet.decode_lens[:num_decode] = starts[:num_decode] + 1
-        packet.decode_lens[num_decode:] = 0
         if num_decode == len(picked):  # also if there are no rows
-            return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step
+            return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step, ids, ids_at
         tile_rows = DRAFT_ROWS if most <= DRAFT_ROWS else PROMPT_ROWS
         if self._config.deterministic:
             tile_rows = INVARIANT_ROWS
         lens = counts.copy()
         lens[:num_decode] = 0
         work = extend_work(lens, starts + counts, tile_tokens(self._decoder.group, tile_rows))
-        work[:, 1] += num_decode
+        work[1:, 1] += num_decode
         packet.tiles[: len(work)] = work
-        packet.tiles[len(work) :, 2] = 0
         sizes = self._decode_sizes if most == 1 else self._mixed_sizes
-        return StepShape(at_least(sizes, total), tile_rows), num_step
+        return StepShape(at_least(sizes, total), tile_rows), num_step, ids, ids_at
 
     def _fill_samples(self, packet: HostPacket, samples: Samples) -> list[tuple[int, SampleShape]]:
         """Writes the samples of the packet. Returns the parts: index of the first sample, and shape."""
-        rows, num = self._rows, len(samples.rows)
-        packet.sample_tokens[:num], packet.sample_tokens[num:] = samples.tokens, 0
-        packet.sample_rows[:num], packet.sample_rows[num:] = samples.rows, self._limits.rows
-        packet.sample_positions[:num], packet.sample_positions[num:] = samples.ends - rows.num_prompt[samples.rows], 0
-        packet.places[:] = packet.masks[:] = -1
-        packet.asking[:] = -1
+        firsts = range(0, len(samples.rows), self._part)
+        return [(first, self._fill_part(packet, number, samples)) for number, first in enumerate(firsts)]
+
+    def _fill_part(self, packet: HostPacket, number: int, samples: Samples) -> SampleShape:
+        """Writes one part of the samples."""
+        rows, target = self._rows, packet.parts[number]
+        part = slice(number * self._part, (number + 1) * self._part)
+        picked = samples.rows[part]
+        num = len(picked)
+        target.tokens[:num], target.tokens[num:] = samples.tokens[part], 0
+        target.rows[:num], target.rows[num:] = picked, self._limits.rows
+        target.places[:] = target.masks[:] = target.asking[:] = -1
         if rows.masks:
             places = np.full(self._limits.rows, -1, np.int32)
             places[list(rows.masks)] = np.arange(len(rows.masks))
-            packet.masks[:num] = places[samples.rows]
-        parts = []
-        for first in range(0, num, self._part):
-            part = slice(first, min(first + self._part, num))
-            picked = samples.rows[part]
-            edits = np.flatnonzero(rows.edits_logits[picked] | rows.is_masked[picked])
-            asking = np.flatnonzero(rows.num_logprobs[picked] >= 0)
-            packet.places[first + edits] = np.arange(len(edits))
-            packet.asking[first : first + len(asking)] = asking
-            is_sampled = rows.temperature[picked] > 0
-            is_filtered = is_sampled & ((rows.top_k[picked] > 0) | (rows.top_p[picked] < 1) | (rows.min_p[picked] > 0))
-            kind = 2 if is_filtered.any() else int(is_sampled.any())
-            size = at_least(self._sample_sizes, len(picked))
-            parts.append((first, SampleShape(size, kind, len(edits) > 0, len(asking) > 0)))
-        return parts
+            target.masks[:num] = places[picked]
+        edits = np.flatnonzero(rows.edits_logits[picked] | rows.is_masked[picked])
+        asking = np.flatnonzero(rows.num_logprobs[picked] >= 0)
+        target.places[edits] = np.arange(len(edits))
+        target.asking[: len(asking)] = asking
+        is_sampled = rows.temperature[picked] > 0
+        is_filtered = is_sampled & ((rows.top_k[picked] > 0) | (rows.top_p[picked] < 1) | (rows.min_p[picked] > 0))
+        kind = 2 if is_filtered.any() else int(is_sampled.any())
+        size = at_least(self._sample_sizes, max(num, 1))
+        return SampleShape(size, kind, len(edits) > 0, len(asking) > 0)
 
     def _send_masks(self, slot: _Slot) -> None:
         """Sends the masks in the order of `Rows.masks`. The queue keeps order, so earlier steps have read theirs."""
         device_masks, masks = self._state.masks, self._rows.masks
         if slot.masks is None:
-            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view_as(device_masks)
+            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view(device_masks.shape)
         np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
         self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
-
-    def _copy(self, slot: _Slot, sources: Tensor, targets: Tensor) -> None:
-        """Copies pages of the cache in queue order. No source is a target. Both [pages] int64, on the host."""
-        num = len(sources)
-        if slot.copies is None or len(slot.copies) < 2 * num:
-            slot.copies = self._queue.host_memory(2 * num, torch.int64)
-        pairs = torch.cat((sources, targets), out=slot.copies[: 2 * num])
-        sent = torch.empty(2 * num, dtype=torch.int64, device=self._queue.device)
-        self._queue.send(pairs, sent)
-        size = max(1, _COPY_BYTES // max(1, self._cache.groups.page_bytes))
-        for first in range(0, num, size):
-            last = min(first + size, num)
-            self._cache.copy(sent[first:last], sent[num + first : num + last])
 
     def _results(
         self, slot: _Slot, num: int, parts: list[tuple[int, SampleShape]]
@@ -441,13 +609,14 @@ class DeviceSteps:
     def _logits_of(self, first: int, last: int) -> Tensor:
         return self._decoder.logits(self._hidden_of(first, last))
 
-    def _settle(self, step: _Pending) -> None:
-        """Waits for the sampled ids and stores them in the rows that were not opened again since."""
-        if step.sampled is not None:
-            return
+    def _read(self, step: _Launched) -> Sampled:
+        """Waits for a step's results and takes them from its slot. Steps are read in the order of their launches."""
+        if step.result is not None:
+            return step.result
         step.done.wait()
-        samples, slot, rows = step.samples, step.slot, self._rows
-        ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
+        samples, slot = step.samples, step.slot
+        ids = step.ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
+        kept = step.kept = self._accepted(step)
         logprobs = {}
         asking = np.flatnonzero(step.num_logprobs >= 0)
         in_part = np.bincount(asking // self._part, minlength=1)  # a part's log-probabilities stand at its beginning
@@ -457,11 +626,51 @@ class DeviceSteps:
             if ids[i] >= 0:
                 row = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
                 logprobs[int(samples.order[i])] = row_logprobs(*row)
-        if step.draft_tokens.any():
-            step.sampled = take_in(step.plan, rows, samples, ids, step.draft_tokens, step.prompt_logprobs, logprobs)
-            if step.draft_states is not None and (copies := step.draft_states.copies(rows)) is not None:
-                self._copy(slot, *copies)
-            return
-        same = self._num_opens[samples.rows] == step.num_opens
-        rows.ids[samples.rows[same], samples.ends[same]] = np.maximum(ids[same], 0)
-        step.sampled = Sampled(step.prompt_logprobs, logprobs, ids[np.argsort(samples.order, kind="stable")])
+        prompt = {index: row_logprobs(best.numpy(), values.numpy()) for index, best, values in step.prompt}
+        vectors = {}
+        for pooled, states in step.pooled:
+            vector = pooled.take(None if states is None else states.numpy().copy())
+            if vector is not None:
+                vectors[pooled.index] = vector
+        step.result = take_in(step.plan, samples, ids, kept, step.draft_tokens, prompt, logprobs, vectors)
+        step.prompt, step.pooled, step.held = [], [], []
+        return step.result
+
+    def _accepted(self, step: _Launched) -> NDArray[np.bool_]:
+        """Which samples of a step are part of the text, as the device has decided. Corrects the lengths of rows, and
+        the positions of later steps, that count rejected draft tokens."""
+        samples, rows = step.samples, self._rows
+        if not step.draft_tokens.any():
+            return np.ones(len(samples.rows), np.bool_)
+        drafts = step.sent_ids[np.minimum(step.ids_at + samples.ends, len(step.sent_ids) - 1)]
+        kept = up_to_wrong(samples.rows, drafts != step.ids)
+        num_wrong = np.bincount(samples.rows[~kept], minlength=self._limits.rows)
+        num_opens: NDArray[np.int64] = np.full(self._limits.rows, -1)
+        num_opens[samples.rows] = step.num_opens
+        is_same = num_opens == self._num_opens
+        rows.num_computed -= np.where(is_same, num_wrong, 0)
+        rows.num_ids -= np.where(is_same, num_wrong, 0)
+        speculative = np.frombuffer(step.plan.rows, "<i4", len(step.draft_tokens))
+        self._num_unsure[speculative] -= np.where(is_same[speculative], step.draft_tokens, 0)
+        for later in self._unknown:
+            if later is not step and later.result is None:
+                own = later.samples.rows
+                later.samples.ends[:] -= np.where(num_opens[own] == later.num_opens, num_wrong[own], 0)
+        return kept
+
+    def _learn(self, num_left: int) -> None:
+        """Adds the samples of all but the last `num_left` steps to the text from which draft tokens come, of rows that
+        were not opened again since."""
+        rows = self._rows
+        while len(self._unknown) > num_left:
+            step = self._unknown[0]
+            self._read(step)
+            self._unknown.popleft()
+            assert step.kept is not None
+            samples = step.samples
+            kept = step.kept & (self._num_opens[samples.rows] == step.num_opens)
+            own, ends = samples.rows[kept], samples.ends[kept]
+            rows.ids[own, ends] = np.maximum(step.ids[kept], 0)
+            self._num_known[own] = ends + 1  # NumPy keeps the last of a row's assignments
+            if step.draft_tokens.any():
+                learn_drafts(step.plan, rows, samples, kept, step.draft_tokens)

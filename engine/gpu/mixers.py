@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels import reference_scans
 from ...kernels.states import Tiles
 from ...kernels.triton import scans
 from ...kernels.triton.gated_norm import gated_norm
@@ -33,11 +34,17 @@ class DeviceScans:
     gated_norm = staticmethod(gated_norm)
 
 
+class ScansWithTorchNorm(DeviceScans):
+    gated_norm = staticmethod(reference_scans.gated_norm)
+
+
 class DeviceMixers:
     """The recurrent mixers of one program. `open` comes before the first step, and `begin` before its operations."""
 
-    def __init__(self, weights: Weights, device: torch.device) -> None:
-        self._mixers = Mixers(weights, device, DeviceScans())
+    def __init__(self, weights: Weights, device: torch.device, without: frozenset[str] = frozenset()) -> None:
+        """without: kernels that torch replaces."""
+        scans = ScansWithTorchNorm() if "gated_norm" in without else DeviceScans()
+        self._mixers = Mixers(weights, device, scans)
         self._cache: KvCache | None = None
         self._tiles: dict[tuple[int, int, int], Tiles] = {}
         self._rows: StateTable | None = None

@@ -1,8 +1,13 @@
 """What the host sends the device for a step: one int32 array, filled in a ring of pinned memory and sent in one copy.
 
-The sections have fixed offsets, because recorded kernels read them there. The section whose length varies most comes
-last, and only its used part is sent; `kernels/triton/prepare_step.py` describes it. What a step does with recurrent
-states is a part of it.
+The sections have fixed offsets, because recorded kernels read them there. Only the part that a step uses is sent, so
+the sections stand in the order
+
+    samples of the last part, …, of the second part, tiles, samples of the first part, step
+
+The section `step`, whose length varies most, comes last; `kernels/triton/prepare_step.py` describes it. It also holds
+what a step does with recurrent states, and then the records of opened rows. Steps without tiles, and those with more
+samples than one part has, differ in where the sent part begins.
 """
 
 from dataclasses import dataclass
@@ -15,6 +20,9 @@ from torch import Tensor
 from ...kernels.triton.open_rows import FIELDS as OPEN_FIELDS
 from ...kernels.triton.prepare_step import STATES_AT, packet_size
 from ...kernels.triton.scans import states_size
+
+_COLUMNS = 5  # of `Part`
+_ALIGNED = 4  # int32: kernels' pointers must be at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -29,47 +37,74 @@ class Limits:
     blocks: int  # per row
     tables: int = 1  # per row: one for each shelf of each group of the cache but that of states
     state_pages: int = 0  # of a row; 0: the model has no recurrent layers
+    behind: int = 0  # draft tokens of a row in all steps whose results the host does not know
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of one part, on the device. All are [part]."""
+
+    tokens: Tensor  # the step's token whose logits are sampled from
+    rows: Tensor  # rows of the state; padding samples for the row after the last
+    places: Tensor  # index into the edited logits of the part; -1: no edit
+    masks: Tensor  # index into the state's masks; -1: all tokens are allowed
+    asking: Tensor  # samples of the part whose log-probabilities are wanted; -1: none
 
 
 @dataclass(frozen=True)
 class Packet:
-    """The sections of one array, on the host or on the device. Those from `sample_tokens` to `asking` are [samples]."""
+    """The sections of one array, on the host or on the device."""
 
     whole: Tensor
-    sample_tokens: Tensor  # the step's token whose logits are sampled from
-    sample_rows: Tensor  # rows of the state; padding samples for the row after the last
-    sample_positions: Tensor  # of the output, from 0
-    places: Tensor  # index into the edited logits of the part; -1: no edit
-    masks: Tensor  # index into the state's masks; -1: all tokens are allowed
-    asking: Tensor  # samples of the part whose log-probabilities are wanted; -1: none
-    decode_lens: Tensor  # [rows] keys of the rows with one token, which come first; 0 for all others
-    tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
-    opens: Tensor  # [rows, OPEN_FIELDS]
+    parts: tuple[Part, ...]
+    tiles: Tensor  # [1 + tiles, 4], see `extend_attention.extend_work`
     step: Tensor  # see `prepare_step.py`
     states: Tensor | None  # its part from which the table of states is found, see `scans.py`; None: there are no states
 
     @classmethod
     def over(cls, whole: Tensor, limits: Limits) -> "Packet":
         """The sections of `whole`, [size_of(limits)]."""
-        tokens, rows, positions, places, masks, asking, lens, tiles, opens, step = torch.split(whole, _sizes(limits))
-        lens, tiles, opens = lens[: limits.rows], tiles.view(-1, 4), opens.view(-1, OPEN_FIELDS)
+        *parts, tiles, first, step = torch.split(whole, _sizes(limits))
         states = step[STATES_AT:] if limits.state_pages else None
-        return cls(whole, tokens, rows, positions, places, masks, asking, lens, tiles, opens, step, states)
+        sections = [_part(section, limits) for section in (first, *reversed(parts))]
+        return cls(whole, tuple(sections), tiles.view(-1, 4), step, states)
+
+
+def _part(section: Tensor, limits: Limits) -> Part:
+    columns = section.view(_COLUMNS, -1)[:, : limits.part]
+    return Part(*columns.unbind())
 
 
 def _sizes(limits: Limits) -> list[int]:
     new_blocks = limits.rows * limits.blocks
-    step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=new_blocks, tables=limits.tables)
+    ids = limits.tokens + limits.rows * limits.behind
+    step = packet_size(rows=limits.rows, tokens=ids, new_blocks=new_blocks, tables=limits.tables)
     if limits.state_pages:
         step += states_size(rows=limits.rows, tokens=limits.tokens, pages=limits.state_pages)
-    sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
-    # Every section starts at a multiple of 16 bytes, as kernels' pointers must.
-    return [-(-size // 4) * 4 for size in sizes] + [step]
+    step = _aligned(step) + OPEN_FIELDS * limits.rows
+    part = _COLUMNS * _aligned(limits.part)
+    num_parts = max(1, limits.samples // limits.part)
+    return [part] * (num_parts - 1) + [4 * (1 + limits.tiles), part, step]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def size_of(limits: Limits) -> int:
     """The length of a packet in int32."""
     return sum(_sizes(limits))
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """`Part` as NumPy arrays."""
+
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    places: NDArray[np.int32]
+    masks: NDArray[np.int32]
+    asking: NDArray[np.int32]
 
 
 class HostPacket:
@@ -78,23 +113,24 @@ class HostPacket:
     def __init__(self, whole: Tensor, limits: Limits) -> None:
         packet = Packet.over(whole, limits)
         self.whole = whole
-        self.sample_tokens = _array(packet.sample_tokens)
-        self.sample_rows = _array(packet.sample_rows)
-        self.sample_positions = _array(packet.sample_positions)
-        self.places = _array(packet.places)
-        self.masks = _array(packet.masks)
-        self.asking = _array(packet.asking)
-        self.decode_lens = _array(packet.decode_lens)
+        self.parts = [
+            HostPart(*(column.numpy() for column in (each.tokens, each.rows, each.places, each.masks, each.asking)))
+            for each in packet.parts
+        ]
         self.tiles: NDArray[np.int32] = packet.tiles.numpy()
-        self.opens: NDArray[np.int32] = packet.opens.numpy()
-        self.step = _array(packet.step)
-        self._step_at = whole.numel() - packet.step.numel()
+        self.step: NDArray[np.int32] = packet.step.numpy()
+        *parts, self._tiles_size, self._part_size, _ = _sizes(limits)
+        self._step_at = sum(parts) + self._tiles_size + self._part_size
 
-    def filled(self, num_step: int) -> Tensor:
-        """The part to send if the last section holds `num_step` int32."""
-        return self.whole[: self._step_at + num_step]
+    def opens(self, num_step: int, num: int) -> tuple[int, NDArray[np.int32]]:
+        """Where records for `num` opened rows begin in a section `step` that holds `num_step` int32 before them, and
+        the records: [num, OPEN_FIELDS]."""
+        first = _aligned(num_step)
+        return first, self.step[first : first + num * OPEN_FIELDS].reshape(num, OPEN_FIELDS)
 
-
-def _array(section: Tensor) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = section.numpy()
-    return array
+    def used(self, num_step: int, *, num_parts: int, has_tiles: bool) -> slice:
+        """The part to send if `step` holds `num_step` int32, and samples stand in the first `num_parts` parts."""
+        first = self._step_at - self._part_size
+        if has_tiles or num_parts > 1:
+            first -= self._tiles_size + max(0, num_parts - 1) * self._part_size
+        return slice(first, self._step_at + num_step)

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from ...kernels.quantized_weight import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from ...kernels.reference import TorchMatrix
@@ -39,6 +40,9 @@ class Product(Protocol):
     def fused(self, tokens: int) -> "FusedProduct | None":
         """The fused form, if there is a kernel for this number of tokens."""
 
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        """The module of the kernel for this number of tokens; empty: torch computes."""
+
 
 class FusedProduct(Protocol):
     """A `Product` with norm and residual in its launch."""
@@ -58,20 +62,30 @@ class FusedProduct(Protocol):
 class DenseProduct:
     """Few rows use our kernel, many use cuBLAS."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, workspace: Workspace, without: frozenset[str] = frozenset()
+    ) -> None:
+        """without: kernels that torch replaces."""
         self._weight, self._bias = weight, bias
         self._transposed = weight.t()
         self._workspace = workspace
-        self._is_even = weight.shape[0] % 16 == 0  # the kernel has tiles of at least 16
+        # The kernel has tiles of at least 16.
+        self._has_kernel = weight.shape[0] % 16 == 0 and "small_product" not in without
+        self._gates_in_torch = "silu_mul" in without
 
     def fused(self, tokens: int) -> FusedProduct | None:
-        return self._small if tokens <= MAX_ROWS and self._is_even else None
+        return self._small if tokens <= MAX_ROWS and self._has_kernel else None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        if self.fused(tokens) is not None:
+            return "small_product"
+        return "silu_mul" if is_gated and not self._gates_in_torch else ""
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if self.fused(x.shape[0]) is not None:
             self._small(x, out, is_gated=is_gated)
         else:
-            _by_library(x, self._transposed, self._bias, out, is_gated=is_gated)
+            _by_library(x, self._transposed, self._bias, out, is_gated=is_gated, gates_in_torch=self._gates_in_torch)
 
     def _small(
         self,
@@ -118,6 +132,9 @@ class QuantizedProduct:
 
     def fused(self, tokens: int) -> FusedProduct | None:
         return self._small if tokens <= MAX_ROWS else None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        return "quantized_product"
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if x.shape[0] <= MAX_NARROW_ROWS:
@@ -219,7 +236,9 @@ def _runs(call: Callable[[], Tensor]) -> bool:
     return True
 
 
-def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
+def _by_library(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool, gates_in_torch: bool = False
+) -> None:
     """weight: [k, n]; the rest as of a `Product`."""
     if out.dtype != x.dtype:
         if _sums_wide(x.device, x.dtype):
@@ -234,7 +253,9 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, 
         torch.mm(x, weight, out=result)
     else:
         torch.addmm(bias, x, weight, out=result)
-    if is_gated:
+    if is_gated and gates_in_torch:
+        torch.mul(silu(result[:, ::2]), result[:, 1::2], out=out)
+    elif is_gated:
         silu_mul(result, out, interleaved=True)
 
 
@@ -246,6 +267,9 @@ class InvariantProduct:
 
     def fused(self, tokens: int) -> None:
         return None
+
+    def kernel(self, tokens: int, *, is_gated: bool) -> str:
+        return "product"
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         product(x, self._weight, out, bias=self._bias, is_gated=is_gated)

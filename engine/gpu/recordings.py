@@ -4,6 +4,7 @@ good if recording fails."""
 import logging
 from collections.abc import Callable, Hashable, Iterable
 
+from ...errors import StartError
 from ..device.queue import Queue, Work
 
 _log = logging.getLogger(__name__)
@@ -13,8 +14,17 @@ _OFTEN = 3  # a shape is recorded after this many unrecorded runs, even if the d
 class Recordings:
     """The recordings of one queue."""
 
-    def __init__(self, queue: Queue, work: Callable[[Hashable], Work], planned: Iterable[Hashable]) -> None:
-        """work: the work of a shape. planned: shapes to record in idle time, after those that were run."""
+    def __init__(
+        self,
+        queue: Queue,
+        work: Callable[[Hashable], Work],
+        planned: Iterable[Hashable],
+        *,
+        is_strict: bool = False,
+    ) -> None:
+        """work: the work of a shape. planned: shapes to record in idle time, after those that were run. is_strict: a
+        shape that cannot be recorded raises StartError."""
+        self._is_strict = is_strict
         self._queue = queue
         self._work = work
         self._recorded: dict[Hashable, Work] = {}
@@ -66,4 +76,9 @@ class Recordings:
         except (RuntimeError, MemoryError) as error:  # of CUDA and torch; the step's own work has run
             self._failed.add(shape)
             why = str(error).partition("\n")[0]
+            if self._is_strict:
+                raise StartError(
+                    f"--strict-kernels: a step of shape {shape} cannot be recorded as a CUDA graph: {why}. Without the "
+                    "flag it runs without one, which is slower."
+                ) from error
             _log.warning("A step of shape %s cannot be recorded and runs without a CUDA graph: %s", shape, why)

@@ -2,7 +2,7 @@
 share a launch. No Triton here: `pagewire doctor` asks on machines without it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,10 @@ Kind = Literal[
     "attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "latent", "mix", "sum",
     "torch",
 ]  # fmt: skip
+
+
+_NEEDS: dict[Kind, str] = {"norm": "rms_norm", "add norm": "rms_norm"}
+"""The kernel of a kind that torch can compute, too."""
 
 
 class UnknownLayerError(Exception):
@@ -76,15 +80,19 @@ def body_of(program: Program) -> tuple[tuple[Op, ...], Op | None]:
     return program.ops, None
 
 
-def parts_of(program: Program, *, fuses: Callable[[Matrix], bool] = lambda matrix: False) -> tuple[Part, ...]:
-    """The body in order. fuses: for steps of few tokens."""
+def parts_of(
+    program: Program, *, fuses: Callable[[Matrix], bool] = lambda matrix: False, without: Container[str] = ()
+) -> tuple[Part, ...]:
+    """The body in order. fuses: for steps of few tokens. without: kernels that torch replaces."""
     ops, _ = body_of(program)
     facts, at = Facts(program, fuses), 0
     parts: list[Part] = []
     while at < len(ops):
         next_ops = ops[at : at + _LONGEST]
-        found = ((kind, num) for kind, rule in RULES if (num := rule(facts, next_ops)))
-        kind, num = next(found, (kind_of(ops[at]), 1))
+        rules = ((kind, rule) for kind, rule in RULES if _NEEDS.get(kind) not in without)
+        found = ((kind, num) for kind, rule in rules if (num := rule(facts, next_ops)))
+        alone = kind_of(ops[at])
+        kind, num = next(found, ("torch" if _NEEDS.get(alone) in without else alone, 1))
         parts.append(Part(kind, ops[at : at + num]))
         at += num
     return tuple(parts)

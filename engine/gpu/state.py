@@ -4,8 +4,7 @@ The host writes a row when a request takes it and never reads one. A bias and th
 for requests that have them.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 import numpy as np
@@ -14,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ipc.messages import MAX_BIASES, RowOpen, Sampling
+from ...kernels.triton.copy_pages import copy_pages
 from ...kernels.triton.edit_logits import EditColumns, count_sampled, edit_logits
+from ...kernels.triton.edit_rows import Edit, edit_rows
 from ...kernels.triton.logprobs import MAX_BEST, logprobs, workspace_logprobs
 from ...kernels.triton.open_rows import open_rows
-from ...kernels.triton.prepare_step import remember_sampled
+from ...kernels.triton.prepare_step import accept_drafts, remember_sampled
 from ...kernels.triton.sampling import (
     Kind,
     SamplingColumns,
@@ -31,6 +32,7 @@ from .packet import Limits, Packet
 from .shapes import SampleShape
 
 KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
+_MAX_COUNT = 2**15 - 1
 
 
 class RowState:
@@ -43,6 +45,8 @@ class RowState:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
         self.last_ids = column(torch.int32)
+        self.last_positions = column(torch.int32)  # of the last ids, in the output
+        self.accepted = column(torch.int32)  # draft tokens of the row's last step that had some
         self.tables = torch.zeros((limits.tables, rows, limits.blocks), dtype=torch.int32, device=device)
         self._sampling = SamplingColumns(
             temperature=column(torch.float32),
@@ -64,10 +68,14 @@ class RowState:
             bias_values=torch.zeros(rows * MAX_BIASES, device=device),
         )
         self._vocab_size = vocab_size
+        self._part = part
         self._workspace = workspace_sampling(max_picked=part, vocab_size=vocab_size, device=device)
         self._logprobs = workspace_logprobs(max_asking=part, vocab_size=vocab_size, device=device)
         self._edited = torch.empty((part, vocab_size), device=device)
         self.masks = torch.zeros((limits.rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)  # of a step
+        self.sample_positions = torch.zeros(
+            limits.samples, dtype=torch.int32, device=device
+        )  # of a step, in the output
         self.sampled = torch.zeros(limits.samples, dtype=torch.int32, device=device)
         self.best_ids = torch.zeros((limits.samples, 1 + MAX_BEST), dtype=torch.int32, device=device)
         self.best_values = torch.zeros((limits.samples, 1 + MAX_BEST), device=device)
@@ -76,36 +84,32 @@ class RowState:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in _tensors(vars(self).values()))
 
-    def open(self, opens: tuple[RowOpen, ...], packet: Packet) -> None:
-        """Takes in the rows that a plan opens. `write_opens` has filled their records, and the queue has sent them."""
-        open_rows(packet.opens, len(opens), self._sampling, self._edits)
-        for row in opens:
-            if has_penalties(row.sampling):
-                self._write_history(row)
-            if bias := _bias(row):
-                self._write_bias(row.row, bias)
+    def open(self, records: Tensor, num: int) -> None:
+        """Takes in rows that a plan opens. records: on the device, from `write_opens`."""
+        open_rows(records, num, self._sampling, self._edits)
 
-    def change_bias(self, row: int, bias: dict[int, float]) -> None:
-        """Replaces the row's bias for the next tokens."""
-        self._write_bias(row, bias)
-        self._edits.bias_len[row] = len(bias)
+    def edit(self, edits: Tensor, num: int) -> None:
+        """Writes biases and histories for the next samples. edits: on the device, from `fill_edits`."""
+        edit_rows(edits, num, self._edits)
 
     def sample(self, logits: Tensor, packet: Packet, first: int, shape: SampleShape) -> None:
         """Samples one part of the step's samples, which begins at `first`, and keeps the ids. logits: [samples, vocab]
         float32."""
         part = slice(first, first + shape.samples)
-        picked, places, sampled = packet.sample_rows[part], packet.places[part], self.sampled[part]
+        own = packet.parts[first // self._part]
+        picked, places = own.rows[: shape.samples], own.places[: shape.samples]
+        sampled, positions = self.sampled[part], self.sample_positions[part]
         if shape.edits:
-            edit_logits(self._edited, logits, places, picked, self._edits, packet.masks[part], self.masks)
-        positions = packet.sample_positions[part]
+            masks = own.masks[: shape.samples]
+            edit_logits(self._edited, logits, places, picked, self._edits, masks, self.masks)
         kind = KINDS[shape.kind]
         sample(sampled, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)
-        remember_sampled(self.last_ids, sampled, picked)
+        remember_sampled(self.last_ids, self.last_positions, sampled, positions, picked)
         if shape.edits:
             count_sampled(sampled, picked, self._edits)
         if shape.logprobs:
             most = min(MAX_BEST, self._vocab_size)
-            ids, values, asking = self.best_ids[part], self.best_values[part], packet.asking[part]
+            ids, values, asking = self.best_ids[part], self.best_values[part], own.asking[: shape.samples]
             logprobs(ids, values, logits, asking, sampled, self._logprobs, num_best=most)
 
     def sample_of_parts(
@@ -113,29 +117,27 @@ class RowState:
     ) -> None:
         """`sample` for a shape without filters, edits and log-probabilities, of which the ranks exchange their best
         tokens instead of all logits. hidden: [samples, hidden size]."""
-        part, kind = slice(first, first + shape.samples), KINDS[shape.kind]
-        picked, positions, sampled = packet.sample_rows[part], packet.sample_positions[part], self.sampled[part]
+        part, own, kind = slice(first, first + shape.samples), packet.parts[first // self._part], KINDS[shape.kind]
+        picked, places = own.rows[: shape.samples], own.places[: shape.samples]
+        sampled, positions = self.sampled[part], self.sample_positions[part]
         found = best_of_part(
-            vocabulary.part(hidden), packet.places[part], picked, positions, self._sampling,
+            vocabulary.part(hidden), places, picked, positions, self._sampling,
             first_token=vocabulary.first, largest_part=vocabulary.largest_part, kind=kind,
         )  # fmt: skip
         sample_of_parts(sampled, vocabulary.group.all_gather(found), picked, positions, self._sampling, kind=kind)
-        remember_sampled(self.last_ids, sampled, picked)
+        remember_sampled(self.last_ids, self.last_positions, sampled, positions, picked)
 
-    def _write_history(self, row: RowOpen) -> None:
-        ids = np.frombuffer(row.ids, "<i4")
-        seen = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
-        seen[ids[: row.num_prompt]] = True
-        bits = np.packbits(seen, bitorder="little").view("<i4")
-        counts = np.bincount(ids[row.num_prompt :], minlength=self._vocab_size).clip(max=32767).astype(np.int16)
-        self._edits.prompt_bits[row.row].copy_(torch.from_numpy(bits))
-        self._edits.output_counts[row.row].copy_(torch.from_numpy(counts))
+    def accept(self, packet: Packet, ids: Tensor, *, rows: int, most: int) -> None:
+        """Accepts draft tokens after all parts of a step are sampled. ids: [tokens] of the step, whose packet has
+        `rows` rows; most: samples of a row."""
+        accept_drafts(
+            packet.step, ids, self.sampled, self.sample_positions, self.last_ids, self.last_positions, self.accepted,
+            rows=rows, most=most,
+        )  # fmt: skip
 
-    def _write_bias(self, row: int, bias: dict[int, float]) -> None:
-        entries = slice(row * MAX_BIASES, row * MAX_BIASES + len(bias))
-        ids = torch.tensor(list(bias), dtype=torch.int64).clamp_(max=2**31 - 1)
-        self._edits.bias_ids[entries].copy_(ids.to(torch.int32))
-        self._edits.bias_values[entries].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())
+    def copy(self, memory: Tensor, copies: Tensor, num: int, *, between: int = 0) -> None:
+        """Copies pages of the cache, some of them as `accept` has decided. The arguments are those of `copy_pages`."""
+        copy_pages(memory, copies, num, self.accepted, between=between)
 
 
 def has_penalties(sampling: Sampling) -> bool:
@@ -158,13 +160,25 @@ def write_opens(opens: tuple[RowOpen, ...], target: NDArray[np.int32]) -> None:
         floats[i, 8] = sampling.presence_penalty
         floats[i, 9] = sampling.frequency_penalty
         target[i, 10] = row.row if has_penalties(sampling) else -1
-        target[i, 11] = len(_bias(row))
 
 
-def _bias(row: RowOpen) -> dict[int, float]:
-    """The row's first bias: its own, and -inf for the end tokens until `min_len`."""
-    ends = np.frombuffer(row.ends, "<i4") if row.min_len else ()
-    return {**(row.sampling.logit_bias or {}), **dict.fromkeys(map(int, ends), -math.inf)}
+def bias_edit(row: int, bias: Mapping[int, float]) -> Edit:
+    """bias: token id → what is added to its logit."""
+    ids = np.array(list(bias), np.int64).clip(max=2**31 - 1).astype(np.int32)
+    with np.errstate(over="ignore"):  # a greater number than float32 has becomes infinite
+        values = np.array(list(bias.values()), np.float64).astype(np.float32)
+    return Edit("bias", row, ids, values.view(np.int32))
+
+
+def history_edits(row: RowOpen, vocab_size: int) -> list[Edit]:
+    """What penalties need of the row's ids."""
+    ids = np.frombuffer(row.ids, "<i4")
+    seen = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    seen[ids[: row.num_prompt]] = True
+    words = np.packbits(seen, bitorder="little").view("<i4")
+    counts = np.bincount(ids[row.num_prompt :], minlength=vocab_size).clip(max=_MAX_COUNT).astype(np.int32)
+    used, sampled = (np.flatnonzero(column).astype(np.int32) for column in (words, counts))
+    return [Edit("prompt", row.row, used, words[used]), Edit("output", row.row, sampled, counts[sampled])]
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

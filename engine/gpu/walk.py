@@ -4,7 +4,7 @@ kernels. A step calls them in order, and a recorded graph records them.
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -40,6 +40,7 @@ from ..models.program import (
     View,
 )
 from ..parallel.collectives import Group
+from .attention import HostAttention
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
@@ -74,6 +75,11 @@ class Registers(TorchRegisters):
             self._tensors[view.register] = self._states.new_empty((len(self._states), self._widths[view.register]))
         return self.get(view)
 
+    def fill(self, values: Mapping[int, Tensor]) -> None:
+        """Writes whole registers, [tokens, width] each."""
+        for register, numbers in values.items():
+            self.into(View(register, 0, self._widths[register])).copy_(numbers)
+
     def put(self, view: View, width: int, value: Tensor) -> None:
         if view.register == self._kept:
             self.get(view).copy_(value)
@@ -97,7 +103,7 @@ class Pass:
 
 
 Launch = Callable[[Pass], None]
-Walk = list[tuple[Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+Walk = list[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
 
 
 class Walker:
@@ -114,10 +120,14 @@ class Walker:
         dtype: torch.dtype,
         num_programs: Callable[[int], int],
         is_deterministic: bool,
+        without: frozenset[str] = frozenset(),
+        attention: HostAttention | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._without = without
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
+        self._attention, self._is_deterministic = attention, is_deterministic
         self._largest_group = largest_group(program)
         self.weights = Weights()
         self.weights.vectors = loaded.vectors
@@ -129,7 +139,9 @@ class Walker:
         self._small = workspace_small_product(even, loaded.device, narrow=narrow)
         for each in tables:
             values = loaded.values(each)
-            product = InvariantProduct(values, None) if is_deterministic else DenseProduct(values, None, self._small)
+            product = (
+                InvariantProduct(values, None) if is_deterministic else DenseProduct(values, None, self._small, without)
+            )
             wide = None if each == program.head_project else torch.float32
             self.weights.matrices[each.key] = (ProductMatrix(values, product, wide),)
         self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
@@ -140,13 +152,13 @@ class Walker:
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
-        many = parts_of(program)
+        many = parts_of(program, without=without)
         turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
             program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
-        self.mixers = DeviceMixers(self.weights, loaded.device)
+        self.mixers = DeviceMixers(self.weights, loaded.device, without)
         self._makers: dict[Kind, Callable[[Part], Launch]] = {
             "attend": self._attend,
             "product": self._product,
@@ -165,7 +177,7 @@ class Walker:
         self.kept = program.result if self._last is None else self._last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
-        self._few = self._walk(parts_of(program, fuses=self._fuses), made)
+        self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -178,13 +190,21 @@ class Walker:
         kept = [self._zeros, self._scratch, *self._rotary.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
-        for plan in self._decode.values():
-            kept += [plan.items, plan.partials, plan.lses, plan.arrivals]
+        backend = 0 if self._attention is None else self._attention.backend.nbytes
+        planned = backend + sum(workspace.nbytes for workspace in self._decode.values())
         tables = self.reference.rotary.values()
-        return sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
+        return planned + sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
+
+    def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
+        """The launches of a step of so many tokens."""
+        return [(part, launch) for part, launch, _ in self._of(tokens)]
+
+    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
+        """The module of the kernel that computes it for so many tokens; empty: torch does."""
+        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
 
     def run(self, step: Pass, tokens: int) -> None:
-        for launch, unused in self._few if tokens <= MAX_ROWS else self._many:
+        for _, launch, unused in self._of(tokens):
             launch(step)
             for register in unused:
                 step.registers.drop(register)
@@ -196,7 +216,7 @@ class Walker:
             return states
         assert isinstance(last.args, Normalize)
         norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last):
+        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
             return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
         rms_norm(states, weight, norm.eps, states)
         return states
@@ -212,7 +232,10 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        return [(made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        return [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+
+    def _of(self, tokens: int) -> Walk:
+        return self._few if tokens <= MAX_ROWS else self._many
 
     def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
@@ -225,7 +248,9 @@ class Walker:
                 has_narrow_inputs=self._loaded.has_narrow_inputs,
             )  # fmt: skip
         weight = interleave(weight) if is_gated else weight
-        return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, self._small)
+        if is_deterministic:
+            return InvariantProduct(weight, bias)
+        return DenseProduct(weight, bias, self._small, self._without)
 
     def _lend_scratch(self) -> Tensor:
         """Memory for one widened weight, for steps of many rows."""
@@ -334,10 +359,14 @@ class Walker:
         rope = ropes[0] if ropes else None
         pair = (norms[0].weight, norms[1].weight) if norms else None
         eps, rotary = norms[0].eps if norms else 0.0, self._rotary_of(rope, args.head_dim)
-        workspace, sinks = self._decode_of(args), self.weights.vector(args.sinks)
-        num_programs, softcap = self._num_programs(args.head_dim), args.softcap or None
+        # With `--deterministic` all rows have tiles.
+        workspace = None if self._is_deterministic else self._decode_of(args)
+        sinks, window, softcap = self.weights.vector(args.sinks), args.reach.positions or None, args.softcap or None
+        num_programs = self._num_programs(args.head_dim)
         heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
         joined = _joined(op.ins)
+        other = self._attention if self._attention is not None and self._attention.takes(args) else None
+        parameters = self.reference.attention(args)
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
@@ -354,15 +383,19 @@ class Walker:
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
             tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
-            rows = len(tables)
-            decode_attention(
-                attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale, softcap=softcap,
-                sinks=sinks, num_programs=num_programs,
-            )  # fmt: skip
-            if step.tiles is not None:  # last, because decode attention writes zeros for the other rows
+            now = other if other is not None and other.rows is not None else None
+            if workspace is not None and (now is None or not now.backend.decodes):
+                rows = len(tables)
+                decode_attention(
+                    attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale,
+                    softcap=softcap, sinks=sinks,
+                )  # fmt: skip
+            if now is not None:
+                now.attend(attended, query, args.tile, parameters)
+            elif step.tiles is not None:
                 extend_attention(
                     attended, query, k_pages, v_pages, tables, step.context_lens, step.tiles, scale=args.scale,
-                    window=workspace.window, softcap=softcap, sinks=sinks,
+                    num_programs=num_programs, window=window, softcap=softcap, sinks=sinks,
                     tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
 
@@ -377,8 +410,10 @@ class Walker:
         self._latents.append(layer)
         key = 0, args.heads, 1, args.rank
         if key not in self._decode:
-            self._decode[key] = layer.workspace(rows=self._limits.rows, max_context=self._max_len)
-        workspace, num_programs = self._decode[key], self._num_programs(args.rank)
+            self._decode[key] = layer.workspace(
+                rows=self._limits.rows, max_context=self._max_len, num_programs=self._num_programs(args.rank)
+            )
+        workspace = self._decode[key]
 
         def launch(step: Pass) -> None:
             query, latent, rotated = (step.registers.get(view) for view in op.ins)
@@ -386,7 +421,7 @@ class Walker:
             attend_latent(
                 step.registers.into(op.outs[0]), query, latent, rotated, layer, pages, step.slots[table],
                 step.tables[table], step.context_lens, workspace, step.tiles, tile_rows=step.tile_rows,
-                per_tile=tile_tokens(self._largest_group, step.tile_rows), num_programs=num_programs,
+                per_tile=tile_tokens(self._largest_group, step.tile_rows),
             )  # fmt: skip
 
         return launch
@@ -412,7 +447,8 @@ class Walker:
         if key not in self._decode:
             self._decode[key] = workspace_decode(
                 rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, window=args.reach.positions or None, device=self._loaded.device,
+                head_dim=args.head_dim, num_programs=self._num_programs(args.head_dim),
+                window=args.reach.positions or None, device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
 

@@ -19,8 +19,8 @@ from ..executors.weights import shape_of as shape_of_target
 from ..models.program import Matrix
 from ..parallel.rank import RankInfo
 from ..weights.loader import Found, kept_matrices
+from ..weights.open import Reader, open_checkpoint
 from ..weights.quantized import packed_bytes
-from ..weights.reader import Reader, open_checkpoint
 from .backend import Backend
 from .loading import host_workspace, offered_pages, pages_needed
 from .memory import MemoryPlan
@@ -38,7 +38,9 @@ def forecast(config: EngineConfig) -> Forecast:
     """Raises ConfigError and CheckpointError for a model that is not served."""
     spec = read_spec(Path(config.model.path))
     device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
-    served = how_served(config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda")
+    served = how_served(
+        config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda", capability=device.capability
+    )
     shape = served.kv_shape
     plan = MemoryPlan(
         weights=_weight_bytes(config, served),
@@ -70,7 +72,7 @@ def _weight_bytes(config: EngineConfig, served: Served) -> int:
     if served.is_kept and served.found is not None:
         keys = kept_matrices(program, served.found)
         matrices = [matrix for matrix in program.matrices if matrix.key in keys]
-        with open_checkpoint(Path(config.model.path)) as reader:
+        with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
             kept = {each.key: _kept_bytes(each, spec.scheme, reader, served.found, backend) for each in matrices}
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
     return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)

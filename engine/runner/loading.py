@@ -21,8 +21,9 @@ from ..gpu.rules import largest_group
 from ..models.program import AttendLatent, Mixture, layout
 from ..parallel.collectives import Group
 from ..weights.loader import Sink, load_weights
-from ..weights.reader import open_checkpoint
+from ..weights.open import open_checkpoint
 from .backend import Backend
+from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights
@@ -48,6 +49,7 @@ class HostModel:
     weights: int  # bytes
     workspace: int  # bytes, estimated
     note: str  # for the operator
+    failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
     graphs = 0
     head_major = False
 
@@ -60,17 +62,26 @@ def load_model(
     group: Group,
     progress: Callable[[int, int], None] | None,
     shared: SharedWeights | None = None,
+    *,
+    is_checked: bool = True,
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
-    kernels' weights are packed, if they are packed. Raises ConfigError, CheckpointError."""
+    kernels' weights are packed, if they are packed. is_checked: kernels are tried before they serve. Raises
+    ConfigError, CheckpointError, and StartError with `--strict-kernels`."""
     torch_device = device.torch_device
-    served = how_served(config, spec, torch_device, has_triton=queue is not None, rank=group.rank)
+    served = how_served(
+        config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
+    )
+    checked = Checked(served, config)
+    if is_checked:
+        checked = check_kernels(config, spec, served, device, queue, group)
+        served, config = checked.served, checked.config
     if served.backend is None:
         return _load_encoder(config, served, device)
     fill = partial(_fill, config, served, progress)
     if served.executor == "Triton":
         assert queue is not None
-        return _on_device(config, served, queue, group, fill)
+        return _on_device(config, checked, queue, group, fill)
     backend, dtype = served.backend, served.dtype
     if served.program is not None:
         options = Options(
@@ -103,6 +114,7 @@ def load_model(
         kv_shape=model.kv_shape,
         weights=weights,
         note=served.note,
+        failed_kernels=checked.failed,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -160,9 +172,10 @@ def offered_pages(config: EngineConfig, groups: CacheGroups, num_pages: int) -> 
 
 
 def _on_device(
-    config: EngineConfig, served: Served, queue: Queue, group: Group, fill: Callable[[Sink], None]
+    config: EngineConfig, checked: Checked, queue: Queue, group: Group, fill: Callable[[Sink], None]
 ) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
+    from ..gpu.attention import host_attention
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
     from ..gpu.state import RowState
@@ -170,6 +183,7 @@ def _on_device(
 
     if config.max_num_seqs > _MAX_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
+    served = checked.served
     assert served.program is not None
     spec, program, shape, dtype = served.spec, served.program, served.kv_shape, served.dtype
     has_narrow_inputs = spec.scheme is not None and spec.scheme.has_narrow_inputs
@@ -183,6 +197,9 @@ def _on_device(
         tables=groups.num_tables - groups.state_pages,
         state_pages=groups.state_pages,
     )
+    attention = host_attention(
+        config.attention_backend, dtype=dtype, kv_dtype=shape.dtype, device=queue.device, depth=config.pipeline_depth
+    )
     triton = TritonDecoder(
         program,
         loaded,
@@ -193,6 +210,8 @@ def _on_device(
         dtype=dtype,
         num_programs=queue.num_programs,
         is_deterministic=config.deterministic,
+        attention=attention,
+        without=checked.without,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # A step's temporary memory, in the graphs' pool: the registers, of which torch's operations take some twice, the
@@ -215,7 +234,9 @@ def _on_device(
         weights=triton.weights,
         workspace=triton.nbytes + state.nbytes + steps + logits,
         graphs=graphs,
+        attention=attention,
         note=served.note,
+        failed_kernels=checked.failed,
     )
 
 
@@ -226,5 +247,5 @@ def _fill(config: EngineConfig, served: Served, progress: Callable[[int, int], N
         fill_dummy(served.program, sink)
         return
     assert served.found is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         load_weights(reader, served.program, served.found, sink, scheme=served.spec.scheme, progress=progress)

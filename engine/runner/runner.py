@@ -88,11 +88,13 @@ class Runner:
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
+        is_checked: bool | None = None,
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
-        the weights that the C kernels pack; -1: this process keeps them. Raises ConfigError, CheckpointError, and
-        StartError if the ranks do not meet."""
+        the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
+        serve; None: unless a queue is given. Raises ConfigError, CheckpointError, and StartError if the ranks do not
+        meet, or with `--strict-kernels` if kernels fail."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
@@ -104,7 +106,10 @@ class Runner:
             started = time.perf_counter()
         shared = SharedWeights(weights_fd) if weights_fd >= 0 else None
         with torch.inference_mode():
-            model = load_model(config, spec, device, queue or device.queue(), group, progress, shared)
+            model = load_model(
+                config, spec, device, queue or device.queue(), group, progress, shared,
+                is_checked=queue is None if is_checked is None else is_checked,
+            )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared)
 
@@ -116,6 +121,11 @@ class Runner:
         num_pages = self._num_pages or self.offer()
         num_spares = num_spare_states(self._config, self._memory.groups, num_pages)
         return (*ranks, self._model.note, *self._memory.lines(num_pages, num_spares))
+
+    @property
+    def failed_kernels(self) -> tuple[str, ...]:
+        """Kernels that failed their check, so that slower ones compute."""
+        return self._model.failed_kernels
 
     @property
     def memory(self) -> MemoryPlan:

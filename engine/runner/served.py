@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 
 from ...config.config import EngineConfig
+from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
-from ..gpu import rules
+from ..gpu import attention, rules
 from ..models.cut import cut, share
 from ..models.description import LatentAttention
 from ..models.families import pages
@@ -44,7 +45,8 @@ from ..models.program import (
     Rotate,
 )
 from ..weights.loader import Found, check_weights
-from ..weights.reader import CheckpointReader, open_checkpoint
+from ..weights.open import open_checkpoint
+from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .memory import size
 
@@ -73,6 +75,7 @@ class Served:
     is_kept: bool  # quantized matrices stay as they are stored
     is_certain: bool = True  # False: only the weights show the shape of the KV
     why: str = ""  # why a GPU does not use the Triton kernels
+    attention: str = ""  # which attention is not that of the Triton kernels
 
     @property
     def page(self) -> str:
@@ -99,7 +102,7 @@ class Served:
             return f"transformers' {self.spec.architecture}, {dtype}"
         parts = [self.backend.note + (f", because {self.why}" if self.why else "")]
         if self.executor == "Triton":
-            parts = [f"Triton kernels, {dtype}"]
+            parts = [f"Triton kernels, {dtype}", *filter(None, [self.attention])]
         if self.in_torch:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
         if scheme is not None:
@@ -121,9 +124,17 @@ class Served:
 
 
 def how_served(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, *, has_triton: bool, rank: int = 0
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    has_triton: bool,
+    rank: int = 0,
+    capability: int | None = None,
+    failed: str = "",
 ) -> Served:
-    """has_triton: the device runs the Triton kernels. Raises ConfigError and CheckpointError for a checkpoint that is
+    """has_triton: the device runs the Triton kernels. capability: of a GPU, 90 for 9.0; None: unknown. failed: why the
+    Triton kernels cannot be used after all. Raises ConfigError and CheckpointError for a checkpoint that is
     not served."""
     check_options(
         spec,
@@ -142,11 +153,17 @@ def how_served(
             spec=spec, executor="encoder", backend=None, dtype=dtype, program=None, kv_shape=no_kv(dtype), found=None,
             is_kept=False,
         )  # fmt: skip
-    why = _why_not_triton(config, spec) if has_triton else None
+    why = _too_old(capability) or _why_not_triton(config, spec) or failed or None if has_triton else None
     is_triton = has_triton and why is None
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
+        check_fp8(config.kv_cache_dtype, capability)
         backend = Backend.reference(dtype)
+    elif config.attention_backend not in ("auto", "torch"):
+        reason = why or "the device is no GPU"
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs the Triton kernels, which cannot be used: {reason}."
+        )
     elif config.kv_cache_dtype == "fp8":
         reason = why or "the device is no GPU"
         raise ConfigError(f"--kv-cache-dtype fp8 needs the Triton kernels, which cannot be used: {reason}.")
@@ -178,6 +195,9 @@ def how_served(
         found=_found(config, spec),
         is_kept=keeps_quantized(config, spec, None if is_triton else backend.ops, dtype),
         why=why or "",
+        attention=attention.note(config.attention_backend, program, dtype, DTYPES[config.kv_cache_dtype])
+        if is_triton
+        else "",
     )
 
 
@@ -192,7 +212,7 @@ def _found(config: EngineConfig, spec: ModelSpec) -> Found | None:
     if config.load_format == "dummy":
         return None
     assert spec.decoder is not None
-    with open_checkpoint(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
         return check_weights(reader, spec.decoder, spec.scheme)
 
 
@@ -292,6 +312,14 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size))
+
+
+def _too_old(capability: int | None) -> str:
+    """Why a GPU does not run the Triton kernels."""
+    if capability is None or capability >= LEAST_CAPABILITY:
+        return ""
+    needed, found = show_capability(LEAST_CAPABILITY), show_capability(capability)
+    return f"they need compute capability {needed}, and this GPU has {found}"
 
 
 def lacks_in_triton(program: Program) -> str | None:

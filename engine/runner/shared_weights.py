@@ -72,7 +72,9 @@ class SharedWeights:
 
 def segment_key(config: EngineConfig, rank: int, layout: str) -> bytes:
     """32 bytes that differ if the packed weights may differ. Reads the headers of the checkpoint's files."""
-    parts = (__version__, layout, rank, fingerprint(Path(config.model.path)), torch.__version__, config.weights_key)
+    model = config.model
+    files = fingerprint(Path(model.path), Path(model.adapter) if model.adapter else None)
+    parts = (__version__, layout, rank, files, torch.__version__, config.weights_key)
     return sha256(repr(parts).encode()).digest()
 
 

@@ -26,6 +26,7 @@ class EncoderModel:
     synchronize: Callable[[], None]
     graphs = 0
     head_major = False
+    failed_kernels: tuple[str, ...] = ()
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "EncoderSteps":
         return EncoderSteps(self.encoder, synchronize=self.synchronize)

@@ -3,7 +3,6 @@ nothing."""
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,11 +17,11 @@ from ..attention.kv_cache import KvCache
 from ..executors.base import Model
 from .base import ImmediateSteps, copy_blocks
 from .draft_states import DraftStates, within
-from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
+from .logprobs import PromptScores, best_logprobs, prompt_scores, row_logprobs
 from .ngram import draft
 from .pooling import RowPooler
 from .rows import Rows
-from .sampled import Sampled, take_in
+from .sampled import Sampled, learn_drafts, take_in
 from .sampler import Sampler
 from .step_inputs import step_inputs
 
@@ -96,12 +95,17 @@ class HostSteps(ImmediateSteps):
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
 
-        prompt = prompt_logprobs(
-            rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.model.vocab_size
-        )
-        vectors = self._pooler.take(
+        prompt = {
+            each.index: row_logprobs(*self._prompt_logprobs(each, logits_of))
+            for each in prompt_scores(rows, step.rows, step.starts, step.counts, step.order)
+        }
+        vectors = {}
+        for pooled in self._pooler.states(
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
-        )
+        ):
+            vector = pooled.take(None if pooled.states is None else pooled.states.cpu().numpy())
+            if vector is not None:
+                vectors[pooled.index] = vector
         rows.num_computed[step.rows] += step.counts
         rows.advance_states(step.rows)
         samples = step.sampled
@@ -121,10 +125,21 @@ class HostSteps(ImmediateSteps):
             logits = self._model.logits(hidden[part])
             parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
-        sampled = take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, prompt, logprobs)
+        ids = np.concatenate(parts)
+        kept = rows.append(samples.rows, samples.ends, ids)
+        if draft_tokens.any():
+            learn_drafts(plan, rows, samples, kept, draft_tokens)
+        sampled = take_in(plan, samples, ids, kept, draft_tokens, prompt, logprobs, vectors)
         if draft_states is not None and (copies := draft_states.copies(rows)) is not None:
             self._cache.copy(*copies)
-        return replace(sampled, vectors=vectors)
+        return sampled
+
+    def _prompt_logprobs(
+        self, scores: PromptScores, logits_of: Callable[[int, int], Tensor]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        targets = torch.from_numpy(scores.targets).to(self._device)
+        ids, values = scores.compute(targets, logits_of, self._config.model.vocab_size)
+        return ids.cpu().numpy(), values.cpu().numpy()
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]

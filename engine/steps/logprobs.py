@@ -1,6 +1,7 @@
 """Log-probabilities of the raw logits, before temperature, penalties and bias, as in vLLM's `raw_logprobs`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ _LEAST = -9999.0  # replaces -inf, which JSON cannot express
 _LOGITS_BYTES = 32 << 20  # limit of the float32 logits of prompt positions at a time
 
 
-def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """(ids, values), each [positions, 1 + num_best]: first the chosen token, then the best tokens, best first.
+def best_of(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+    """(ids, values), each [positions, 1 + num_best]: first the chosen token, then the best tokens, best first. int32
+    and float32, on the device of the logits, for which this does not wait.
 
     logits: [positions, vocab] float32; chosen: [positions] int64. All values come from one tensor, so a chosen token
     that is the best has exactly the best value. A vocabulary smaller than `num_best` gives fewer columns.
@@ -25,8 +27,13 @@ def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArra
     if num_best:
         best = torch.topk(logprobs, min(num_best, logits.shape[-1]), dim=-1)
         ids, values = torch.cat((ids, best.indices), dim=1), torch.cat((values, best.values), dim=1)
-    finite = torch.nan_to_num(values, nan=_LEAST, neginf=_LEAST)
-    return ids.to(torch.int32).cpu().numpy(), finite.cpu().numpy()
+    return ids.to(torch.int32), torch.nan_to_num(values, nan=_LEAST, neginf=_LEAST)
+
+
+def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The results of `best_of` on the host."""
+    ids, values = best_of(logits, chosen, num_best)
+    return ids.cpu().numpy(), values.cpu().numpy()
 
 
 def row_logprobs(ids: NDArray[np.int32], values: NDArray[np.float32]) -> RowLogprobs:
@@ -34,34 +41,44 @@ def row_logprobs(ids: NDArray[np.int32], values: NDArray[np.float32]) -> RowLogp
     return RowLogprobs(width=ids.shape[1], ids=ids.tobytes(), values=values.tobytes())
 
 
-def prompt_logprobs(
+@dataclass(frozen=True)
+class PromptScores:
+    """The prompt tokens of one row whose predecessors a step computes, and whose log-probabilities are wanted."""
+
+    index: int  # of the row in the plan's rows
+    first: int  # the step's token before the first of them
+    targets: NDArray[np.int32]  # [positions] the prompt tokens
+    num_best: int
+
+    def compute(
+        self, targets: Tensor, logits_of: Callable[[int, int], Tensor], vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """(ids, values) as of `best_of`. targets: on the device, of any integer type; logits_of: (first, last) token of
+        the step → float32 [tokens, vocab]."""
+        size = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        parts = []
+        for at in range(0, len(targets), size):
+            logits = logits_of(self.first + at, self.first + min(at + size, len(targets)))
+            parts.append(best_of(logits, targets[at : at + size].long(), self.num_best))
+        ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return ids, values
+
+
+def prompt_scores(
     rows: Rows,
     picked: NDArray[np.int64],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],
     order: NDArray[np.int64],
-    logits_of: Callable[[int, int], Tensor],
-    vocab_size: int,
-) -> dict[int, RowLogprobs]:
-    """The log-probabilities of the prompt tokens whose predecessors this step computed, for the rows that want them, by
-    the row's index into the plan's rows.
-
-    picked: [rows] in step order; starts, counts: [rows] the positions each computes; order: [rows] step order → index
-    into the plan's rows; logits_of: (first, last) token of the step → float32 [tokens, vocab].
-    """
-    result = {}
-    slice_len = max(1, _LOGITS_BYTES // (4 * vocab_size))
+) -> list[PromptScores]:
+    """Of the rows that want them. picked: [rows] in step order; starts, counts: [rows] the positions each computes;
+    order: [rows] step order → index into the plan's rows."""
+    result = []
     for place in np.flatnonzero(rows.num_prompt_logprobs[picked] >= 0).tolist():
         row, start, first = int(picked[place]), int(starts[place]), int(counts[:place].sum())
         num_positions = min(int(counts[place]), int(rows.num_prompt[row]) - 1 - start)
-        if num_positions <= 0:
-            continue
-        targets = torch.from_numpy(rows.ids[row, start + 1 : start + 1 + num_positions].astype(np.int64))
-        parts = []
-        for at in range(0, num_positions, slice_len):
-            logits = logits_of(first + at, first + min(at + slice_len, num_positions))
-            chosen = targets[at : at + slice_len].to(logits.device)
-            parts.append(best_logprobs(logits, chosen, int(rows.num_prompt_logprobs[row])))
-        ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-        result[int(order[place])] = row_logprobs(ids, values)
+        if num_positions > 0:
+            targets = rows.ids[row, start + 1 : start + 1 + num_positions]
+            num_best = int(rows.num_prompt_logprobs[row])
+            result.append(PromptScores(int(order[place]), first, targets, num_best))
     return result

@@ -39,15 +39,30 @@ def find(ids: NDArray[np.int32], nums: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(best < 0, -1, best % width + 1)
 
 
-def draft(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -> NDArray[np.int64]:
+def draft(
+    rows: Rows,
+    picked: NDArray[np.int64],
+    most: int,
+    break_even: float,
+    *,
+    num_ids: NDArray[np.int64] | None = None,
+    ends: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
     """Writes draft tokens after the ids of the rows `picked`. Returns their number for each, 0 or `most`: [picked].
-    break_even: the share of draft tokens, above 0, that must be accepted for drafting to pay."""
+    break_even: the share of draft tokens, above 0, that must be accepted for drafting to pay.
+
+    num_ids: [picked] how many ids are known; None: `rows.num_ids`. ends: [picked] the position behind the last draft
+    token; None: `most` behind the known ids. With steps in flight it is farther away: what is written for the positions
+    of those steps is what they are expected to sample."""
+    num_ids = rows.num_ids[picked] if num_ids is None else num_ids
+    ends = num_ids + most if ends is None else ends
     drafted = np.zeros(len(picked), np.int64)
-    _judge(rows, picked[rows.silent_draft[picked] >= 0], break_even)
+    is_silent = rows.silent_draft[picked] >= 0
+    is_judged = is_silent & (rows.silent_end[picked] < num_ids)
+    _judge(rows, picked[is_judged], break_even)
     wait = rows.draft_wait[picked] - 1
     rows.draft_wait[picked] = wait
-    num_ids = rows.num_ids[picked]
-    due = (wait < 0) & (num_ids >= 2)
+    due = (wait < 0) & (num_ids >= 2) & (is_judged | ~is_silent)
     if rows.draft_step % _TOGETHER:
         due &= rows.draft_level[picked] < 1
     rows.draft_step += 1
@@ -67,12 +82,24 @@ def draft(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -
         rows.silent_draft[some[silent]] = rows.ids[some[silent], starts[silent]]
         rows.silent_end[some[silent]] = nums[silent]
         bold = found & ~silent
-        some, nums, starts = some[bold], nums[bold], starts[bold]
-        ahead = np.arange(most)
-        follow = starts[:, None] + ahead % (nums - starts)[:, None]  # a repetition is assumed to go on
-        rows.ids[some[:, None], nums[:, None] + ahead] = rows.ids[some[:, None], follow]
         drafted[places[bold]] = most
+        _repeat(rows.ids, some[bold], starts[bold], nums[bold], ends[places[bold]])
     return drafted
+
+
+def _repeat(
+    ids: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    nums: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> None:
+    """Continues the first `nums` ids of each row up to `ends` with those from `starts` on, again and again."""
+    ahead = np.arange(int((ends - nums).max(initial=0)))
+    positions = nums[:, None] + ahead
+    follow = starts[:, None] + ahead % (nums - starts)[:, None]
+    row, place = np.nonzero(positions < np.minimum(ends, ids.shape[1])[:, None])
+    ids[rows[row], positions[row, place]] = ids[rows[row], follow[row, place]]
 
 
 def learn(rows: Rows, picked: NDArray[np.int64], good: NDArray[np.bool_], break_even: float) -> None:

@@ -1,6 +1,7 @@
 """Pools the hidden states of a prompt into one vector. A chunked prompt gives its states in several steps."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,21 +14,47 @@ Vector = NDArray[np.float32]
 _LEAST_NORM = 1e-12  # as in torch.nn.functional.normalize
 
 
+@dataclass
+class _Pooled:
+    """A row that wants a vector."""
+
+    pooling: Pooling
+    parts: list[Vector] = field(default_factory=list)  # states taken so far
+
+
+@dataclass(frozen=True)
+class PooledStates:
+    """What a step computes of one row's states."""
+
+    index: int  # of the row in the plan's rows
+    states: Tensor | None  # [n, hidden] float32, on the device; None: the step computes nothing that the vector needs
+    num_prompt: int  # 0: a later step goes on
+    _row: _Pooled
+
+    def take(self, states: Vector | None) -> bytes | None:
+        """Takes `states` on the host, step after step; they are not copied. Returns the vector if it is complete."""
+        row = self._row
+        if states is not None:
+            row.parts.append(states)
+        if not self.num_prompt:
+            return None
+        whole = np.concatenate(row.parts)
+        return finish(whole.sum(0) / self.num_prompt if row.pooling.how == "mean" else whole, row.pooling)
+
+
 class RowPooler:
     """The rows that want a vector instead of tokens. States are summed in float32, whatever the model's type."""
 
     def __init__(self, *, num_rows: int) -> None:
-        self._poolings: list[Pooling | None] = [None] * num_rows
-        self._parts: list[list[Vector]] = [[] for _ in range(num_rows)]  # states computed so far
-        self._num = 0  # rows that want a vector; 0 makes `take` free
+        self._rows: list[_Pooled | None] = [None] * num_rows
+        self._num = 0  # rows that want a vector; 0 makes `states` free
 
     def open(self, row: RowOpen) -> None:
         """Replaces what the row held."""
-        self._num += (row.pooling is not None) - (self._poolings[row.row] is not None)
-        self._poolings[row.row] = row.pooling
-        self._parts[row.row] = []
+        self._num += (row.pooling is not None) - (self._rows[row.row] is not None)
+        self._rows[row.row] = None if row.pooling is None else _Pooled(row.pooling)
 
-    def take(
+    def states(
         self,
         picked: NDArray[np.int64],
         starts: NDArray[np.int64],
@@ -35,38 +62,37 @@ class RowPooler:
         order: NDArray[np.int64],
         num_prompt: NDArray[np.int64],
         hidden_of: Callable[[int, int], Tensor],
-    ) -> dict[int, bytes]:
-        """The vectors that a step completes, by the row's index into the plan's rows.
+    ) -> list[PooledStates]:
+        """What a step computes for vectors, for which this does not wait.
 
         picked: [rows] in step order; starts, counts: [rows] the positions each computes; order: [rows] step order →
         index into the plan's rows; num_prompt: by row; hidden_of: (first, last) token of the step → states.
         """
-        vectors: dict[int, bytes] = {}
+        found: list[PooledStates] = []
         if not self._num:
-            return vectors
+            return found
         ends = np.cumsum(counts)
         for place, row in enumerate(picked.tolist()):
-            pooling = self._poolings[row]
-            if pooling is None:
+            pooled = self._rows[row]
+            if pooled is None:
                 continue
             first, last, start = int(ends[place] - counts[place]), int(ends[place]), int(starts[place])
-            is_done = start + counts[place] == num_prompt[row]
-            parts = self._parts[row]
-            match pooling.how:
+            is_done = bool(start + counts[place] == num_prompt[row])
+            match pooled.pooling.how:
                 case "last":
                     first = last - 1 if is_done else last
                 case "cls":
                     last = first + 1 if start == 0 else first
+            states = None
             if last > first:
                 states = hidden_of(first, last).float()
-                parts.append((states.sum(0, keepdim=True) if pooling.how == "mean" else states).cpu().numpy())
+                if pooled.pooling.how == "mean":
+                    states = states.sum(0, keepdim=True)
+            found.append(PooledStates(int(order[place]), states, int(num_prompt[row]) if is_done else 0, pooled))
             if is_done:
-                states_of_row = np.concatenate(parts)
-                whole = states_of_row.sum(0) / num_prompt[row] if pooling.how == "mean" else states_of_row
-                vectors[int(order[place])] = finish(whole, pooling)
-                self._parts[row], self._poolings[row] = [], None
+                self._rows[row] = None
                 self._num -= 1
-        return vectors
+        return found
 
 
 def pool(states: Tensor, pooling: Pooling) -> bytes:

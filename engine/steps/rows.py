@@ -184,18 +184,24 @@ class Rows:
 
         An invalid id (-1) is stored as 0: the core fails such a request, but plans made before it knew may still
         compute the row."""
-        kept = np.ones(len(rows), np.bool_)
-        again = rows[1:] == rows[:-1]
-        if again.any():
-            wrong = self.ids[rows, ends] != ids
-            wrong_before = np.cumsum(wrong) - wrong
-            firsts = np.flatnonzero(np.concatenate(([True], ~again)))
-            kept = wrong_before == np.repeat(wrong_before[firsts], np.diff(firsts, append=len(rows)))
-            rows, ends, ids = rows[kept], ends[kept], ids[kept]
+        kept = up_to_wrong(rows, self.ids[rows, ends] != ids)
+        rows, ends, ids = rows[kept], ends[kept], ids[kept]
         self.ids[rows, ends] = np.maximum(ids, 0)
         self.num_computed[rows] = ends  # NumPy keeps the last of a row's assignments
         self.num_ids[rows] = ends + 1
         return kept
+
+
+def up_to_wrong(rows: NDArray[np.int64], wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which samples of a step belong to the text: of each row those up to its first wrong one, that included. rows:
+    [samples], those of a row in succession; wrong: [samples] whether the draft token at the position is another."""
+    again = rows[1:] == rows[:-1]
+    if not again.any():
+        return np.ones(len(rows), np.bool_)
+    wrong_before: NDArray[np.int64] = np.cumsum(wrong) - wrong
+    firsts = np.flatnonzero(np.concatenate(([True], ~again)))
+    kept: NDArray[np.bool_] = wrong_before == np.repeat(wrong_before[firsts], np.diff(firsts, append=len(rows)))
+    return kept
 
 
 def _bits(tokens: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:

@@ -42,21 +42,31 @@ class Sampled:
 
 def take_in(
     plan: StepPlan,
-    rows: Rows,
     samples: Samples,
     ids: NDArray[np.int64],
+    kept: NDArray[np.bool_],
     draft_tokens: NDArray[np.int64],
     prompt_logprobs: dict[int, RowLogprobs],
     logprobs: dict[int, RowLogprobs],
+    vectors: dict[int, bytes],
 ) -> Sampled:
-    """Updates the rows and their draft levels. ids: [samples]; draft_tokens: number per speculative row."""
-    kept = rows.append(samples.rows, samples.ends, ids)
+    """The parts of a step's result. ids, kept: [samples] what was sampled, and whether it is part of the text;
+    draft_tokens: number per speculative row."""
     places = samples.order[kept]
     ids = ids[kept][np.argsort(places, kind="stable")]
     if not draft_tokens.any():
-        return Sampled(prompt_logprobs, logprobs, ids)
+        return Sampled(prompt_logprobs, logprobs, ids, vectors=vectors)
     nums = np.bincount(places, minlength=len(plan.sample))
-    made = np.flatnonzero(draft_tokens)
+    nums = nums[np.frombuffer(plan.sample, np.bool_)]
+    return Sampled(prompt_logprobs, logprobs, ids, nums, draft_tokens, vectors)
+
+
+def learn_drafts(
+    plan: StepPlan, rows: Rows, samples: Samples, kept: NDArray[np.bool_], draft_tokens: NDArray[np.int64]
+) -> None:
+    """Adjusts the draft levels of the rows of a step that had draft tokens. Arguments as in `take_in`; samples of rows
+    that were opened since are not kept."""
+    nums = np.bincount(samples.order[kept], minlength=len(plan.sample))
+    made = np.flatnonzero((draft_tokens > 0) & (nums[: len(draft_tokens)] > 0))
     good = nums[made] - 1 >= plan.break_even * draft_tokens[made]
     learn(rows, np.frombuffer(plan.rows, "<i4")[made].astype(np.int64), good, plan.break_even)
-    return Sampled(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], draft_tokens)

@@ -26,8 +26,8 @@ from ..models.program import Matrix, Program, Vector
 from .copy_workers import CopyWorker, copy_jobs
 from .gguf import GgufReader
 from .mapping import Names, Source, shapes_of
+from .open import Reader
 from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
-from .reader import Reader
 
 _NUM_WIDENED = 1 << 24  # values that are dequantized at a time, in float32
 

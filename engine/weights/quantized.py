@@ -44,7 +44,7 @@ from ...kernels.quantized_weight import Fp8Weight, StoredWeight
 from ..checkpoint.quantization import CompressedScheme, Fp8Scheme, GgufScheme, Int4Scheme, Scheme
 from . import gguf
 from .gguf import GgufReader
-from .reader import Reader
+from .open import Reader
 
 Shape = tuple[int, ...]
 

@@ -1,5 +1,5 @@
 """Reads tensors from a checkpoint folder: model.safetensors, or the shards that model.safetensors.index.json names.
-`open_checkpoint` opens GGUF files as well (`gguf.py`).
+`open.py` chooses the reader.
 
 No pickle formats: they can run code. A damaged, truncated or missing file raises a CheckpointError that names
 it. Knows nothing of models; called by `loader.py`.
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from ...config.model_files import read_json
 from ...errors import CheckpointError, ConfigError
-from ..checkpoint.gguf import is_gguf
 from ..checkpoint.header import check_header
-from .gguf import GgufReader
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -31,7 +29,7 @@ class _Slice(Protocol):
     def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor: ...
 
 
-class _File(Protocol):
+class File(Protocol):
     """The part of safetensors' reader that is used here; the library has no types."""
 
     def keys(self) -> list[str]: ...
@@ -49,7 +47,7 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, _File] = {}
+        self._open: dict[Path, File] = {}
         for file, names in _files(folder).items():
             opened = self._open_file(file)
             present = opened.keys()
@@ -121,24 +119,16 @@ class CheckpointReader:
         except (SafetensorError, OSError, RuntimeError) as e:
             raise CheckpointError(f"{name} cannot be read from {self._file_of[name]}: {e}.") from None
 
-    def _open_file(self, file: Path) -> _File:
+    def _open_file(self, file: Path) -> File:
         try:
             check_header(file)
-            opened = cast(_File, self._stack.enter_context(safe_open(file, framework="pt", device="cpu")))
+            opened = cast(File, self._stack.enter_context(safe_open(file, framework="pt", device="cpu")))
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing, although {_INDEX} names it.") from None
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{file} is damaged or cut short: {str(e).rstrip('.')}.") from None
         self._open[file] = opened
         return opened
-
-
-Reader = CheckpointReader | GgufReader
-
-
-def open_checkpoint(path: Path) -> Reader:
-    """The tensors of a model: a folder, or a GGUF file. Raises CheckpointError."""
-    return GgufReader(path) if is_gguf(path) else CheckpointReader(path)
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

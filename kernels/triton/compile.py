@@ -51,6 +51,8 @@ MODULES = (
     "widen",
     "round_rows",
     "open_rows",
+    "edit_rows",
+    "copy_pages",
     "prepare_step",
     "edit_logits",
     "sampling",

@@ -1,9 +1,14 @@
 """Decode attention over the paged KV cache, for rows with one new token each: split along the keys, one launch a layer.
 
-`plan_decode` cuts the rows into chunks of positions, once a step and on the device, so the host need not know the rows'
-lengths. `decode_attention` starts a fixed number of programs, which take the (chunk, heads) pairs in turn; the
-program that finishes the last chunk of a row merges all of them, in the order of their positions. The cuts of a row
-depend on its own length only and no sum on the order of arrival: a row has the same bits in any batch and in every run.
+A row's keys are cut into chunks of positions, and some adjacent chunks make a run. Where the cuts are depends on the
+row's own length only. The bits of a result follow from these cuts: a softmax runs through the keys of a chunk, the
+chunks of a run are folded in their order, and then the runs. So a row has the same bits in any batch and every run.
+
+`plan_decode` lists the pieces of work, once a step and on the device: the host need not know the rows' lengths. A piece
+is a run, or a chunk where runs would leave programs idle: in the last round, which is the only one if there are few
+rows. `decode_attention` starts a fixed number of programs, which take the (piece, heads) pairs in turn. The program
+that finishes the last piece of a row folds all of them. Both ways give the same bits, because the same function folds
+the same numbers in the same order.
 
 Pages are head-major, [pages, kv_heads, block_size, head_dim], any distance apart, and already hold this step's keys and
 values. A tile is a page, or the part of one that fits into shared memory, so its keys are contiguous. In latent
@@ -20,30 +25,50 @@ import triton.language as tl
 from torch import Tensor
 
 from .tuned import tuned
-from .variant import GRID, NO_TENSOR_CORES, Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
-CHUNK = 256  # positions; doubled until a row has at most `MAX_CHUNKS` chunks
-MAX_CHUNKS = 64  # per row: bounds the memory for partial results and the work of a merge
+CHUNK = 64  # positions; doubled until a row has at most as many runs as `cuts_of` says
 TILE_ROWS = 16  # query heads of a program: the fewest rows that tensor cores take
 DOUBLINGS = tl.constexpr(8)
 NUM_WARPS, NUM_STAGES = 4, 3
 _TILE_BYTES = 32 << 10  # of the keys and values of a tile
 _SHARED_BYTES = 96 << 10  # of a program: GPUs have at least 99 KiB, and the compiler adds a little
-_FIELDS = tl.constexpr(5)  # per item, see `DecodeWorkspace`
+_WIDE_HEADS = 256  # numbers; partial results of wider heads take much memory
+_FIELDS = tl.constexpr(6)  # of a piece, see `DecodeWorkspace`
+_COUNT_SHIFT = tl.constexpr(16)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def cuts_of(head_dim: int) -> tuple[int, int]:
+    """(chunks of a run, most runs of a row). Their product bounds how many programs share one long row; the number of
+    runs bounds the memory for the partial results of many long rows."""
+    return (4, 64) if head_dim <= _WIDE_HEADS else (16, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWorkspace:
     """Scratch memory of the layers that share a window, which run one after another; from `workspace_decode`."""
 
-    items: Tensor  # [max items, 5] int32: row, first position, end, index of the chunk in its row, chunks of the row
+    # [max pieces, 6] int32: row, first position, end, index of the piece in its row + 2^16 · pieces of the row,
+    # positions of a chunk, and whether it is the last piece of its run
+    items: Tensor
     num_items: Tensor  # [1] int32
-    partials: Tensor  # [max items, heads, head_dim] float32: the attention output of a chunk
-    lses: Tensor  # [max items, heads] float32: log2 of the chunk's sum of exponentials
-    arrivals: Tensor  # [rows, programs of a chunk] int32: finished chunks; zero between launches
+    partials: Tensor  # [max pieces, heads, head_dim] float32: Σ weight · value of a piece
+    sums: Tensor  # [max pieces, 2, heads] float32: log2 of the weight that counts as 1, and Σ weight
+    arrivals: Tensor  # [rows, programs of a piece] int32: finished pieces; zero between launches
     window: int | None
     chunk: int
+    num_programs: int
+
+    @property
+    def units(self) -> int:
+        """Programs of a piece."""
+        return self.arrivals.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        kept = (self.items, self.num_items, self.partials, self.sums, self.arrivals)
+        return sum(tensor.nbytes for tensor in kept)
 
 
 def workspace_decode(
@@ -53,42 +78,56 @@ def workspace_decode(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    num_programs: int,
     window: int | None = None,
     chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
-    """For up to `rows` rows of up to `max_context` positions. head_dim: of the values. chunk: a multiple of the block
-    size; None: the tuned size."""
+    """For up to `rows` rows of up to `max_context` positions. head_dim: of the values. num_programs: as many as the
+    device holds at once, three per multiprocessor with head_dim 128; no bit of a result depends on it. chunk: a
+    power of two, at least the positions of a tile; None: the tuned size."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
-    assert max_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (max_context, chunk)
+    chunks, most_runs = cuts_of(head_dim)
+    assert max_context <= (chunk * chunks << DOUBLINGS.value) * most_runs, (max_context, chunk)
     span = max_context if window is None else min(window, max_context)
-    max_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
-    assert max_items * heads * head_dim < 2**31, f"{max_items} items of {heads} heads overflow 32-bit offsets"
-    programs = kv_heads * -(-(heads // kv_heads) // TILE_ROWS)
+    units = kv_heads * -(-(heads // kv_heads) // TILE_ROWS)
+    max_runs = rows * min(most_runs, -(-span // (chunk * chunks)) + 1)  # one more: a window may begin inside a run
+    in_chunks = min(max_runs, _round_of(num_programs, units))
+    max_items = max_runs + (chunks - 1) * in_chunks
+    assert max_items * heads * head_dim < 2**31, f"{max_items} pieces of {heads} heads overflow 32-bit offsets"
     return DecodeWorkspace(
         items=torch.empty((max_items, _FIELDS.value), dtype=torch.int32, device=device),
         num_items=torch.zeros(1, dtype=torch.int32, device=device),
         partials=torch.empty((max_items, heads, head_dim), device=device),
-        lses=torch.empty((max_items, heads), device=device),
-        arrivals=torch.zeros((rows, programs), dtype=torch.int32, device=device),
+        sums=torch.empty((max_items, 2, heads), device=device),
+        arrivals=torch.zeros((rows, units), dtype=torch.int32, device=device),
         window=window,
         chunk=chunk,
+        num_programs=num_programs,
     )
 
 
+def _round_of(num_programs: int, units: int) -> int:
+    """Pieces that the programs compute at once."""
+    return max(1, num_programs // units)
+
+
 def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
-    """Lists the chunks of a step's rows in `workspace`. context_lens: [rows] int32, keys of each row, its new token
-    included; 0 for padding rows."""
+    """Lists the pieces of a step's rows in `workspace`. context_lens: [rows] int32, keys of each row, its new token
+    included; rows of 0 keys have no pieces."""
     (rows,), max_rows = context_lens.shape, workspace.arrivals.shape[0]
     assert rows <= max_rows, (rows, max_rows)
+    chunks, most_runs = cuts_of(workspace.partials.shape[2])
     _plan_kernel[(1,)](
         workspace.items,
         workspace.num_items,
         context_lens,
         rows,
         workspace.window,
+        _round_of(workspace.num_programs, workspace.units),
         CHUNK=workspace.chunk,
-        MAX_CHUNKS=MAX_CHUNKS,
+        CHUNKS=chunks,
+        MAX_RUNS=most_runs,
         ROWS=triton.next_power_of_2(max_rows),
         num_warps=NUM_WARPS,
     )
@@ -108,24 +147,23 @@ def decode_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    num_programs: int,
 ) -> None:
-    """Attention of the rows that `workspace` was planned for; rows with a context of 0 get zeros.
+    """Attention of the rows that `workspace` was planned for. The outputs of rows with a context of 0 are not written.
 
     out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [pages, kv_heads, block_size, head_dim],
     pages of one stride, of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table:
     [rows, max blocks] int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part
-    in the softmax and has no value. num_programs: as many as the device holds at once, three per multiprocessor with
-    head_dim 128; the result does not depend on it.
+    in the softmax and has no value.
 
     Without v_pages the values are the first head_dim numbers of the keys. The numbers after them are multiplied with
     query_rope, [rows, heads, rope_dim], of any strides; k_pages may be wider than both.
     """
     layout = tile_layout(query, query_rope, k_pages, v_pages)
-    assert workspace.chunk % layout["BLOCK_SIZE"] == 0, (workspace.chunk, layout)
+    tiles = workspace.chunk // layout["KEYS"]
+    assert tiles * layout["KEYS"] == workspace.chunk and tiles.bit_count() == 1, (workspace.chunk, layout)
     assert query.stride()[1:] == out.stride()[1:] == (query.shape[2], 1)
     score_scale, cap = score_factors(scale * k_scale, softcap)
-    _decode_kernel[(num_programs,)](
+    _decode_kernel[(workspace.num_programs,)](
         out,
         query,
         query_rope,
@@ -135,7 +173,7 @@ def decode_attention(
         workspace.items,
         workspace.num_items,
         workspace.partials,
-        workspace.lses,
+        workspace.sums,
         workspace.arrivals,
         sinks,
         score_scale,
@@ -199,6 +237,8 @@ def _options(layout: dict[str, int], itemsize: int) -> dict[str, int]:
     """The compile-time options. Those of 16-bit types are tuned."""
     warps = NUM_WARPS if layout["HEAD_DIM"] <= 256 else 2 * NUM_WARPS  # the result is spread over their registers
     rule = {"num_warps": warps, "num_stages": stages_of(TILE_ROWS, layout, itemsize)}
+    if layout["HEAD_DIM"] <= 128:  # three programs fit into the registers of a multiprocessor
+        rule["maxnreg"] = 168
     return tuned("decode_attention", layout["HEAD_DIM"], **rule) if itemsize == 2 else rule
 
 
@@ -212,18 +252,20 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float | N
     return -2 * scale / softcap * _LOG2_E.value, softcap * _LOG2_E.value
 
 
-@triton.jit(do_not_specialize=["rows", "window"])
+@triton.jit(do_not_specialize=["rows", "window", "round_size"])
 def _plan_kernel(
     items,
     num_items,
     context_lens,
     rows,
     window,
+    round_size,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    MAX_RUNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program. A row without keys is one empty item, so that its output is set to zero."""
+    """One program. round_size: pieces that the programs of `_decode_kernel` compute at once."""
     row = tl.arange(0, ROWS)
     context = tl.load(context_lens + row, mask=row < rows, other=0)
     start = tl.zeros([ROWS], tl.int32)
@@ -231,20 +273,35 @@ def _plan_kernel(
         start = tl.maximum(context - window, 0)
     size = tl.full([ROWS], CHUNK, tl.int32)
     for _ in tl.static_range(DOUBLINGS):
-        size = tl.where(tl.cdiv(context, size) - start // size > MAX_CHUNKS, size * 2, size)
-    first = start // size
-    count = tl.where(row < rows, tl.maximum(tl.cdiv(context, size) - first, 1), 0)
+        run = size * CHUNKS
+        size = tl.where(tl.cdiv(context, run) - start // run > MAX_RUNS, size * 2, size)
+    run = size * CHUNKS
+    first_run = start // run
+    num_runs = tl.where(context > 0, tl.cdiv(context, run) - first_run, 0)
+    end_run = tl.cumsum(num_runs, 0)
+    total = tl.max(end_run, 0)
+    # Complete rounds take whole runs. The runs of the last round, which are the last in the list, are cut.
+    whole = total // round_size * round_size
+    num_whole = num_runs - tl.minimum(num_runs, tl.maximum(end_run - whole, 0))
+    first_chunk = tl.maximum((first_run + num_whole) * CHUNKS, start // size)
+    num_chunks = tl.where(num_whole < num_runs, tl.cdiv(context, size) - first_chunk, 0)
+    count = num_whole + num_chunks
     end = tl.cumsum(count, 0)
     tl.store(num_items, tl.max(end, 0))
     for number in range(tl.max(count, 0)):
         item = items + (end - count + number) * _FIELDS
-        begin = (first + number) * size
+        chunk = first_chunk + (number - num_whole)
+        is_whole = number < num_whole
+        begin = tl.where(is_whole, (first_run + number) * run, chunk * size)
+        length = tl.where(is_whole, run, size)
+        is_last = is_whole | ((chunk + 1) % CHUNKS == 0) | (number + 1 == count)
         real = number < count
         tl.store(item, row, mask=real)
         tl.store(item + 1, tl.maximum(begin, start), mask=real)
-        tl.store(item + 2, tl.minimum(begin + size, context), mask=real)
-        tl.store(item + 3, number, mask=real)
-        tl.store(item + 4, count, mask=real)
+        tl.store(item + 2, tl.minimum(begin + length, context), mask=real)
+        tl.store(item + 3, number + (count << _COUNT_SHIFT), mask=real)
+        tl.store(item + 4, size, mask=real)
+        tl.store(item + 5, is_last.to(tl.int32), mask=real)
 
 
 @triton.jit
@@ -324,6 +381,18 @@ def add_tile(
     return softmax_step(acc, most, total, scores, v)
 
 
+@triton.jit
+def fold(acc, most, total, of_acc, of_most, of_total):
+    """Adds a softmax over other keys, of_*, to one: see `softmax_step` for the three numbers. The products and sums are
+    written out, so that they have the same bits in every kernel that folds."""
+    grown = tl.maximum(most, of_most)
+    kept = tl.exp2(most - grown)
+    share = tl.exp2(of_most - grown)
+    total = tl.fma(total, kept, of_total * share)
+    acc = tl.fma(acc, tl.broadcast_to(kept[:, None], acc.shape), of_acc * share[:, None])
+    return acc, grown, total
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     out,
@@ -335,7 +404,7 @@ def _decode_kernel(
     items,
     num_items,
     partials,
-    lses,
+    sums,
     arrivals,
     sinks,
     score_scale,
@@ -357,24 +426,38 @@ def _decode_kernel(
     KEYS: tl.constexpr,
 ):
     """The rows of a tile are query heads of one kv head, in some tiles if there are more than TILE_ROWS."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
     HEAD_TILES: tl.constexpr = (GROUP + TILE_ROWS - 1) // TILE_ROWS
     UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
     TILES: tl.constexpr = BLOCK_SIZE // KEYS  # of a page
     member = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, KEYS)
-    for work in range(tl.program_id(0), tl.load(num_items) * UNITS, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    end_work = tl.load(num_items) * UNITS
+    fields = items + tl.program_id(0) // UNITS * _FIELDS
+    more = tl.program_id(0) < end_work
+    next_row = tl.load(fields, mask=more, other=0)
+    next_start = tl.load(fields + 1, mask=more, other=0)
+    next_stop = tl.load(fields + 2, mask=more, other=0)
+    for work in range(tl.program_id(0), end_work, programs):
         item = work // UNITS
         unit = work % UNITS
         kv_head = unit // HEAD_TILES
         of_group = unit % HEAD_TILES * TILE_ROWS + member
         real = of_group < GROUP
-        fields = items + item * _FIELDS
-        row = tl.load(fields)
-        start = tl.load(fields + 1)
-        stop = tl.load(fields + 2)
-        number = tl.load(fields + 3)
-        count = tl.load(fields + 4)
+        row = next_row
+        start = next_start
+        stop = next_stop
+        index = tl.load(items + item * _FIELDS + 3)
+        in_chunk = tl.load(items + item * _FIELDS + 4) // KEYS - 1  # tiles of a chunk are a power of two
+        # The next piece is known before this one is computed.
+        fields = items + (work + programs) // UNITS * _FIELDS
+        more = work + programs < end_work
+        next_row = tl.load(fields, mask=more, other=0)
+        next_start = tl.load(fields + 1, mask=more, other=0)
+        next_stop = tl.load(fields + 2, mask=more, other=0)
+
         head = kv_head * GROUP + of_group
         in_row = head[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(query + row * query_stride + in_row, mask=real[:, None], other=0.0)
@@ -384,13 +467,18 @@ def _decode_kernel(
         if query_rope is not None:
             in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
             q_rope = tl.load(query_rope + row * rope_stride + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+        # Of the chunk, and of the chunks before it in the piece.
         most = tl.full([TILE_ROWS], -1e30, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
-            most = tl.where(number == 0, sink, most)
-            total = tl.where(number == 0, 1.0, total)
+            is_first = (index & 0xFFFF) == 0
+            most = tl.where(is_first, sink, most)
+            total = tl.where(is_first, 1.0, total)
         acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+        run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
+        run_total = tl.zeros([TILE_ROWS], tl.float32)
+        run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
 
         table = block_table + row * table_stride
         first = start // KEYS
@@ -407,43 +495,58 @@ def _decode_kernel(
                 acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), seen, seen[None, :],
                 score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
             )  # fmt: skip
+            if (((tile + 1) & in_chunk) == 0) | (tile + 1 == last):
+                run_acc, run_most, run_total = fold(run_acc, run_most, run_total, acc, most, total)
+                acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                most = tl.full([TILE_ROWS], -1e30, tl.float32)
+                total = tl.zeros([TILE_ROWS], tl.float32)
 
-        result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        number = index & 0xFFFF
+        count = index >> _COUNT_SHIFT
         target = out + row * out_stride + in_row
         if count == 1:
+            result = run_acc * (v_scale / run_total)[:, None]
             tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
         else:
-            slot = item * (KV_HEADS * GROUP)
-            tl.store(partials + slot * HEAD_DIM + in_row, result, mask=real[:, None])
-            tl.store(lses + slot + head, most + tl.log2(total), mask=real)
+            tl.store(partials + item * (HEADS * HEAD_DIM) + in_row, run_acc, mask=real[:, None])
+            tl.store(sums + item * (2 * HEADS) + head, run_most, mask=real)
+            tl.store(sums + item * (2 * HEADS) + HEADS + head, run_total, mask=real)
             tl.debug_barrier()  # all threads store before one of them counts the arrival
             arrival = arrivals + row * UNITS + unit
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
-                highest = tl.full([TILE_ROWS], -1e30, tl.float32)
-                share = tl.zeros([TILE_ROWS], tl.float32)
-                merged = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-                for other in tl.range(item - number, item - number + count, loop_unroll_factor=4):
-                    there = other * (KV_HEADS * GROUP)
+                run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
+                run_total = tl.zeros([TILE_ROWS], tl.float32)
+                run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                most = run_most
+                total = run_total
+                acc = run_acc
+                for other in tl.range(item - number, item - number + count, num_stages=1):
                     # Bypasses the L1, which does not see the stores of other multiprocessors.
-                    lse = tl.load(lses + there + head, mask=real, other=0.0, cache_modifier=".cg")
-                    partial = tl.load(
-                        partials + there * HEAD_DIM + in_row, mask=real[:, None], other=0.0, cache_modifier=".cg"
+                    of_most = tl.load(sums + other * (2 * HEADS) + head, mask=real, other=0.0, cache_modifier=".cg")
+                    of_total = tl.load(
+                        sums + other * (2 * HEADS) + HEADS + head, mask=real, other=0.0, cache_modifier=".cg"
                     )
-                    grown = tl.maximum(highest, lse)
-                    weight = tl.exp2(lse - grown)
-                    shrink = tl.exp2(highest - grown)
-                    merged = merged * shrink[:, None] + partial * weight[:, None]
-                    share = share * shrink + weight
-                    highest = grown
-                tl.store(target, (merged / share[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+                    partial = tl.load(
+                        partials + other * (HEADS * HEAD_DIM) + in_row, mask=real[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    run_acc, run_most, run_total = fold(run_acc, run_most, run_total, partial, of_most, of_total)
+                    if tl.load(items + other * _FIELDS + 5) != 0:
+                        acc, most, total = fold(acc, most, total, run_acc, run_most, run_total)
+                        run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
+                        run_total = tl.zeros([TILE_ROWS], tl.float32)
+                        run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                result = acc * (v_scale / total)[:, None]
+                tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
                 tl.store(arrival, 0)
 
 
 def _workspace(heads: int, kv_heads: int, head_dim: int = 128, window: int | None = None) -> DecodeWorkspace:
-    """256 rows: the default number of concurrent requests."""
+    """256 rows: the default number of concurrent requests. 396 programs: three on each multiprocessor of an H100."""
     return workspace_decode(
-        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, device="meta"
-    )
+        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_programs=396, window=window,
+        device="meta",
+    )  # fmt: skip
 
 
 def _variant(
@@ -473,12 +576,13 @@ def _variant(
             scale=head_dim**-0.5,
             softcap=softcap,
             sinks=shaped(heads, dtype=torch.float32) if sinks else None,
-            num_programs=396,
         )
 
     opcodes = ("HMMA", "LDGSTS")
     buffers = _options(layout, dtype.itemsize)["num_stages"] - 1
-    plan = Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers) if dtype.itemsize == 2 else NO_TENSOR_CORES
+    plan = (
+        Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers, stack=FEW_BYTES) if dtype.itemsize == 2 else NO_TENSOR_CORES
+    )
     return Variant(
         name=f"decode_attention {name} {heads}/{kv_heads} D{head_dim}",
         launch=launch,

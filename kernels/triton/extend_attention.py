@@ -1,10 +1,11 @@
 """Causal attention over the paged KV cache for rows with any number of new tokens: prompts, chunks of prompts after a
 cached prefix, decode rows and draft tokens to verify, in one launch.
 
-The host cuts the rows' new tokens into tiles (`extend_work`). A program takes a kv head of a tile, or a part of its
-(token, query head) pairs if all of them do not fit into shared memory, and reads the row's keys once for these pairs.
-The keys of a row are not split: long rows with few tokens are left to `decode_attention.py`, which also describes the
-layout of pages.
+The host cuts the rows' new tokens into tiles (`extend_work`). Their number is data on the device, so a recorded launch
+does no work for tiles that its step does not have. The programs take the kv heads of the tiles in turn, the longest
+first, or parts of their (token, query head) pairs if all of these do not fit into shared memory. A program reads the
+row's keys once for these pairs. The keys of a row are not split: long rows with few tokens are left to
+`decode_attention.py`, which also describes the layout of pages.
 
 The length of a row is read on the device, so the host need not know it. A token has the same bits however its prompt is
 cut into steps and tiles: its sums run over the same keys, and masked keys change no bit.
@@ -23,6 +24,7 @@ from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
 _QUERY_BYTES = 32 << 10  # of the queries of a program
+_LOOPING_DIM = 128  # wider heads leave no registers for a loop over tiles
 _FIELDS = tl.constexpr(4)  # per tile, see `extend_work`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -38,8 +40,8 @@ def max_tiles(tokens: int, rows: int, per_tile: int) -> int:
 
 
 def extend_work(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], per_tile: int) -> NDArray[np.int32]:
-    """The tiles of a step, [tiles, 4]: row, first token (counted over all rows), number of tokens, tokens of the row
-    from the first one on.
+    """The list of a step's tiles, [1 + tiles, 4]. First their number and zeros; then of each its row, first token
+    (counted over all rows), number of tokens, tokens of the row from the first one on.
 
     query_lens: [rows] new tokens; context_lens: [rows] keys, the new tokens included, as far as the host knows. These
     only decide the order: the longest tile first, so that none starts last. per_tile: `tile_tokens`.
@@ -51,8 +53,11 @@ def extend_work(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], 
     number = np.minimum(remaining, per_tile)
     token = (np.cumsum(query_lens) - query_lens)[row] + first
     keys = context_lens[row] - remaining + number
-    work = np.stack((row, token, number, remaining), axis=1).astype(np.int32)
-    return work[np.argsort(-keys, kind="stable")]
+    order = np.argsort(-keys, kind="stable")
+    work = np.zeros((1 + len(row), _FIELDS.value), np.int32)
+    work[0, 0] = len(row)
+    work[1:] = np.stack((row, token, number, remaining), axis=1)[order]
+    return work
 
 
 def extend_attention(
@@ -65,6 +70,7 @@ def extend_attention(
     work: Tensor,
     *,
     scale: float,
+    num_programs: int,
     query_rope: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -76,10 +82,11 @@ def extend_attention(
 ) -> None:
     """Attention of the tokens that `work` lists; the output of other tokens is not written.
 
-    out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, 0: the row's outputs are zeros; work: [tiles, 4]
-    int32 on the device, from `extend_work` with tiles of `per_tile` tokens; None: `tile_tokens(heads // kv_heads,
-    tile_rows)`. Tiles of 0 tokens at its end cost next to nothing, so its length can always be `max_tiles`. With
-    `window` w a token sees itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
+    out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, 0: the row's outputs are zeros; work: [1 + tiles,
+    4] int32 on the device, which begins with an `extend_work` of tiles of `per_tile` tokens; None:
+    `tile_tokens(heads // kv_heads, tile_rows)`. What follows the list is not read, so its length can always be that of
+    `max_tiles`. num_programs: the most programs to start; the result does not depend on it. With `window` w a token
+    sees itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
     """
     layout = tile_layout(query, query_rope, k_pages, v_pages)
     group, head_dim = layout["GROUP"], layout["HEAD_DIM"]
@@ -88,7 +95,9 @@ def extend_attention(
     options = _options(layout, tile_rows, query.element_size())
     parts = triton.cdiv((per_tile or tile_tokens(group, tile_rows)) * group, options["TILE_ROWS"])
     score_scale, cap = score_factors(scale * k_scale, softcap)
-    _extend_kernel[(work.shape[0] * layout["KV_HEADS"] * parts,)](
+    units = max(1, (work.shape[0] - 1) * layout["KV_HEADS"] * parts)
+    loops = head_dim <= _LOOPING_DIM and query_rope is None
+    _extend_kernel[(min(num_programs, units) if loops else units,)](
         out,
         query,
         query_rope,
@@ -108,6 +117,7 @@ def extend_attention(
         block_table.stride(0),
         stride_of_pages(k_pages, v_pages),
         PARTS=parts,
+        LOOPS=loops,
         **layout,
         **options,
     )
@@ -171,6 +181,102 @@ def _add_tiles(
     return acc, most, total
 
 
+@triton.jit
+def _add_unit(
+    unit,
+    end_unit,
+    out,
+    query,
+    query_rope,
+    k_pages,
+    v_pages,
+    block_table,
+    context_lens,
+    work,
+    sinks,
+    score_scale,
+    cap,
+    v_scale,
+    window,
+    out_stride,
+    query_stride,
+    rope_stride,
+    table_stride,
+    page_stride,
+    PARTS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Attention of one part of a kv head of a tile; of none, if there is no such unit. The parts of a tile are
+    neighbours, and so are their pages in memory."""
+    part = unit % PARTS
+    kv_head = unit // PARTS % KV_HEADS
+    fields = work + (1 + unit // (PARTS * KV_HEADS)) * _FIELDS
+    number = tl.load(fields + 2, mask=unit < end_unit, other=0)
+    before = part * TILE_ROWS // GROUP  # tokens of the tile before the first of this part
+    if before < number:
+        row = tl.load(fields)
+        token = tl.load(fields + 1)
+        context = tl.load(context_lens + row)
+        begin = context - tl.load(fields + 3)  # position of the tile's first token
+        start = begin + before
+        stop = begin + tl.minimum(number, (part * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
+
+        pair = part * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        of_tile = pair // GROUP
+        head = kv_head * GROUP + pair % GROUP
+        real = of_tile < number
+        position = begin + of_tile
+        in_row = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        q = tl.load(query + (token + of_tile)[:, None] * query_stride + in_row, mask=real[:, None], other=0.0)
+        if k_pages.dtype.element_ty.is_fp8():
+            q = q.to(tl.float16)
+        q_rope = None
+        if query_rope is not None:
+            in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
+            of_token = query_rope + (token + of_tile)[:, None] * rope_stride
+            q_rope = tl.load(of_token + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+        most = tl.full([TILE_ROWS], -1e30, tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        if sinks is not None:
+            most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
+            total = tl.full([TILE_ROWS], 1.0, tl.float32)
+        acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+
+        table = block_table + row * table_stride
+        # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends
+        # earlier. The maxima with 0 are for rows whose context is 0.
+        full = tl.maximum(start + 1, 0) // KEYS
+        last = tl.cdiv(tl.maximum(stop, 0), KEYS)
+        opened = 0
+        if window is not None:
+            first = tl.maximum(start + 1 - window, 0) // KEYS
+            opened = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), KEYS), full)
+            acc, most, total = _add_tiles(
+                acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop,
+                window, score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+            )  # fmt: skip
+        acc, most, total = _add_tiles(
+            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
+            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
+        acc, most, total = _add_tiles(
+            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
+            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+        )  # fmt: skip
+
+        result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        target = out + (token + of_tile)[:, None] * out_stride + in_row
+        tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+
+
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def _extend_kernel(
     out,
@@ -201,70 +307,28 @@ def _extend_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    LOOPS: tl.constexpr,
 ):
-    """One program for each part of a kv head of a tile; those of a tile are neighbours, and so are their pages in
-    memory."""
-    part = tl.program_id(0) % PARTS
-    unit = tl.program_id(0) // PARTS
-    kv_head = unit % KV_HEADS
-    fields = work + (unit // KV_HEADS) * _FIELDS
-    number = tl.load(fields + 2)
-    before = part * TILE_ROWS // GROUP  # tokens of the tile before the first of this part
-    if before >= number:
-        return
-    row = tl.load(fields)
-    token = tl.load(fields + 1)
-    context = tl.load(context_lens + row)
-    begin = context - tl.load(fields + 3)  # position of the tile's first token
-    start = begin + before
-    stop = begin + tl.minimum(number, (part * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
-
-    pair = part * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    of_tile = pair // GROUP
-    head = kv_head * GROUP + pair % GROUP
-    real = of_tile < number
-    position = begin + of_tile
-    in_row = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    q = tl.load(query + (token + of_tile)[:, None] * query_stride + in_row, mask=real[:, None], other=0.0)
-    if k_pages.dtype.element_ty.is_fp8():
-        q = q.to(tl.float16)
-    q_rope = None
-    if query_rope is not None:
-        in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
-        of_token = query_rope + (token + of_tile)[:, None] * rope_stride
-        q_rope = tl.load(of_token + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
-    most = tl.full([TILE_ROWS], -1e30, tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    if sinks is not None:
-        most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
-        total = tl.full([TILE_ROWS], 1.0, tl.float32)
-    acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-
-    table = block_table + row * table_stride
-    # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends earlier. The
-    # maxima with 0 are for rows whose context is 0.
-    full = tl.maximum(start + 1, 0) // KEYS
-    last = tl.cdiv(tl.maximum(stop, 0), KEYS)
-    opened = 0
-    if window is not None:
-        first = tl.maximum(start + 1 - window, 0) // KEYS
-        opened = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), KEYS), full)
-        acc, most, total = _add_tiles(
-            acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop, window,
-            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+    """LOOPS: the programs take the units in turn, and in every second round in reverse order, so the program that got
+    the longest of a round gets the shortest of the next. Otherwise there is a program for each unit that may be."""
+    programs = tl.num_programs(0)
+    end_unit = tl.load(work) * (KV_HEADS * PARTS)
+    if LOOPS:
+        for begin in range(0, end_unit, programs):
+            unit = begin + tl.program_id(0)
+            if (begin // programs) % 2 == 1:
+                unit = begin + programs - 1 - tl.program_id(0)
+            _add_unit(
+                unit, end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work, sinks,
+                score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride, table_stride, page_stride,
+                PARTS, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
+            )  # fmt: skip
+    else:
+        _add_unit(
+            tl.program_id(0), end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work,
+            sinks, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride, table_stride, page_stride,
+            PARTS, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
         )  # fmt: skip
-    acc, most, total = _add_tiles(
-        acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
-        score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
-    )  # fmt: skip
-    acc, most, total = _add_tiles(
-        acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
-        score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
-    )  # fmt: skip
-
-    result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    target = out + (token + of_tile)[:, None] * out_stride + in_row
-    tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
 
 
 def _variant(
@@ -292,8 +356,9 @@ def _variant(
             pages,
             shaped(rows, 33, dtype=torch.int32),
             shaped(rows, dtype=torch.int32),
-            shaped(rows, _FIELDS.value, dtype=torch.int32),
+            shaped(1 + rows, _FIELDS.value, dtype=torch.int32),
             scale=head_dim**-0.5,
+            num_programs=132,
             window=window,
             softcap=softcap,
             tile_rows=tile_rows,
@@ -305,7 +370,7 @@ def _variant(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
         buffers=_options(layout, tile_rows, dtype.itemsize)["num_stages"] - 1,
-        stack=0 if head_dim <= 128 else FEW_BYTES,
+        stack=FEW_BYTES,
     )
     return Variant(
         name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}",

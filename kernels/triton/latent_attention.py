@@ -108,11 +108,17 @@ class LatentLayer:
     rope_dim: int
     scale: float
 
-    def workspace(self, *, rows: int, max_context: int) -> DecodeWorkspace:
+    def workspace(self, *, rows: int, max_context: int, num_programs: int) -> DecodeWorkspace:
         """Layers of equal sizes share one. `plan_decode` fills it for each step."""
         heads, _, rank = self.keys.shape
         return workspace_decode(
-            rows=rows, max_context=max_context, heads=heads, kv_heads=1, head_dim=rank, device=self.keys.device
+            rows=rows,
+            max_context=max_context,
+            heads=heads,
+            kv_heads=1,
+            head_dim=rank,
+            num_programs=num_programs,
+            device=self.keys.device,
         )
 
 
@@ -131,7 +137,6 @@ def attend_latent(
     *,
     tile_rows: int = TILE_ROWS,
     per_tile: int | None = None,
-    num_programs: int,
 ) -> None:
     """One layer of a step: writes the cache, and attends. Its arguments are the registers of `AttendLatent` and those
     of a step's other attention.
@@ -158,9 +163,8 @@ def attend_latent(
         workspace,
         scale=layer.scale,
         query_rope=query_rope[:rows],
-        num_programs=num_programs,
     )
-    if work is not None:  # last, because decode attention writes zeros for the other rows
+    if work is not None:
         extend_attention(
             attended,
             in_latents,
@@ -170,6 +174,7 @@ def attend_latent(
             context_lens,
             work,
             scale=layer.scale,
+            num_programs=workspace.num_programs,
             query_rope=query_rope,
             tile_rows=tile_rows,
             per_tile=per_tile,
@@ -187,6 +192,12 @@ def _queries(rows: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return shaped(rows, heads, _RANK, dtype=dtype), whole[..., _NOPE_DIM:], pages
 
 
+def _workspace(heads: int) -> DecodeWorkspace:
+    return workspace_decode(
+        rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, num_programs=132, device="meta"
+    )
+
+
 def _decode_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
     def launch(rows: int) -> None:
         query, query_rope, pages = _queries(rows, heads, dtype)
@@ -196,10 +207,9 @@ def _decode_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16) 
             pages,
             None,
             shaped(rows, 33, dtype=torch.int32),
-            workspace_decode(rows=256, max_context=32768, heads=heads, kv_heads=1, head_dim=_RANK, device="meta"),
+            _workspace(heads),
             scale=_NOPE_DIM**-0.5,
             query_rope=query_rope,
-            num_programs=132,
         )
 
     opcodes = ("HMMA", "LDGSTS")
@@ -222,8 +232,9 @@ def _extend_variant(name: str, heads: int, dtype: torch.dtype = torch.bfloat16, 
             None,
             shaped(rows, 33, dtype=torch.int32),
             shaped(rows, dtype=torch.int32),
-            shaped(rows, 4, dtype=torch.int32),
+            shaped(1 + rows, 4, dtype=torch.int32),
             scale=_NOPE_DIM**-0.5,
+            num_programs=132,
             query_rope=query_rope,
             tile_rows=tile_rows,
         )

@@ -3,7 +3,9 @@
 It runs rarely, so it is not part of a CUDA graph. An opened row is a record of `FIELDS` int32, floats as their bits:
 
     row, temperature, top_k, top_p, min_p, seed (low half, high half), repetition, presence and frequency penalty,
-    index of its history or -1, number of bias entries
+    index of its history or -1
+
+It has no bias: `edit_rows.py` writes those.
 """
 
 import torch
@@ -15,7 +17,7 @@ from .edit_logits import EditColumns
 from .sampling import SamplingColumns
 from .variant import Plan, Variant, shaped
 
-FIELDS = 12
+FIELDS = 11
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _open_rows(
     tl.store(presence_penalty + row, _float(record + 8))
     tl.store(frequency_penalty + row, _float(record + 9))
     tl.store(history + row, tl.load(record + 10))
-    tl.store(bias_len + row, tl.load(record + 11))
+    tl.store(bias_len + row, 0)
 
 
 def open_rows(records: Tensor, num: int, sampling: SamplingColumns, edits: EditColumns) -> None:

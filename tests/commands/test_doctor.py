@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from pagewire.commands import doctor
-from pagewire.config.config import MachineFacts, NumaNode
+from pagewire.config.config import EngineConfig, MachineFacts, NumaNode
 from pagewire.engine.checkpoint.source import DEMO_MODEL
+from pagewire.engine.runner.forecast import forecast
+from pagewire.engine.runner.kernel_checks import Checked
+from pagewire.engine.steps.trial import Check
 
 MACHINE = MachineFacts(num_cores=2)
 
@@ -140,3 +143,22 @@ def test_a_model_without_a_chat_template_still_completes(tmp_path: Path) -> None
     settings.write_text(settings.read_text().replace('"chat_template"', '"no_template"'))
     findings = list(doctor.check_model(str(folder), MACHINE))
     assert [f.advice for f in findings if f.level == "note"] == ["use completions; chat does not work"]
+
+
+def test_gpu_kernels_without_a_gpu() -> None:
+    (found,) = doctor.check_gpu_kernels("", MACHINE)
+    assert (found.level, found.found) == ("note", "not checked, because torch sees no GPU on this machine")
+
+
+def test_each_gpu_kernel_has_a_line() -> None:
+    """What the checks find is tested with the kernels (tests/engine/gpu/test_trial.py)."""
+
+    def try_all(config: EngineConfig) -> Checked:
+        served = forecast(config).served
+        checks = (Check("rms_norm", "", 0.0021, 31.2), Check("moe", "it differs", 0.5, 2.0))
+        return Checked(served, config, checks=checks)
+
+    good, bad = doctor.check_gpu_kernels("", MACHINE, try_all)
+    assert (good.level, good.subject) == ("ok", "GPU kernel rms_norm")
+    assert good.found == "gives what torch gives, up to 0.002, in 31 ms"
+    assert (bad.level, bad.subject, bad.found) == ("bad", "GPU kernel moe", "it differs") and "report it" in bad.advice

@@ -191,3 +191,45 @@ def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
 def test_resolve_refuses_more_context_than_the_model_has() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
         decide(make_config(max_model_len=5000))
+
+
+def on_gpu(capability: int | None, **flags: object) -> EngineConfig:
+    machine = MachineFacts(num_cores=1, has_gpu=True, gpu_capability=capability)
+    return resolve(make_config(**flags), msgspec.structs.replace(MODEL, checkpoint_dtype="bfloat16"), machine)
+
+
+def test_types_follow_from_the_gpus_capability() -> None:
+    assert on_gpu(None, kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
+    assert on_gpu(89, kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
+    assert on_gpu(80).dtype == "bfloat16" and on_gpu(75).dtype == on_gpu(75).kv_cache_dtype == "float32"
+    assert on_gpu(75, dtype="float16").dtype == "float16"
+    with pytest.raises(
+        ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or newer, and this one has 8\.6"
+    ):
+        on_gpu(86, kv_cache_dtype="fp8")
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 needs a GPU of compute capability 8\.0 .* 7\.5: choose float32 or"
+    ):
+        on_gpu(75, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="fp8 is for GPUs"):
+        on_gpu(75, kv_cache_dtype="fp8", device="cpu")
+
+
+def test_an_attention_backend_needs_a_gpu_and_its_package() -> None:
+    def decide_here(backend: str, *packages: str, **flags: object) -> EngineConfig:
+        machine = MachineFacts(num_cores=1, has_gpu=True, attention_packages=packages)
+        return resolve(make_config(attention_backend=backend, **flags), MODEL, machine)
+
+    for backend in ("auto", "triton", "torch"):
+        assert decide_here(backend).block_size == 64
+    assert decide_here("flashinfer", "flashinfer", "flash-attn").block_size == 64
+    assert decide_here("flash-attn", "flash-attn").block_size == 256, "FlashAttention takes no smaller pages"
+    with pytest.raises(ConfigError, match="flash-attn needs the package flash-attn, which is not installed; install"):
+        decide_here("flash-attn", "flashinfer")
+    with pytest.raises(ConfigError, match="flashinfer needs the package flashinfer-python"):
+        decide_here("flashinfer")
+    with pytest.raises(ConfigError, match="--attention-backend torch is for GPUs; leave it out"):
+        decide_here("torch", device="cpu")
+    with pytest.raises(ConfigError, match="--deterministic excludes --attention-backend torch, whose sums"):
+        decide_here("torch", deterministic=True)
+    assert decide_here("triton", deterministic=True).deterministic

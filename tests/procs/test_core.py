@@ -19,6 +19,8 @@ from pagewire.ipc.messages import (
     GroupShape,
     Message,
     OpenCache,
+    Ping,
+    Snapshot,
     StepPlan,
     StepResult,
     TokenBatch,
@@ -112,3 +114,13 @@ def test_ranks_that_disagree_about_the_groups_are_refused() -> None:
     core.handle([CacheOffer(0, 0, page_bytes=64, num_pages=150, groups=SHAPES)])
     with pytest.raises(StartError, match="disagree about the groups"):
         core.handle([CacheOffer(1, 0, page_bytes=32, num_pages=150, groups=SHAPES[:2])])
+
+
+def test_the_kernels_that_failed_on_any_rank_are_reported() -> None:
+    core = CoreActor(config_of(tensor_parallel_size=2))
+    sent: list[Message] = []
+    core.start(lambda receiver, message: sent.append(message))
+    core.handle([CacheOffer(0, 64, failed_kernels=("rms_norm", "moe")), CacheOffer(1, 64, failed_kernels=("moe",))])
+    core.handle([Ping()])
+    (snapshot,) = [message for message in sent if isinstance(message, Snapshot)]
+    assert snapshot.failed_kernels == ("rms_norm", "moe")

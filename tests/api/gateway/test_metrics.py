@@ -86,6 +86,7 @@ def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
 # Metric → the panel that shows the same, or why it has none.
 NO_PANEL = {
     "cache_config_info": "it never changes",
+    "kernel_fallbacks": "it is decided at start, and the log has a line for each",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
     "spec_decode_num_drafts_total": "accepted draft tokens",

@@ -13,6 +13,7 @@ from defaults import COMPILED, machine
 from msgspec import structs
 from runner_driver import Driver, engine_config
 
+from pagewire.config.config import AttentionBackend
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner.runner import Runner
 
@@ -38,10 +39,14 @@ def _no_numpy_warnings():
 def driver() -> Callable[..., Driver]:
     """folder, and flags → a driver of a GPU runner with an open cache."""
 
-    def start(folder: Path, *, kv_cache_dtype: str = "auto", **flags: Any) -> Driver:
+    def start(
+        folder: Path, *, kv_cache_dtype: str = "auto", attention_backend: AttentionBackend = "auto", **flags: Any
+    ) -> Driver:
         with machine(COMPILED):  # `resolve` sees a CPU, for which --deterministic needs the C kernels
             config = engine_config(folder, **flags)
-        if kv_cache_dtype != "auto":  # `resolve` would refuse it for a CPU
+        # `resolve` would refuse these for a CPU.
+        config = structs.replace(config, attention_backend=attention_backend)
+        if kv_cache_dtype != "auto":
             config = structs.replace(config, kv_cache_dtype=kv_cache_dtype)
         runner = Runner.load(config, queue=None if ON_GPU else EagerQueue(torch.device("cpu")))
         runner.open_cache(NUM_BLOCKS)

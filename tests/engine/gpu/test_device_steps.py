@@ -13,6 +13,7 @@ from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+from pagewire.kernels.triton.copy_pages import copy_pages
 
 GREEDY = Sampling(temperature=0)
 
@@ -74,6 +75,8 @@ class Decoder:
     shapes: list[Any] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)  # table of each step: rows, chunks and pages
+    records: list[Any] = field(default_factory=list)  # of the rows of each step
+    ids: Any = None  # in the last packet
 
     def open(self, cache):
         pass
@@ -81,7 +84,12 @@ class Decoder:
     def run(self, packet, state, shape):
         self.shapes.append(shape)
         num_rows, num_tokens = packet.step[:2].tolist()
-        self.steps.append((num_rows, num_tokens, packet.decode_lens.tolist(), packet.tiles[:, 2].tolist()))
+        tiles = packet.tiles[1 : 1 + packet.tiles[0, 0], 2].tolist() if shape.tile_rows else []
+        self.steps.append((num_rows, num_tokens, int(packet.step[6]), tiles))
+        self.ids = packet.step[int(packet.step[2]) : int(packet.step[3])].clone()
+        records = packet.step[8 : int(packet.step[2])].view(-1, 12)
+        self.records.append(records.tolist())
+        state.begin(records)
         if packet.states is not None:
             table = packet.states[int(packet.states[0]) :]
             _, chunks_at, pages_at, num_chunks = table[:4].tolist()
@@ -96,24 +104,44 @@ class Decoder:
 
 
 class State:
-    """Samples for each row a number that grows with each call."""
+    """Samples for each row a number that grows with each call, or chosen ones. Accepts draft tokens on the host."""
 
     def __init__(self, limits):
         self.limits = limits
         self.sampled = torch.zeros(limits.samples, dtype=torch.int32)
         self.best_ids = torch.zeros((limits.samples, 21), dtype=torch.int32)
         self.best_values = torch.zeros((limits.samples, 21))
-        self.samples, self.opened = [], []
+        self.samples, self.opened, self.chosen = [], [], []
+        self.accepted = torch.zeros(limits.rows, dtype=torch.int32)
         self.num = 100
 
-    def open(self, opens, packet):
-        self.opened += [row.row for row in opens]
+    def open(self, records, num):
+        self.opened += records.view(num, -1)[:, 0].tolist()
+
+    def edit(self, edits, num):
+        pass
+
+    def begin(self, records):
+        self.records = records.tolist()
 
     def sample(self, logits, packet, first, shape):
-        part = slice(first, first + shape.samples)
-        self.samples.append((first, shape, packet.sample_rows[part].tolist(), packet.places[part].tolist()))
+        own = packet.parts[first // self.limits.part]
+        self.samples.append((first, shape, own.rows[: shape.samples].tolist(), own.places[: shape.samples].tolist()))
         self.num += 1
-        self.sampled[part] = self.num
+        self.sampled[first : first + shape.samples] = self.num
+        if self.chosen:
+            ids = self.chosen.pop(0)
+            self.sampled[first : first + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+
+    def accept(self, packet, ids, *, rows, most):
+        for row, _, _, _, _, _, _, first_id, _, first, num, _ in self.records:
+            drafts = ids[first_id + 1 : first_id + num].tolist()
+            own = self.sampled[first : first + num].tolist()
+            wrong = [i for i, draft in enumerate(drafts) if own[i] != draft]
+            self.accepted[row] = min(wrong, default=len(drafts))
+
+    def copy(self, memory, copies, num, *, between=0):
+        copy_pages(memory, copies, num, self.accepted, between=between)
 
 
 @pytest.fixture
@@ -121,8 +149,8 @@ def steps(checkpoint):
     """flags → (steps, decoder, state, queue)."""
     from pagewire.engine.gpu.device_steps import DeviceModel, limits_of
 
-    def make(*, num_states=0, **flags):
-        """num_states: of a row, each in a page of its own."""
+    def make(*, num_states=0, attention=None, **flags):
+        """num_states: of a row, each in a page of its own. attention: a backend other than Triton."""
         config = engine_config(checkpoint("llama"), **flags)
         states = (StateTile((1, config.block_size * 2)),) * num_states
         shape = KvShape(layers=(Tile(1, 1, 1),), dtype=torch.float32, states=states)
@@ -142,6 +170,7 @@ def steps(checkpoint):
             workspace=0,
             graphs=0,
             note="",
+            attention=attention,
         )
         return model.steps(config, cache), decoder, state, queue
 
@@ -189,15 +218,15 @@ def test_a_step_is_padded_up_to_its_shape(steps):
         plan(0, [5, 2, 7], [20, 30, 9], open=[(5, 20, GREEDY), (2, 30, GREEDY), (7, 9, GREEDY)], sample=[1, 0, 1])
     )
     assert decoder.shapes == [StepShape(64, 128)]
-    num_rows, num_tokens, decode_lens, tiles = decoder.steps[0]
-    assert (num_rows, num_tokens, decode_lens) == (3, 59, [0] * 8)
-    assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "tiles of the padding have no tokens"
+    num_rows, num_tokens, num_decode, tiles = decoder.steps[0]
+    assert (num_rows, num_tokens, num_decode) == (3, 59, 0)
+    assert tiles == [30, 20, 9], "padding has no tiles"
     first, shape, rows, places = state.samples[0]
     assert (first, shape) == (0, SampleShape(2, 0, False, False))
     assert rows == [5, 7] and places == [-1, -1]
     ours.launch(plan(1, [2, 5, 7], [1, 1, 1], open=[], sample=[0, 1, 1], grow=[]))
     assert decoder.shapes[1] == StepShape(4, 0)
-    assert decoder.steps[1][2] == [31, 21, 10, 0, 0, 0, 0, 0]
+    assert decoder.steps[1][2] == 3 and [record[3] for record in decoder.records[1]] == [30, 20, 9]
     assert [ours.collect().step for _ in range(2)] == [0, 1]
 
 
@@ -206,7 +235,7 @@ def test_decode_rows_come_first_beside_a_prompt(steps):
     ours.launch(plan(0, [1], [4], open=[(1, 4, GREEDY)]))
     ours.launch(plan(1, [3, 1], [40, 1], open=[(3, 40, GREEDY)]))
     assert decoder.shapes[1] == StepShape(64, 128)
-    assert decoder.steps[1][2] == [5, 0, 0, 0, 0, 0, 0, 0], "only rows with one token take the decode path"
+    assert decoder.steps[1][2] == 1, "only rows with one token take the decode path"
     assert sum(decoder.steps[1][3]) == 40
     first, second = ours.collect(), ours.collect()
     assert bytes_to_ids(first.ids).tolist() == [101]
@@ -252,15 +281,72 @@ def test_a_launch_does_not_wait_and_the_ring_keeps_packets_in_flight(steps):
         queue.waits.clear()
     follows = [asked[1] for asked in queue.asked if isinstance(asked, tuple)]
     assert follows == list(range(1, 9)), "a step's results are fetched before the next step overwrites them"
-    assert len({address for address, _ in queue.sent}) <= 3
+    assert len({address for address, _ in queue.sent[1:]}) <= 3
 
 
-def test_only_the_filled_part_of_a_packet_is_sent(steps):
+def test_only_the_used_part_of_a_packet_is_sent(steps):
     ours, _, _, queue = steps(max_num_seqs=64, max_num_batched_tokens=512)
     ours.launch(plan(0, [0], [300], open=[(0, 300, GREEDY)]))
     ours.launch(plan(1, [0], [1]))
     (_, prompt), (_, decode) = queue.sent
-    assert prompt - decode == 299 + 19, "the decode step has 299 ids and 19 blocks less"
+    samples, header, record, opened = 5 * 64, 8, 12, 11
+    assert decode == samples + header + record + 1, "neither tiles nor blocks"
+    assert prompt == 4 * (1 + ours._limits.tiles) + samples + header + record + 300 + 19 + 1 + opened, (
+        "padded before `opened`"
+    )
+
+
+def test_draft_tokens_of_steps_in_flight_are_not_waited_for(steps):
+    """The second step with draft tokens is launched before the host knows what the first one accepted."""
+    ours, decoder, state, queue = steps(
+        max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=2, speculative="ngram,tokens=3"
+    )
+    state.chosen = [[7], [8, 9, 50, 1], [8, 77, 2, 3]]
+    opened = plan(0, [1], [12], open=[(1, 12, GREEDY)])
+    ids = ids_to_bytes([7, 8, 9] * 4)
+    ours.launch(structs.replace(opened, open=(structs.replace(opened.open[0], ids=ids),)))
+    ours._rows.draft_level[1] = 0
+    drafting = {"num_speculative": 1, "speculate": 3}
+    ours.launch(structs.replace(plan(1, [1], [1], grow=[(1, 5)]), **drafting))
+    assert decoder.records[1][0][2:4] == [4, 12] and decoder.ids.tolist() == [-1, 8, 9, 7]
+    assert bytes_to_ids(ours.collect().ids).tolist() == [7] and queue.waits == [1]
+    ours.launch(structs.replace(plan(2, [1], [1]), **drafting))
+    assert decoder.records[2][0][2:4] == [4, -1], "only the device knows where it begins"
+    assert decoder.ids.tolist() == [-1, 9, 7, 8, 9, 7, 8], "ids for positions 13 to 19"
+    assert queue.waits == [1]
+    first = ours.collect()
+    assert (bytes_to_ids(first.ids).tolist(), bytes_to_ids(first.num_sampled).tolist()) == ([8, 9, 50], [3])
+    assert ours._rows.num_computed[1] == 19, "15, and four positions of the step in flight"
+    second = ours.collect()
+    assert (bytes_to_ids(second.ids).tolist(), bytes_to_ids(second.num_sampled).tolist()) == ([8, 77], [2])
+    assert ours._rows.num_computed[1] == 17 and not ours._num_unsure.any() and len(queue.waits) == 3
+    ours.launch(structs.replace(plan(3, [1], [1]), **drafting))
+    assert decoder.records[3][0][3] == 17, "the host knows it again"
+
+
+def test_draft_tokens_do_not_depend_on_what_the_host_has_read(steps):
+    """Ranks read results at different times, and must propose the same draft tokens."""
+
+    def drafted(is_read_early):
+        ours, decoder, state, _ = steps(
+            max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=2, speculative="ngram,tokens=3"
+        )
+        state.chosen = [[7], [8, 9, 7, 30], [8]]
+        opened = plan(0, [1], [12], open=[(1, 12, GREEDY)])
+        ids = ids_to_bytes([7, 8, 9] * 4)
+        ours.launch(structs.replace(opened, open=(structs.replace(opened.open[0], ids=ids),)))
+        ours._rows.draft_level[1] = 0
+        ours.launch(structs.replace(plan(1, [1], [1], grow=[(1, 5)]), num_speculative=1, speculate=3))
+        ours.collect()
+        if is_read_early:
+            ours.collect()
+        ours.launch(structs.replace(plan(2, [1], [1]), num_speculative=1, speculate=3))
+        _, _, count, start, *_, ids_at, base, _, _, _ = decoder.records[2][0]
+        return count, [int(decoder.ids[ids_at + position - base]) for position in range(17, 20)], start
+
+    (count, tokens, start), (other_count, other_tokens, other_start) = drafted(False), drafted(True)
+    assert (count, tokens) == (other_count, other_tokens) and count == 4
+    assert (start, other_start) == (-1, 16)
 
 
 def test_shapes_are_recorded_while_idle_and_used_ones_first(steps):
@@ -369,3 +455,27 @@ def test_pages_are_copied_in_queue_order(steps):
     cache.storage.copy_(torch.arange(len(cache.storage))[:, None].expand_as(cache.storage))
     ours.launch(structs.replace(plan(0, [1], [6], open=[(1, 6, GREEDY)]), copies=ids_to_bytes([7, 30, 9, 31, 7, 32])))
     assert cache.storage[[30, 31, 32], 0].tolist() == [7, 9, 7] and not queue.waits
+
+
+def test_steps_whose_attention_is_planned_on_the_host_are_not_recorded(steps):
+    """FlashAttention serves steps with prompts. Decode steps are recorded as ever."""
+    from pagewire.engine.gpu.attention import FlashAttention, HostAttention
+
+    dtypes = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    attention = HostAttention("flash-attn", FlashAttention(), **dtypes)
+    ours, decoder, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64, attention=attention)
+    seen = []
+    decoder.run = lambda packet, state, shape: seen.append((shape, attention.rows))
+    for row in range(4):
+        ours.launch(plan(2 * row, [row], [20], open=[(row, 20, GREEDY)]))
+        ours.launch(plan(2 * row + 1, [row], [1]))
+        ours.collect(), ours.collect()
+    prompts, decodes = seen[::2], seen[1::2]
+    assert all(shape == StepShape(64, 128) for shape, _ in prompts) and attention.rows is None
+    assert [(rows.query_lens.tolist(), rows.context_lens.tolist(), rows.num_decode) for _, rows in prompts] == [
+        ([20], [20], 0)
+    ] * 4
+    assert all(rows is None and shape == StepShape(1, 0) for shape, rows in decodes)
+    while ours.use_idle():
+        pass
+    assert ours.num_recorded == len(decode_sizes(4)) * 4

@@ -96,7 +96,7 @@ def test_tokens_with_draft_tokens_are_the_same(folder: Path, monkeypatch: pytest
 
     def serve(**flags: Any) -> tuple[dict[int, Any], int]:
         loop = Loop(folder, queue=QUEUE, **SMALL, **flags)
-        found = loop.serve([greedy(rid, prompt, 12, logit_bias=few) for rid, prompt in enumerate(prompts)])
+        found = loop.serve([greedy(rid, prompt, 24, logit_bias=few) for rid, prompt in enumerate(prompts)])
         return found, loop.scheduler.counters.num_accepted_tokens
 
     expected, none = serve()

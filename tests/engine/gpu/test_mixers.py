@@ -135,8 +135,8 @@ class Engine:
             places=0 * each, num_new=1 + 0 * each, pages=each[None],
         )  # fmt: skip
         filled += fill_states(self.host.step[filled:], rows)
-        sent = self.host.filled(filled)
-        self.packet.whole[: len(sent)].copy_(sent)
+        used = self.host.used(filled, num_parts=1, has_tiles=True)
+        self.packet.whole[used].copy_(self.host.whole[used])
 
         whole = torch.randn(TOKENS, sum(self.widths) + 3)  # a packet has fewer tokens than the launch
         columns = list(torch.split(whole, [*self.widths, 3], dim=1))[:-1]

@@ -7,6 +7,7 @@ import torch
 
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.recordings import Recordings
+from pagewire.errors import StartError
 
 
 class _FullQueue(EagerQueue):
@@ -58,3 +59,10 @@ def test_a_shape_that_cannot_be_recorded_runs_unrecorded(error, caplog):
     for _ in range(3):
         recorded.run("a")
     assert recorded.num_recorded == 1
+
+
+def test_a_shape_that_cannot_be_recorded_ends_a_strict_start():
+    queue, ran = _FullQueue(RuntimeError("operation not permitted when capturing\nmore")), []
+    strict = Recordings(queue, lambda shape: lambda: ran.append(shape), ("a",), is_strict=True)
+    with pytest.raises(StartError, match=r"a step of shape a cannot be recorded .*: operation not permitted when cap"):
+        strict.record("a")

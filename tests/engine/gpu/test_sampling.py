@@ -162,6 +162,63 @@ def test_speculation_changes_no_token(checkpoint, driver):
     assert num_drafts > 0 and most > 1, "some draft token should be accepted"
 
 
+def test_speculation_ahead_of_the_host_changes_no_token(checkpoint, driver):
+    """Several plans are in flight, and the draft tokens of all of them are accepted or not on the device."""
+    folder = checkpoint("llama", **LAYERS)
+    few = {40: 100.0, 41: 100.0, 42: 100.0}
+    prompts = [[40, 41, 42] * 6, [41, 41, 40] * 5, [42, 40] * 8]
+    samplings = [
+        Sampling(temperature=0, logit_bias=few),
+        Sampling(temperature=6, seed=7, logit_bias=few),
+        Sampling(temperature=0, logit_bias=few, repetition_penalty=1.05),  # a row with penalties has no draft tokens
+    ]
+    plain = [Request(p, sampling=s, max_new=24) for p, s in zip(prompts, samplings, strict=True)]
+    _cpu_driver(folder).run(plain, rows=4)
+    for depth in (2, 3):
+        flags = SMALL | {"max_num_batched_tokens": 64}
+        served = driver(folder, speculative="ngram,tokens=3", pipeline_depth=depth, **flags)
+        output, in_flight, step = [[] for _ in prompts], 0, 0
+        num_drafts = num_accepted = 0
+        while min(map(len, output)) < 24:
+            opens = [
+                RowOpen(
+                    row=row,
+                    ids=ids_to_bytes(prompt),
+                    num_prompt=len(prompt),
+                    num_computed=0,
+                    block_ids=ids_to_bytes(range(10 * row, 10 * row + 10)),
+                    sampling=samplings[row],
+                )
+                for row, prompt in enumerate(prompts)
+            ]
+            while in_flight < depth:
+                served.runner.launch(
+                    StepPlan(
+                        step=step,
+                        open=() if step else tuple(opens),
+                        grow_rows=b"",
+                        grow_blocks=b"",
+                        rows=ids_to_bytes([0, 1, 2]),
+                        counts=ids_to_bytes([1, 1, 1] if step else [len(prompt) for prompt in prompts]),
+                        sample=b"\1\1\1",
+                        num_speculative=3 if step else 0,
+                        speculate=3 if step else 0,
+                        break_even=0.1,
+                    )
+                )
+                step, in_flight = step + 1, in_flight + 1
+            result = served.runner.collect()
+            in_flight -= 1
+            ids, nums = bytes_to_ids(result.ids).tolist(), bytes_to_ids(result.num_sampled).tolist() or [1, 1, 1]
+            for row, num in enumerate(nums):
+                output[row] += ids[:num]
+                del ids[:num]
+            num_drafts += result.num_drafts
+            num_accepted += sum(nums) - 3
+        assert [own[:24] for own in output] == [request.output for request in plain]
+        assert num_drafts > 0 and num_accepted > 0, "some draft token should be accepted"
+
+
 def test_a_preempted_request_continues_with_the_same_tokens(checkpoint, driver):
     """After a preemption the row is opened with prompt and output so far; penalties count that output."""
     folder = checkpoint("llama", **LAYERS)

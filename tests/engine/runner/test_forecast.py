@@ -15,7 +15,7 @@ from quantized_checkpoints import quantize_checkpoint
 from pagewire.config.config import EngineConfig
 from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.runner import Runner
-from pagewire.engine.weights.reader import open_checkpoint
+from pagewire.engine.weights.open import open_checkpoint
 
 
 def check(config: EngineConfig, *, within: float = 0.08) -> None:

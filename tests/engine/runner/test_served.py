@@ -7,6 +7,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from msgspec import structs
 
 from pagewire.config.config import EngineConfig
 from pagewire.engine.checkpoint.spec import read_spec
@@ -15,6 +16,7 @@ from pagewire.engine.models.in_c import lacks
 from pagewire.engine.runner.loading import HostModel
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.runner.served import Served, how_served
+from pagewire.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -60,3 +62,24 @@ def test_the_lines_of_other_models(
     first = served(config).lines(config)[0]
     covers = "pagewire's description of this family does not cover the activation 'mish'"
     assert first == f"LlamaForCausalLM, computed by transformers, because {covers}"
+
+
+def test_an_old_gpu_takes_the_kernels_of_torch(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    config = resolved(checkpoint("llama"), dtype="float32")
+    spec = read_spec(Path(config.model.path))
+    gpu = torch.device("cuda")  # torch does not look for it here
+
+    def on(capability: int, config: EngineConfig = config) -> Served:
+        return how_served(config, spec, gpu, has_triton=True, capability=capability)
+
+    assert on(80).executor == on(120).executor == "Triton"
+    old = on(75)
+    assert old.executor == "torch"
+    assert "because they need compute capability 8.0, and this GPU has 7.5" in old.note
+    fp8 = structs.replace(config, kv_cache_dtype="fp8")
+    assert on(89, fp8).executor == "Triton"
+    for capability, why in ((86, "8.9 or newer, and this one has 8.6"), (75, "8.0, and this GPU has 7.5")):
+        with pytest.raises(ConfigError, match=why):
+            on(capability, fp8)

@@ -51,6 +51,29 @@ def test_draft_tokens_are_those_after_the_match_repeated_if_too_few():
     assert draft_tokens == {0: [7, 8, 9, 4, 5], 1: [1, 2, 1, 2, 1], 2: [9] * 5, 5: [19, 20, 21, 22, 23]}
 
 
+def test_draft_tokens_behind_steps_in_flight_are_where_the_row_is_expected_to_go_on():
+    """Three ids are not known yet, and the text beyond the known ids is stale."""
+    prompts = [[5, 6, 7, 8, 9, 4, 5, 6], [1, 2] * 3]
+    rows = _rows(prompts)
+    picked, nums = np.array([1, 0]), np.array([6, 8])
+    ends = nums + 3 + 2
+    assert draft(rows, picked, 2, 1 / 3, num_ids=nums, ends=ends).tolist() == [2, 2]
+    assert rows.ids[0, 8:14].tolist() == [7, 8, 9, 4, 5, 3] and rows.ids[1, 6:12].tolist() == [1, 2, 1, 2, 1, 3]
+    assert draft(rows, picked[:1], 2, 1 / 3, num_ids=np.array([6]), ends=np.array([404])).tolist() == [2]
+    assert rows.ids[1, 6:].tolist() == [1, 2] * 197 + [1], "a row ends with its memory"
+
+
+def test_a_silent_draft_is_judged_once_its_position_is_known():
+    rows, row, known = _rows([[9] * 50], level=1), np.arange(1), np.array([50])
+    assert draft(rows, row, 4, 1 / 3, num_ids=known)[0] == 0 and rows.silent_end[0] == 50
+    rows.ids[0, 50] = 8  # stale
+    for _ in range(5):
+        assert draft(rows, row, 4, 1 / 3, num_ids=known)[0] == 0
+    assert rows.draft_level[0] == 1 and rows.silent_draft[0] == 9, "nothing is known yet"
+    rows.ids[0, 50] = 9
+    assert draft(rows, row, 4, 1 / 3, num_ids=known + 1)[0] == 4
+
+
 def _sample(rows, row, token):
     """Append the id that the step after `draft` samples for a row without draft tokens."""
     rows.append(np.array([row]), rows.num_ids[[row]], np.array([token]))

@@ -15,8 +15,9 @@ from pagewire.engine.checkpoint.gguf import PLAIN, TYPES
 from pagewire.engine.checkpoint.quantization import GgufScheme
 from pagewire.engine.weights import loader
 from pagewire.engine.weights.gguf import GgufReader, decode
+from pagewire.engine.weights.open import open_checkpoint
 from pagewire.engine.weights.quantized import read_weight
-from pagewire.engine.weights.reader import CheckpointReader, open_checkpoint
+from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import CheckpointError, ConfigError
 from pagewire.kernels.quantized_weight import concatenate
 from pagewire.kernels.superblock_weight import SuperblockWeight

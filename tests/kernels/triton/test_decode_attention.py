@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.triton.decode_attention import (
-    MAX_CHUNKS,
+    CHUNK,
     DecodeWorkspace,
+    cuts_of,
     decode_attention,
     plan_decode,
     workspace_decode,
@@ -83,21 +84,26 @@ def expected_of(query, k_pages, v_pages, table, contexts, *, window=None, softca
     return out
 
 
-def workspace_of(rows, max_context, case, device, window=None) -> DecodeWorkspace:
+def workspace_of(rows, max_context, case, device, window=None, *, num_programs=7, chunk=None) -> DecodeWorkspace:
     _, heads, kv_heads, head_dim, block_size = case
     return workspace_decode(
         rows=rows, max_context=max_context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window,
-        chunk=2 * block_size, device=device,
+        chunk=chunk or 2 * block_size, num_programs=400 if BIG else num_programs, device=device,
     )  # fmt: skip
 
 
-def attend(query, pages, contexts, case, *, window=None, num_programs=7, workspace=None, **options) -> Tensor:
+def attend(query, pages, contexts, case, *, window=None, num_programs=7, chunk=None, workspace=None, **options):
+    """The rows' outputs; zeros for rows without keys."""
     if workspace is None:
-        workspace = workspace_of(len(contexts), max(contexts), case, query.device, window)
+        sizes = {"num_programs": num_programs, "chunk": chunk}
+        workspace = workspace_of(len(contexts), max(contexts), case, query.device, window, **sizes)
     out = torch.full_like(query, torch.nan)
-    plan_decode(torch.tensor(contexts, dtype=torch.int32, device=query.device), workspace)
-    decode_attention(out, query, *pages, workspace, num_programs=400 if BIG else num_programs, **options)
+    lens = torch.tensor(contexts, dtype=torch.int32, device=query.device)
+    plan_decode(lens, workspace)
+    decode_attention(out, query, *pages, workspace, **options)
     assert not workspace.arrivals.any()
+    assert out[lens == 0].isnan().all(), "rows without keys are not written"
+    out[lens == 0] = 0
     return out
 
 
@@ -125,7 +131,6 @@ def test_every_context_length(case, device):
     options = options_of({}, case, device)
     out = attend(query, pages, contexts, case, **options)
     assert_near(out, expected_of(query, *pages, contexts, **options), case[0])
-    assert not out[0].any()
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -160,10 +165,29 @@ def test_a_row_has_the_same_bits_in_any_batch(window, device):
     query, pages = queries_of(len(contexts), case, device), pages_of(contexts, case, device, window=window)
     together = attend(query, pages, contexts, case, scale=0.2, window=window)
     assert torch.equal(together, attend(query, pages, contexts, case, scale=0.2, window=window, num_programs=1))
-    for row, context in enumerate(contexts):
+    for row, context in enumerate(contexts[1:], start=1):
         own = (*pages[:2], pages[2][row : row + 1])
         alone = attend(query[row : row + 1], own, [context], case, scale=0.2, window=window, num_programs=3)
         assert torch.equal(alone, together[row : row + 1])
+
+
+@pytest.mark.parametrize("option", [{}, {"window": 100, "sinks": True}])
+def test_runs_and_chunks_give_the_same_bits(option, device):
+    """Rows around each end of a chunk and of a run, computed as whole runs, as chunks, and as some of each."""
+    case = (torch.float32, 2, 1, 16, 16)
+    chunks, _ = cuts_of(16)
+    ends = [CHUNK, 2 * CHUNK, (chunks - 1) * CHUNK, chunks * CHUNK, (chunks + 1) * CHUNK, 2 * chunks * CHUNK]
+    contexts = [end + more for end in ends for more in (-1, 0, 1)]
+    window = option.get("window")
+    query, pages = queries_of(len(contexts), case, device), pages_of(contexts, case, device, window=window)
+    options = options_of(option, case, device)
+    sizes = {"chunk": CHUNK}
+    whole = attend(query, pages, contexts, case, num_programs=1, **sizes, **options)
+    assert_near(whole, expected_of(query, *pages, contexts, **options), case[0])
+    for num_programs in (5, 13, 1000):
+        assert torch.equal(whole, attend(query, pages, contexts, case, num_programs=num_programs, **sizes, **options))
+    last = (*pages[:2], pages[2][-1:])
+    assert torch.equal(whole[-1:], attend(query[-1:], last, contexts[-1:], case, num_programs=9, **sizes, **options))
 
 
 def test_one_workspace_serves_many_steps_and_layers(device):
@@ -190,43 +214,80 @@ def test_rows_of_queries_and_outputs_need_not_be_contiguous(device):
     out = torch.full((2, 3, 16), torch.nan, device=device)
     workspace = workspace_of(2, 20, case, device)
     plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)
-    decode_attention(out[:, 1:], fused[:, :2], *pages, workspace, scale=0.3, num_programs=2)
+    decode_attention(out[:, 1:], fused[:, :2], *pages, workspace, scale=0.3)
     assert_near(out[:, 1:], expected_of(fused[:, :2], *pages, contexts, scale=0.3), case[0])
     assert out[:, 0].isnan().all()
 
 
 def test_a_very_long_row_takes_longer_chunks(device):
     case = (torch.float32, 1, 1, 16, 16)
-    contexts = [(MAX_CHUNKS + 2) * 32 + 5, 33]
+    chunks, most_runs = cuts_of(16)
+    contexts = [most_runs * chunks * 16 + 37, 33]
     query, pages = queries_of(2, case, device), pages_of(contexts, case, device)
-    workspace = workspace_of(2, max(contexts), case, device)
+    workspace = workspace_of(2, max(contexts), case, device, chunk=16)
     out = attend(query, pages, contexts, case, scale=0.25, workspace=workspace)
+    assert workspace.items[: workspace.num_items.item(), 4].unique().tolist() == [16, 32]
     assert_near(out, expected_of(query, *pages, contexts, scale=0.25), case[0])
 
 
-def chunks_of(context: int, window: int | None, chunk: int) -> list[tuple[int, int]]:
-    """(start, end) of the chunks into which `plan_decode` must split a row."""
-    start = 0 if window is None else max(0, context - window)
-    size = chunk
-    while -(-context // size) - start // size > MAX_CHUNKS:
-        size *= 2
-    first = start // size * size
-    return [(max(start, at), min(at + size, context)) for at in range(first, context, size)] or [(0, 0)]
+def pieces_of(contexts: list[int], window: int | None, chunk: int, round_size: int) -> list[list[int]]:
+    """The pieces into which `plan_decode` must cut these rows, for heads of 16 numbers."""
+    chunks, most_runs = cuts_of(16)
+    rows = []
+    for row, context in enumerate(contexts):
+        start, size = 0 if window is None else max(0, context - window), chunk
+        while -(-context // (size * chunks)) - start // (size * chunks) > most_runs:
+            size *= 2
+        spans = [(max(start, at), min(at + size, context)) for at in range(start // size * size, context, size)]
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            runs.setdefault(span[0] // (size * chunks), []).append(span)
+        rows += [(row, size, run) for run in runs.values()]
+    whole = len(rows) // round_size * round_size
+    pieces: list[list[int]] = []
+    for number, (row, size, run) in enumerate(rows):
+        parts = [(run[0][0], run[-1][1])] if number < whole else run
+        of_row = sum(piece[0] == row for piece in pieces)
+        for i, (first, end) in enumerate(parts):
+            pieces.append([row, first, end, of_row + i, size, i == len(parts) - 1])
+    for piece in pieces:
+        piece[3] += sum(other[0] == piece[0] for other in pieces) << 16
+    return pieces
 
 
+@pytest.mark.parametrize("num_programs", [1, 40, 3000])
 @pytest.mark.parametrize("window", [None, 1, 300, 40_000])
-def test_plan_decode_splits_rows_into_chunks(window, device):
-    edge = MAX_CHUNKS * 256
-    contexts = [0, 1, 255, 256, 257, 300, 301, 5000, 0, edge, edge + 1, 2 * edge + 1, 131_072, 7]
+def test_plan_decode_cuts_rows_into_pieces(window, num_programs, device):
+    """40 programs: complete rounds take runs, and the last one takes chunks."""
+    chunks, most_runs = cuts_of(16)
+    edge = most_runs * chunks * CHUNK
+    contexts = [0, 1, 63, 64, 65, 256, 257, 300, 5000, 0, edge, edge + 1, 2 * edge + 1, 131_072, 7]
     workspace = workspace_decode(
-        rows=20, max_context=131_072, heads=2, kv_heads=1, head_dim=16, window=window, device=device
-    )
+        rows=20, max_context=131_072, heads=2, kv_heads=1, head_dim=16, window=window, num_programs=num_programs,
+        device=device,
+    )  # fmt: skip
     workspace.items.fill_(-1)
     plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)
-    expected = []
-    for row, context in enumerate(contexts):
-        chunks = chunks_of(context, window, 256)
-        expected += [[row, *chunk, number, len(chunks)] for number, chunk in enumerate(chunks)]
+    expected = pieces_of(contexts, window, CHUNK, num_programs)
     assert workspace.num_items.item() == len(expected) <= len(workspace.items)
     assert workspace.items[: len(expected)].tolist() == expected
     assert (workspace.items[len(expected) :] == -1).all()
+
+
+def test_rows_without_keys_have_no_pieces(device):
+    workspace = workspace_of(4, 100, CASES[0], device)
+    plan_decode(torch.zeros(4, dtype=torch.int32, device=device), workspace)
+    assert workspace.num_items.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "num_programs", "limit"),
+    [(32, 8, 128, 396, 300 << 20), (16, 1, 512, 132, 140 << 20), (128, 1, 512, 132, 600 << 20)],
+)
+def test_partial_results_take_little_memory(heads, kv_heads, head_dim, num_programs, limit):
+    """Of 256 rows of 32k positions: Llama-3.1-8B, and latent attention with 16 and 128 heads."""
+    workspace = workspace_decode(
+        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_programs=num_programs,
+        device="meta",
+    )  # fmt: skip
+    assert workspace.nbytes <= limit, workspace.nbytes

@@ -105,15 +105,18 @@ def expected_of(
     return torch.cat(outs)
 
 
-def attend(query, pages, counts, contexts, case, *, out=None, spare_tiles=2, **options) -> Tensor:
+def attend(query, pages, counts, contexts, case, *, out=None, spare_tiles=2, num_programs=5, **options) -> Tensor:
+    """spare_tiles: of another step, behind the list."""
     _, heads, kv_heads, _, _, tile_rows = case
-    per_tile = tile_tokens(heads // kv_heads, tile_rows)
-    tiles = extend_work(np.array(counts), np.array(contexts), per_tile)
-    work = torch.zeros(len(tiles) + spare_tiles, 4, dtype=torch.int32)
+    tiles = extend_work(np.array(counts), np.array(contexts), tile_tokens(heads // kv_heads, tile_rows))
+    work = torch.ones(len(tiles) + spare_tiles, 4, dtype=torch.int32)
     work[: len(tiles)] = torch.from_numpy(tiles)
     out = torch.full_like(query, torch.nan) if out is None else out
     lens = torch.tensor(contexts, dtype=torch.int32, device=query.device)
-    extend_attention(out, query, *pages, lens, work.to(query.device), tile_rows=tile_rows, **options)
+    programs = 400 if BIG else num_programs
+    extend_attention(
+        out, query, *pages, lens, work.to(query.device), tile_rows=tile_rows, num_programs=programs, **options
+    )
     return torch.as_tensor(out)
 
 
@@ -189,6 +192,18 @@ def test_a_token_has_the_same_bits_with_any_chunks_of_its_prompt(window, device)
     assert torch.equal(whole, both[9:])
 
 
+def test_the_number_of_programs_changes_nothing(device):
+    """Fewer than there are tiles, so that each takes some, and more. A step without tiles writes nothing."""
+    case = CASES[3]
+    counts, contexts = [40, 3, 21], [40, 50, 90]
+    query, pages = queries_of(sum(counts), case, device), pages_of(counts, contexts, case, device)
+    outs = [
+        attend(query, pages, counts, contexts, case, scale=0.2, num_programs=n, spare_tiles=30) for n in (1, 3, 500)
+    ]
+    assert all(torch.equal(outs[0], out) for out in outs)
+    assert attend(query, pages, [0, 0, 0], contexts, case, scale=0.2).isnan().all()
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]])
 def test_decode_rows_equal_those_of_decode_attention(case, device):
     dtype, heads, kv_heads, head_dim, block_size, _ = case
@@ -197,11 +212,12 @@ def test_decode_rows_equal_those_of_decode_attention(case, device):
     out = attend(query, pages, [1, 1, 1], contexts, case, scale=0.2)
     workspace = workspace_decode(
         rows=3, max_context=max(contexts), heads=heads, kv_heads=kv_heads, head_dim=head_dim, chunk=2 * block_size,
+        num_programs=4,
         device=device,
     )  # fmt: skip
     plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)
     decoded = torch.full_like(query, torch.nan)
-    decode_attention(decoded, query, *pages, workspace, scale=0.2, num_programs=4)
+    decode_attention(decoded, query, *pages, workspace, scale=0.2)
     assert_near(decoded, out.double(), dtype)
 
 
@@ -212,7 +228,7 @@ def test_a_row_without_context_gives_zeros_and_padding_is_not_written(device):
     work = torch.from_numpy(extend_work(np.array([37]), np.array([37]), 16)).to(device)
     out = torch.full_like(query, torch.nan)
     no_context = torch.zeros(1, dtype=torch.int32, device=device)
-    extend_attention(out, query, *pages, no_context, work, scale=0.2, tile_rows=16)
+    extend_attention(out, query, *pages, no_context, work, scale=0.2, tile_rows=16, num_programs=2)
     assert not out[:37].any() and out[37:].isnan().all()
 
 
@@ -224,7 +240,7 @@ def test_a_row_may_be_shorter_on_the_device_than_the_host_assumes(device):
     work = torch.from_numpy(extend_work(np.array(counts), np.array(assumed), tile_tokens(4, 64))).to(device)
     out = torch.full_like(query, torch.nan)
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)
-    extend_attention(out, query, *pages, lens, work, scale=0.2, tile_rows=64)
+    extend_attention(out, query, *pages, lens, work, scale=0.2, tile_rows=64, num_programs=9)
     assert_near(out, expected_of(query, *pages, counts, contexts, scale=0.2), case[0])
 
 
@@ -234,15 +250,16 @@ def test_tiles_hold_every_token_once_and_come_longest_first():
         counts = rng.integers(0, 200, 30)
         contexts = counts + rng.integers(0, 500, 30)
         work = extend_work(counts, contexts, per_tile)
-        assert work.dtype == np.int32 and len(work) <= max_tiles(int(counts.sum()), len(counts), per_tile)
+        assert work.dtype == np.int32 and work[0].tolist() == [len(work) - 1, 0, 0, 0]
+        assert len(work) <= 1 + max_tiles(int(counts.sum()), len(counts), per_tile)
         starts = np.cumsum(counts) - counts
         tokens, keys = [], []
-        for row, token, number, remaining in work.tolist():
+        for row, token, number, remaining in work[1:].tolist():
             assert 0 < number <= per_tile and number == min(per_tile, remaining)
             assert remaining == starts[row] + counts[row] - token
             tokens += range(token, token + number)
             keys.append(contexts[row] - remaining + number)
         assert sorted(tokens) == list(range(counts.sum()))
         assert keys == sorted(keys, reverse=True)
-    assert extend_work(np.array([0, 0]), np.array([5, 0]), 4).shape == (0, 4)
+    assert extend_work(np.array([0, 0]), np.array([5, 0]), 4).tolist() == [[0, 0, 0, 0]]
     assert max_tiles(10, 10, 4) == 10 and max_tiles(64, 1, 64) == 1

@@ -1,0 +1,629 @@
+"""The engine's own steps and queue on a device that is only an order (`order_device.py`): every access to memory is
+ordered, and the tokens do not depend on when work runs. Without any one of its waits, this is no longer so."""
+
+import ast
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import checkpoints
+import msgspec
+import numpy as np
+import pytest
+import torch
+from engine_loop import Loop
+from fakes import enqueue
+from msgspec import structs
+from order_device import (
+    DeviceTensor,
+    Meeting,
+    OrderDevice,
+    OrderGroup,
+    kernels_on_devices,
+    on_device,
+    order_device,
+)
+from runner_driver import GREEDY, engine_config
+
+from pagewire.engine.core.cost import CAUTIOUS, CostModel
+from pagewire.engine.device import queue as queue_module
+from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
+from pagewire.engine.gpu import device_steps
+from pagewire.engine.gpu.decoder import TritonDecoder
+from pagewire.engine.gpu.device_steps import DeviceSteps
+from pagewire.engine.kv_connector.guard import UnderWay
+from pagewire.engine.kv_connector.host_worker import HostWorker
+from pagewire.engine.parallel.rank import RankInfo
+from pagewire.engine.runner import loading
+from pagewire.engine.runner import runner as runner_module
+from pagewire.engine.runner.kernel_checks import Checked
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import (
+    Constraint,
+    Enqueue,
+    RowOpen,
+    Sampling,
+    StepPlan,
+    StepResult,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
+PLAIN: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+LLAMA: dict[str, Any] = {"num_hidden_layers": 1}
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+}
+
+Tokens = dict[int, Any]
+Make = Callable[..., Loop]
+"""kind of checkpoint, and flags → a loop."""
+
+
+@pytest.fixture(autouse=True)
+def _only_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured costs decide nothing, and the trial of the kernels at start, which has tests of its own, is left out."""
+    monkeypatch.setattr(loading, "check_kernels", lambda config, spec, served, *rest: Checked(served, config))
+    monkeypatch.setattr(CostModel, "break_even", lambda self, work: CAUTIOUS)
+    monkeypatch.setattr("pagewire.engine.core.cost._MIN_OBSERVED", sys.maxsize)
+
+
+# ── what is served ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def ask(rid: int, prompt: list[int], max_tokens: int = 4, *, asked: Any = None, **sampling: Any) -> Enqueue:
+    message = enqueue(rid, prompt, max_tokens=max_tokens, ignore_eos=True, **(asked or {}))
+    return structs.replace(message, sampling=Sampling(**{"temperature": 0, **sampling}))
+
+
+def mixed(make: Make) -> Tokens:
+    """Prompts in chunks beside decode rows, a row that two requests use, and everything that sampling can do."""
+    prompts = prompts_of(1, 3, 30, 9, 5, 12, 7)
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 1.2, "top_k": 7, "top_p": 0.8, "seed": 11},
+        {"repetition_penalty": 1.8, "presence_penalty": 1.0, "logprobs": 3},
+        {"temperature": 0.7, "seed": 3, "logit_bias": {11: 6.5, 12: -100.0}, "logprobs": 0},
+        {"prompt_logprobs": 2},
+        {"asked": {"constraint": Constraint()}},
+    ]
+    requests = [ask(rid, prompt, **samplings[rid]) for rid, prompt in enumerate(prompts)]
+    held_back = {"min_tokens": 2, "stop_token_ids": (11,)}
+    return make("qwen3", **PLAIN).serve([*requests, ask(6, [5, 6, 7], asked=held_back, logit_bias={11: 50.0})])
+
+
+def recorded(make: Make) -> Tokens:
+    """All steps but those of prompts replay recordings."""
+    loop = make("qwen3", **PLAIN)
+    while loop.runner.use_idle():
+        pass
+    return loop.serve([ask(rid, prompt, 5) for rid, prompt in enumerate(prompts_of(2, 3, 9, 20))])
+
+
+def slept(make: Make) -> Tokens:
+    """Sleeps between steps, after some of them were recorded."""
+    loop = make("qwen3", **PLAIN)
+    loop.sleeps, loop.sleep = [4], lambda: _sleep(loop.runner)
+    return loop.serve([ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(3, 3, 9))])
+
+
+def _sleep(runner: Runner) -> None:
+    for _ in range(4):
+        runner.use_idle()
+    assert runner.sleep() > 0
+    assert runner.wake()
+
+
+def preempted(make: Make) -> Tokens:
+    """With pages for three requests that begin, and not for three that end."""
+    loop = make("qwen3", num_pages=5, **PLAIN)
+    found = loop.serve([ask(rid, prompt, 20) for rid, prompt in enumerate(prompts_of(4, 13, 14, 12))])
+    assert loop.scheduler.counters.num_preemptions > 0
+    return found
+
+
+def found_in_a_block(make: Make) -> Tokens:
+    """Two outputs of one prompt, which share its last page until it is copied."""
+    loop = make("qwen3", **PLAIN)
+    (prompt,) = prompts_of(5, 21)
+    outputs = loop.serve([ask(0, prompt, asked={"n": 2}, temperature=1.5)])
+    assert len(outputs) == 2 and loop.scheduler.counters.num_cached_tokens % 16
+    return outputs
+
+
+def drafted(make: Make) -> Tokens:
+    loop = make("llama", speculative="ngram", **LLAMA)
+    few = {token: 100.0 for token in (40, 41, 42)}
+    found = loop.serve([ask(0, [40, 41, 42] * 6, 16, logit_bias=few)])
+    assert loop.scheduler.counters.num_draft_tokens > 0
+    return found
+
+
+def swapped(make: Make) -> Tokens:
+    """Pages that are evicted go to host memory and come back."""
+    loop = make("qwen3", num_pages=5, kv_connector=("host,size=1M",), **PLAIN)
+    prompts = prompts_of(6, 33, 34, 35)
+    outputs = loop.serve([ask(rid, prompt) for rid, prompt in enumerate(prompts)])
+    again = loop.serve([ask(3 + rid, prompt) for rid, prompt in enumerate(prompts)])
+    assert loop.scheduler.connector is not None
+    (tier,) = loop.scheduler.connector.tiers()
+    assert tier.num_hit_tokens > 0
+    return outputs | again
+
+
+def recurrent(make: Make) -> Tokens:
+    """A model with recurrent layers: states that are kept, found again and preempted."""
+    loop = make("qwen3_5", num_pages=12, **HYBRID)
+    ((first, second, new),) = [prompts_of(7, 21, 14, 6)]
+    outputs = loop.serve([ask(0, first), ask(1, second)])
+    return outputs | loop.serve([ask(2, [*first, *outputs[0], *new]), ask(3, second)])
+
+
+def recurrent_drafts(make: Make) -> Tokens:
+    """Rejected draft tokens, behind which the state is taken back."""
+    loop = make("qwen3_5", speculative="ngram,tokens=3", **HYBRID)
+    few = {token: 100.0 for token in (40, 41)}
+    prompts = [[40 + i % 2 for i in range(11)], [41, 41, 40] * 5]
+    found = loop.serve([ask(rid, prompt, 12, logit_bias=few) for rid, prompt in enumerate(prompts)])
+    assert loop.scheduler.counters.num_draft_tokens > 0
+    return found
+
+
+def out_of_memory(make: Make) -> Tokens:
+    """Some steps in a row fail after they were launched, so that a slot is used again before anything is collected."""
+    num = 0
+
+    def failing(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(self: Queue, pairs: Any) -> Any:
+            nonlocal num
+            num += 1
+            if 2 <= num < 6:
+                raise torch.OutOfMemoryError
+            return fetch(self, pairs)
+
+        return fail
+
+    loop = make("qwen3", **PLAIN)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (CudaQueue, EagerQueue):
+            patch.setattr(kind, "fetch", failing(kind.fetch))
+        return loop.serve([ask(rid, prompt) for rid, prompt in enumerate(prompts_of(8, 3, 9))])
+
+
+class Side:
+    """A connector that moves pages on a stream of its own, and relies on the runner for their order."""
+
+    @staticmethod
+    def core(options: Any, facts: Any) -> Any:
+        raise NotImplementedError("it has a worker half only")
+
+    @staticmethod
+    def worker(options: Any, facts: Any) -> "SideWorker":
+        return SideWorker()
+
+
+class SideWorker:
+    num_pending = 1
+
+    def register_kv_caches(self, cache: Any) -> None:
+        self._cache, self._kept = cache, None
+        storage = cache.storage
+        assert isinstance(storage, DeviceTensor)
+        self._machine = storage.machine
+        self._stream = self._machine.stream()
+        self._pages = {name: self._machine.pinned(2, torch.int64) for name in ("saved", "loaded")}
+        self._pages["saved"].copy_(torch.tensor([4, 5]))
+        self._pages["loaded"].copy_(torch.tensor([7, 8]))
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        pass
+
+    def start_load_kv(self) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        pass
+
+    def save_kv_layer(self, layer: int) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        with self._machine.on(self._stream):
+            self._kept = self._cache.words.index_select(
+                0, self._pages["saved"].to(self._cache.device, non_blocking=True)
+            )
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        with self._machine.on(self._stream):
+            pages = self._pages["loaded"].to(self._cache.device, non_blocking=True)
+            self._cache.words.index_copy_(0, pages, self._kept)
+        return set(), {1}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def take_load_cost(self) -> tuple[int, float]:
+        return 0, 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def beside_a_connector(checkpoint: Any) -> Tokens:
+    """A row's pages are saved, loaded into others, and read by another row."""
+    config = engine_config(checkpoint("qwen3", **PLAIN), kv_connector=(f"{__name__}:Side",), **SMALL)
+    runner = Runner.load(config)
+    runner.open_cache(16)
+    ids = prompts_of(9, 20)[0]
+
+    def metadata(*loads: tuple[int, bytes]) -> bytes:
+        return msgspec.msgpack.encode(UnderWay(loads, (), b"x"))
+
+    def opened(row: int, pages: list[int], num_computed: int) -> RowOpen:
+        return RowOpen(row, ids_to_bytes(ids), len(ids), num_computed, ids_to_bytes(pages), GREEDY)
+
+    def plan(step: int, row: int, count: int, *opens: RowOpen) -> StepPlan:
+        return StepPlan(
+            step=step, open=opens, grow_rows=b"", grow_blocks=b"", rows=ids_to_bytes([row]),
+            counts=ids_to_bytes([count]), sample=b"\1", kv=metadata(),
+        )  # fmt: skip
+
+    loads = metadata((1, ids_to_bytes([7, 8])))
+    runner.launch(structs.replace(plan(0, 0, 20, opened(0, [4, 5], 0)), kv=loads))
+    runner.launch(plan(1, 0, 1))
+    assert runner.take_transferred() is not None
+    runner.launch(structs.replace(plan(2, 1, 1, opened(1, [7, 8], 19)), kv=b""))
+    first, _, other = (runner.collect().ids for _ in range(3))
+    assert first == other
+    return {0: first, 1: other}
+
+
+CASES: dict[str, Callable[[Make], Tokens]] = {
+    case.__name__: case
+    for case in (
+        mixed,
+        recorded,
+        slept,
+        preempted,
+        found_in_a_block,
+        drafted,
+        swapped,
+        recurrent,
+        recurrent_drafts,
+        out_of_memory,
+    )
+}
+
+
+def serve(case: str, checkpoint: Any, queue: Queue | None = None) -> Tokens:
+    def make(kind: str, **options: Any) -> Loop:
+        changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
+        flags = {name: value for name, value in options.items() if name not in changes}
+        return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
+
+    return CASES[case](make)
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Any) -> Callable[[str], Tokens]:
+    """The tokens of a queue that does everything at once."""
+    known: dict[str, Tokens] = {}
+
+    def tokens(case: str) -> Tokens:
+        if case not in known:
+            known[case] = serve(case, checkpoint, EagerQueue(torch.device("cpu")))
+        return known[case]
+
+    return tokens
+
+
+# ── the engine is ordered ────────────────────────────────────────────────────────────────────────────────────────────
+
+QUICK = {("found_in_a_block", "random")}
+RUNS = [
+    pytest.param(case, policy, marks=[] if (case, policy) in QUICK else [pytest.mark.long])
+    for case in CASES
+    for policy in ("late", "early", "copies first", "random")
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), RUNS)
+def test_every_access_is_ordered_and_tokens_do_not_depend_on_when_work_runs(
+    case: str, policy: str, checkpoint: Any, expected: Any
+) -> None:
+    tokens = expected(case)
+    with order_device(policy, seed=1) as device:
+        found = serve(case, checkpoint)
+    assert device.violations == []
+    assert found == tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["late", "early", "random"])
+def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint: Any) -> None:
+    with order_device(policy, seed=2) as device:
+        beside_a_connector(checkpoint)
+    assert device.violations == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policies", [("late", "early"), ("random", "copies first")])
+def test_two_ranks_are_ordered(policies: tuple[str, str], checkpoint: Any) -> None:
+    """Each repeats the calls that one rank alone had, in a thread of its own."""
+    calls: list[StepPlan | None] = []  # launches; None: `collect`
+    launch, collect = Runner.launch, Runner.collect
+
+    def launched(self: Runner, plan: StepPlan) -> None:
+        calls.append(plan)
+        launch(self, plan)
+
+    def collected(self: Runner) -> StepResult:
+        calls.append(None)
+        return collect(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "launch", launched)
+        patch.setattr(Runner, "collect", collected)
+        loop = Loop(checkpoint("qwen3", **PLAIN), queue=EagerQueue(torch.device("cpu")), **SMALL)
+        tokens = loop.serve([ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))])
+    config = engine_config(checkpoint("qwen3", **PLAIN), pipeline_depth=2, tensor_parallel_size=2, **SMALL)
+    meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
+
+    def serve_rank(rank: int) -> list[bytes]:
+        try:
+            group = OrderGroup(devices[rank], meeting, rank)
+            with np.errstate(all="ignore"), on_device(devices[rank], group):
+                runner = Runner.load(config, rank_info=RankInfo(rank, (0, 1)))
+                runner.open_cache(loop.runner.offer())
+                found = []
+                for plan in calls:
+                    if plan is not None:
+                        runner.launch(plan)
+                    else:
+                        found.append(runner.collect().ids)
+                assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
+                return found
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with kernels_on_devices(), ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(serve_rank, range(2))
+    assert [device.violations for device in devices] == [[], []]
+    assert first == second
+    of_two = [token for ids in first for token in bytes_to_ids(ids)]
+    assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
+
+
+# ── and it would not be, without any one of its waits ────────────────────────────────────────────────────────────────
+
+_WAITS = ("wait", "wait_stream", "wait_event", "synchronize", "follow")
+
+
+class Wait(NamedTuple):
+    module: types.ModuleType
+    function: str
+    name: str
+    line: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.function}: {self.name}"
+
+
+def waits_of(module: types.ModuleType) -> list[Wait]:
+    """The statements that wait for something, or make a stream wait."""
+    found = []
+
+    def visit(node: ast.AST, where: tuple[str, ...]) -> None:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            where = (*where, node.name)
+        if _waits(node):
+            assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            assert isinstance(node.value.func, ast.Attribute)
+            found.append(Wait(module, ".".join(where), node.value.func.attr, node.lineno))
+        for child in ast.iter_child_nodes(node):
+            visit(child, where)
+
+    visit(_tree(module), ())
+    return found
+
+
+def _tree(module: types.ModuleType) -> ast.Module:
+    assert module.__file__ is not None
+    return ast.parse(Path(module.__file__).read_text())
+
+
+def _waits(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    return isinstance(node.value.func, ast.Attribute) and node.value.func.attr in _WAITS
+
+
+class _Remove(ast.NodeTransformer):
+    def __init__(self, line: int) -> None:
+        self._line = line
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.copy_location(ast.Pass(), node) if _waits(node) and node.lineno == self._line else node
+
+
+@contextmanager
+def without(wait: Wait) -> Iterator[None]:
+    """While the context is open, the function of the wait runs without it."""
+    assert wait.module.__file__ is not None
+    tree = _Remove(wait.line).visit(_tree(wait.module))
+    function: Any = wait.module
+    for name in wait.function.split("."):
+        function = getattr(function, name)
+    code = next(
+        each for each in _codes(compile(tree, wait.module.__file__, "exec")) if each.co_qualname == wait.function
+    )
+    assert code.co_code != function.__code__.co_code
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "__code__", code)
+        yield
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)
+
+
+WAITS = [wait for module in (queue_module, device_steps, runner_module) for wait in waits_of(module)]
+# What shows that a wait is needed: a case, and the policy.
+SHOWN_BY = {
+    "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
+    "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
+    "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
+    "DeviceSteps.launch: wait": ("out_of_memory", "late"),
+    "DeviceSteps._launch: follow": ("found_in_a_block", "early"),
+    "DeviceSteps._read: wait": ("found_in_a_block", "late"),
+    "Runner.launch: synchronize": ("beside_a_connector", "late"),
+    "Runner.take_transferred: synchronize": ("beside_a_connector", "late"),
+}
+
+
+def test_every_wait_is_known() -> None:
+    assert {wait.id for wait in WAITS} == SHOWN_BY.keys(), "say which case shows that a wait is needed"
+
+
+def show(case: str, policy: str, checkpoint: Any) -> tuple[OrderDevice, Any]:
+    """The device, and the tokens or the error."""
+    found: Any = None
+    with order_device(policy) as device:
+        try:
+            found = beside_a_connector(checkpoint) if case == "beside_a_connector" else serve(case, checkpoint)
+        except Exception as error:
+            found = error
+    return device, found
+
+
+QUICK_WAITS = ("DeviceSteps._launch: follow",)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [pytest.param(wait, id=wait.id, marks=[] if wait.id in QUICK_WAITS else [pytest.mark.long]) for wait in WAITS],
+)
+def test_without_any_one_wait_something_is_not_ordered(wait: Wait, checkpoint: Any, expected: Any) -> None:
+    case, policy = SHOWN_BY[wait.id]
+    with without(wait):
+        device, found = show(case, policy, checkpoint)
+    assert any("nothing orders it" in text for text in device.violations), (device.violations, found)
+    if case == "found_in_a_block":
+        assert found != expected(case), "the tokens show it, too"
+
+
+# ── nor with other mistakes ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def slots_come_back_early(patch: pytest.MonkeyPatch) -> None:
+    """A launch takes the slot of the launch before."""
+    launch = DeviceSteps.launch
+
+    def early(self: DeviceSteps, plan: StepPlan) -> None:
+        self._free = deque([self._the_slot] if hasattr(self, "_the_slot") else list(self._free)[:1])
+        self._the_slot = self._free[0]  # type: ignore[attr-defined]
+        launch(self, plan)
+
+    patch.setattr(DeviceSteps, "launch", early)
+
+
+def packets_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
+    send = CudaQueue.send
+
+    def beside(self: CudaQueue, source: Any, target: Any) -> None:
+        with self._driver.on(self._copies):
+            send(self, source, target)
+
+    patch.setattr(CudaQueue, "send", beside)
+
+
+def results_are_temporary(patch: pytest.MonkeyPatch) -> None:
+    """Memory returns to the allocator while the copy stream reads it."""
+    results = DeviceSteps._results
+
+    def copied(self: DeviceSteps, *args: Any) -> Any:
+        return tuple((source.clone(), target) for source, target in results(self, *args))
+
+    patch.setattr(DeviceSteps, "_results", copied)
+
+
+def recordings_are_kept_asleep(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceSteps, "forget_addresses", lambda self: None)
+
+
+def results_of_recordings_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """A result of recorded work is in the memory of all recordings."""
+    hidden = TritonDecoder.hidden
+
+    def kept(self: TritonDecoder, tokens: Any) -> Any:
+        self._last_hidden = hidden(self, tokens)  # type: ignore[attr-defined]
+        return self._last_hidden  # type: ignore[attr-defined]
+
+    patch.setattr(TritonDecoder, "hidden", kept)
+
+
+def pages_are_saved_late(patch: pytest.MonkeyPatch) -> None:
+    """A page goes to its next owner a step before it is copied to the host tier."""
+    save = HostWorker.start_load_kv
+    patch.setattr(HostWorker, "start_load_kv", lambda self: None)
+    patch.setattr(HostWorker, "wait_for_save", save)
+
+
+def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
+    """In recorded work."""
+    logits = TritonDecoder.logits
+
+    def read(self: TritonDecoder, hidden: Any) -> Any:
+        found = logits(self, hidden)
+        assert bool(found.isfinite().any())
+        return found
+
+    patch.setattr(TritonDecoder, "logits", read)
+
+
+# The mistake → the case that shows it, the policy, and what is reported; "": nothing, but the tokens are wrong.
+MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str, str]] = {
+    slots_come_back_early: ("mixed", "late", "nothing orders it"),
+    packets_are_sent_beside_the_steps: ("mixed", "early", "nothing orders it"),
+    results_are_temporary: ("mixed", "late", "the reuse of"),
+    recordings_are_kept_asleep: ("slept", "late", "which was freed"),
+    results_of_recordings_are_kept: ("recorded", "late", "kept after it"),
+    the_host_reads_the_device: ("recorded", "late", "in a recording"),
+    pages_are_saved_late: ("swapped", "late", ""),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_other_mistakes_are_noticed(
+    mistake: Callable[[pytest.MonkeyPatch], None], checkpoint: Any, expected: Any
+) -> None:
+    case, policy, reported = MISTAKES[mistake]
+    with pytest.MonkeyPatch.context() as patch:
+        mistake(patch)
+        device, found = show(case, policy, checkpoint)
+    if reported:
+        assert any(reported in text for text in device.violations), (device.violations, found)
+    else:
+        assert found != expected(case)
