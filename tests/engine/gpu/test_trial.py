@@ -23,6 +23,7 @@ from pagewire.engine.steps.trial_journal import TrialJournal
 from pagewire.errors import ConfigError, StartError
 from pagewire.kernels.triton.decode_attention import decode_attention
 from pagewire.kernels.triton.moe import moe
+from pagewire.kernels.triton.quantized_product import quantized_product
 from pagewire.kernels.triton.rms_norm import rms_norm
 
 NUM_BLOCKS = 96
@@ -171,7 +172,7 @@ def test_without_their_kernels_quantized_matrices_are_widened(kind, tmp_path, mo
     half = {"dtype": "float16", "kv_cache_dtype": "float16", "arithmetic": "float16"}
     kept = load(quantized, changes=half)
     assert kept.failed_kernels == ()
-    monkeypatch.setattr(products, "quantized_product", wrong(products.quantized_product, 2))
+    monkeypatch.setattr(products, "quantized_product", wrong(quantized_product, 2))
     runner = load(quantized, changes=half)
     assert runner.failed_kernels == ("quantized_product",)
     assert runner.memory.weights > kept.memory.weights
