@@ -88,7 +88,7 @@ stress: $(VENV)/.dev
 		$(BIN)/python -m pagewire.tests.stress.$$program || exit; done
 
 kernels: $(VENV)/.dev
-	for arch in 80 89 90; do \
+	for arch in 80 89 90 100 120; do \
 		$(BIN)/python -m pagewire.kernels.triton.compile --ship kernels/triton/shipped/sm_$$arch.zip --arch $$arch || exit; done
 
 grid: $(VENV)/.dev

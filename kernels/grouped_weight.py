@@ -24,6 +24,7 @@ class GroupedWeight:
     bits: int  # 8 or 4
     table: tuple[int, ...] | None = None  # 16 values of 0 … 255, for 4 bits
     order: Tensor | None = None  # int32 [k]: the activations' column for each column of the weight; None: the same
+    factor: Tensor | None = None  # float32 [n], of NVFP4: scales over factors, rounded to e4m3, are those of the file
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,8 +38,8 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.numbers, self.scales, self.offsets, *(() if self.order is None else (self.order,)))
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = (self.numbers, self.scales, self.offsets, self.order, self.factor)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def rows(self, index: Tensor) -> "GroupedWeight":
         """Some rows, in another order."""
@@ -47,6 +48,7 @@ class GroupedWeight:
             numbers=self.numbers[index],
             scales=self.scales[:, index].contiguous(),
             offsets=self.offsets[:, index].contiguous(),
+            factor=None if self.factor is None else self.factor[index],
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -55,19 +57,20 @@ class GroupedWeight:
         values = self.numbers if self.table is None else torch.tensor(self.table)[self.numbers.long()]
         grouped = values.view(n, -1, self.group_size).float()
         scales, offsets = (each.t()[:, :, None] for each in (self.scales, self.offsets))
-        weight = grouped.mul_(scales).sub_(offsets).to(dtype).view(n, k)
-        if self.order is None:
-            return weight
-        out = torch.empty_like(weight)
-        out[:, self.order.long()] = weight
-        return out
+        if (zeros := zero_points(self)) is not None:  # then nothing is rounded but the product
+            weight = grouped.sub_(zeros.t()[:, :, None]).mul_(scales)
+        else:
+            weight = grouped.mul_(scales).sub_(offsets)
+        return ordered(weight.to(dtype).view(n, k), self.order)
 
 
 def concatenate(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     """Stacks the rows, as in fused projections. Raises ValueError if the parts do not fit together."""
     first = parts[0]
     for part in parts[1:]:
-        if (part.bits, part.table, part.group_size) != (first.bits, first.table, first.group_size):
+        if (part.bits, part.table, part.group_size) != (first.bits, first.table, first.group_size) or (
+            (part.factor is None) != (first.factor is None)
+        ):
             raise ValueError("their groups, tables or numbers of bits differ")
         is_same = (
             part.order is first.order if part.order is None or first.order is None else part.order.equal(first.order)
@@ -81,7 +84,17 @@ def concatenate(parts: Sequence[GroupedWeight]) -> GroupedWeight:
         numbers=torch.cat([part.numbers for part in parts]),
         scales=torch.cat([part.scales for part in parts], dim=1),
         offsets=torch.cat([part.offsets for part in parts], dim=1),
+        factor=None if first.factor is None else torch.cat([part.factor for part in parts if part.factor is not None]),
     )
+
+
+def ordered(weight: Tensor, order: Tensor | None) -> Tensor:
+    """The weight with its columns in the order of the activations."""
+    if order is None:
+        return weight
+    out = torch.empty_like(weight)
+    out[:, order.long()] = weight
+    return out
 
 
 def form(quantization: str, k: int) -> tuple[int, int]:

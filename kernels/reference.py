@@ -53,6 +53,10 @@ class TorchMatrix:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
+    def result_dtype(self, x: Tensor) -> torch.dtype:
+        """Of `product`."""
+        return x.dtype
+
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: memory for the result [rows, n]; None: new memory."""
         if out is None:

@@ -90,6 +90,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "int8-zeros": _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=16,
+    ),
+    "nvfp4-modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head"],
+        "producer": {"name": "modelopt", "version": "0.35.0"},
+    },
 }
 
 
@@ -179,6 +193,8 @@ def quantize(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
         return _fp8(weight, kind)
     if kind == "mxfp4":
         return _mxfp4(weight)
+    if kind.startswith("nvfp4"):
+        return _nvfp4(weight, kind)
     if kind.startswith(("packed", "int8")):
         return _integers(weight, kind)
     return _int4(weight, kind)
@@ -285,9 +301,12 @@ def _integers(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     return parts, torch.from_numpy(exact)
 
 
+_FLOATS_OF_4_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
 def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     n, k = weight.shape
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = _FLOATS_OF_4_BITS
     w = weight.float().numpy().astype(np.float64).reshape(n, k // 32, 32)
     exponents = np.floor(np.log2(np.abs(w).max(axis=2))) - 2
     codes = np.abs((w / 2 ** exponents[:, :, None])[..., None] - values).argmin(axis=3)
@@ -296,6 +315,30 @@ def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     parts = {
         "weight_packed": torch.from_numpy(codes[..., 0] | codes[..., 1] << 4),
         "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return parts, torch.from_numpy(exact)
+
+
+def _nvfp4(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    n, k = weight.shape
+    w = weight.float().numpy().astype(np.float64).reshape(n, k // 16, 16)
+    most = np.abs(w).max(axis=2)
+    whole = np.float32(most.max() / (6 * 448))
+    narrow = torch.from_numpy((most / 6 / whole).astype(np.float32)).to(torch.float8_e4m3fn)
+    if kind == "nvfp4-modelopt":
+        number, leaves = whole, ("weight", "weight_scale_2")
+        scales = (narrow.float() * torch.tensor(number)).numpy()
+    else:
+        number, leaves = np.float32(1 / whole), ("weight_packed", "weight_global_scale")
+        scales = (narrow.float() / torch.tensor(number)).numpy()
+    codes = np.abs((w / scales[:, :, None])[..., None] - _FLOATS_OF_4_BITS).argmin(axis=3)
+    exact = (_FLOATS_OF_4_BITS.astype(np.float32)[codes] * scales[:, :, None]).reshape(n, k)
+    codes = codes.reshape(n, k // 2, 2).astype(np.uint8)
+    parts = {
+        leaves[0]: torch.from_numpy(codes[..., 0] | codes[..., 1] << 4),
+        leaves[1]: torch.tensor(number).reshape(() if kind == "nvfp4-modelopt" else (1,)),
+        "weight_scale": narrow,
+        "input_scale" if kind == "nvfp4-modelopt" else "input_global_scale": torch.tensor(0.1),
     }
     return parts, torch.from_numpy(exact)
 

@@ -62,13 +62,20 @@ def _weight(queue: Queue, kernel: str, n: int, k: int) -> tuple[Product, int]:
     if kernel == "fp8_product":
         values = torch.randn(n, k, dtype=torch.bfloat16, device=device).to(torch.float8_e4m3fn)
         fp8 = Fp8Weight(values, torch.ones(groups, device=device), (128, 128))
-        return QuantizedProduct(fp8, None), fp8.nbytes
+        return _quantized(fp8), fp8.nbytes
     packed, zeros = (
         torch.randint(0, most, shape, dtype=torch.uint8, device=device)
         for most, shape in ((256, (n, k // 2)), (17, (groups[1], n)))
     )
     int4 = Int4Weight(packed, torch.ones(groups[1], n, dtype=torch.bfloat16, device=device), zeros, half=64)
-    return QuantizedProduct(int4, None), int4.nbytes
+    return _quantized(int4), int4.nbytes
+
+
+def _quantized(weight: Fp8Weight | Int4Weight) -> QuantizedProduct:
+    device = (weight.values if isinstance(weight, Fp8Weight) else weight.packed).device
+    workspace = workspace_small_product([], device, narrow=[weight.shape])
+    widened = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)  # without gates it takes nothing else
+    return QuantizedProduct(weight, None, workspace, lambda shape, dtype: widened.view(shape), dtype=torch.bfloat16)
 
 
 def moe_us(queue: Queue, *, tokens: int, num_experts: int, top_k: int, hidden: int, inter: int) -> tuple[float, int]:

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from ...engine.device.queue import CudaQueue, EagerQueue, Queue
-from ...kernels.triton.fp8_product import fp8_product
-from ...kernels.triton.int4_product import int4_product
+from ...kernels.quantized_weight import Fp8Weight, Int4Weight
 from ...kernels.triton.moe import moe, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.product import product
+from ...kernels.triton.quantized_product import quantized_product
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.sampling import SamplingColumns, sample, workspace_sampling
 from ...kernels.triton.silu_mul import silu_mul
@@ -61,11 +61,13 @@ def kernels(queue: Queue) -> dict[str, Callable[[], None]]:
     )  # fmt: skip
     found["product"] = lambda: product(x, weight, numbers(3, 32))
     codes, scale = torch.ones(32, 1024, device=device).to(torch.float8_e4m3fn), torch.ones(1, 8, device=device)
-    found["fp8 product"] = lambda: fp8_product(x, codes, scale, numbers(3, 32), block=(32, 128))
+    fp8 = Fp8Weight(codes, scale, (32, 128))
+    found["fp8 product"] = lambda: quantized_product(x, fp8, numbers(3, 32))
     packed = torch.zeros(32, 512, dtype=torch.uint8, device=device)
     scales = torch.ones(8, 32, device=device).half()
     zeros = torch.zeros(8, 32, dtype=torch.uint8, device=device)
-    found["int4 product"] = lambda: int4_product(x, packed, scales, zeros, numbers(3, 32), half=64)
+    int4 = Int4Weight(packed, scales, zeros, 64)
+    found["int4 product"] = lambda: quantized_product(x, int4, numbers(3, 32))
     found["norm"] = lambda: rms_norm(x, numbers(1024), 1e-6, numbers(3, 1024), numbers(3, 1024))
     found["gates"] = lambda: silu_mul(numbers(3, 128), numbers(3, 64), interleaved=True)
     rotary = rotary_table(torch.ones(8, device=device), 1.0, 64)

@@ -121,7 +121,7 @@ def _buckets(kernel: str, n: int, k: int, *, smoke: bool) -> list[tuple[tuple[in
     """The sizes on which the options of a product with a weight [n, k] depend, each with the rows to measure."""
     if kernel == "product":  # its tiles must be equal for all numbers of rows
         return [((n, k), (2,) if smoke else (1, 64, 2048))]
-    return [((16, n, k), (2,))] if smoke else [((16, n, k), (1, 16)), ((64, n, k), (64,)), ((128, n, k), (2048,))]
+    return [((16, n, k), (2,))] if smoke else [((16, n, k), (1, 16)), ((64, n, k), (64,)), ((128, n, k), (256,))]
 
 
 def tune(family: Family) -> Found:

@@ -23,6 +23,7 @@ class Fp8Scheme(Struct, frozen=True):
     narrower: ClassVar[int] = 2  # quantized weights that fit into 16 bits
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one per weight or row
     has_input_scales: bool = False  # the checkpoint has scales for quantizing activations, which are not used
+    has_narrow_inputs: bool = True  # made for activations of 8 bits
 
     @property
     def note(self) -> str:
@@ -41,6 +42,7 @@ class Int4Scheme(Struct, frozen=True):
 
     narrower: ClassVar[int] = 4  # quantized weights that fit into 16 bits
     has_kernels: ClassVar[bool] = True
+    has_narrow_inputs: ClassVar[bool] = False
     layout: Literal["awq", "gptq"]
     group_size: int | None  # None: the whole row
     zero_offset: int = 0  # added to the stored zero points
@@ -54,6 +56,7 @@ class GgufScheme(Struct, frozen=True):
     """Weights of a GGUF file, each of a type of its own (`engine/weights/gguf.py`)."""
 
     has_kernels: ClassVar[bool] = False
+    has_narrow_inputs: ClassVar[bool] = False
     types: tuple[str, ...]  # of the quantized weights
 
     @property
@@ -62,12 +65,14 @@ class GgufScheme(Struct, frozen=True):
 
 
 class CompressedScheme(Struct, frozen=True):
-    """compressed-tensors of integers, or of floats of 4 bits (MXFP4) whose scales are powers of two."""
+    """compressed-tensors of integers, or of floats of 4 bits: MXFP4, whose scales are powers of two, or NVFP4, whose
+    scales are floats of 8 bits times a number of the whole weight. nvfp4: as NVIDIA's ModelOpt stores it."""
 
-    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized"]
+    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "nvfp4"]
     bits: Literal[4, 8]
     group_size: int | None  # weights of a row that share a scale; None: the whole row
     is_symmetric: bool = True  # without zero points
+    has_narrow_inputs: bool = False  # made for activations of 8 bits
 
     @property
     def narrower(self) -> int:
@@ -77,7 +82,9 @@ class CompressedScheme(Struct, frozen=True):
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels have this format."""
-        return self.format == "pack-quantized" and self.bits == 4 and (self.group_size or 16) % 16 == 0
+        if self.bits == 8 and not self.is_symmetric:
+            return False
+        return (self.group_size or 16) % 16 == 0
 
     @property
     def note(self) -> str:
@@ -105,6 +112,7 @@ class _FloatArguments(Struct):
 
 
 class _Inputs(Struct):
+    num_bits: int = 8
     dynamic: bool | Literal["local"] = False
 
 
@@ -121,25 +129,32 @@ class _CompressedFloats(Struct):
 
 
 class _IntArguments(Struct):
-    """QuantizationArgs of compressed-tensors, for integers and for MXFP4. Their order of columns (`actorder`) shows in
-    the tensors."""
+    """QuantizationArgs of compressed-tensors, for integers, MXFP4 and NVFP4. Their order of columns (`actorder`) shows
+    in the tensors."""
 
     type: Literal["int", "float"]
     num_bits: Literal[4, 8]
-    strategy: Literal["tensor", "channel", "group"] = "tensor"
+    strategy: Literal["tensor", "channel", "group", "tensor_group"] = "tensor"
     group_size: int | None = None
     symmetric: bool = True
 
 
 class _IntGroup(Struct):
     weights: _IntArguments
+    input_activations: _Inputs | None = None
 
 
 class _CompressedIntegers(Struct):
-    """QuantizationConfig with weights of integers or of MXFP4."""
+    """QuantizationConfig with weights of integers, MXFP4 or NVFP4."""
 
     config_groups: dict[str, _IntGroup]
-    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized"]
+    format: Literal["pack-quantized", "int-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"]
+
+
+class _ModelOpt(Struct):
+    """NVIDIA's ModelOpt."""
+
+    quant_algo: Literal["FP8", "NVFP4"]
 
 
 class _Awq(Struct):
@@ -159,7 +174,7 @@ class _Gptq(Struct):
     checkpoint_format: Literal["gptq", "gptq_v2"] | None = None
 
 
-FORMATS = "fp8", "AWQ", "GPTQ", "int8", "int4", "MXFP4"
+FORMATS = "fp8", "AWQ", "GPTQ", "int8", "int4", "MXFP4", "NVFP4"
 """What `read_scheme` reads, in short."""
 
 
@@ -178,10 +193,15 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
             block = next(iter(blocks), None)
             if len(blocks) > 1 or not groups or isinstance(block, str) or blocks == {None}:
                 raise ConfigError(f"{file} has {len(groups)} config_groups with the block structures {[*blocks]}.")
-            is_static = any(group.input_activations and group.input_activations.dynamic is False for group in groups)
-            return Fp8Scheme(_block(block, file), is_static)
+            inputs = [group.input_activations for group in groups if group.input_activations is not None]
+            is_static = any(each.dynamic is False for each in inputs)
+            return Fp8Scheme(_block(block, file), is_static, len(inputs) == len(groups))
         case "mxfp4":  # gpt-oss
             return CompressedScheme("mxfp4-pack-quantized", 4, 32)
+        case "modelopt" | "modelopt_fp4":
+            if _fields(config, _ModelOpt, file).quant_algo == "FP8":
+                return Fp8Scheme(None, True)
+            return CompressedScheme("nvfp4", 4, 16)
         case "awq":
             return Int4Scheme("awq", _group_size(_fields(config, _Awq, file).group_size, file))
         case "gptq":
@@ -191,14 +211,14 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
         case _:
             raise ConfigError(
                 f"{file} has weights quantized with {method}, which pagewire does not read; it reads "
-                "fp8, mxfp4, compressed-tensors of 8-bit floats, of integers of 8 or 4 bits and of mxfp4, and awq and "
-                "gptq of 4 bits."
+                "fp8, mxfp4, compressed-tensors of 8-bit floats, of integers of 8 or 4 bits, of mxfp4 and of nvfp4, "
+                "modelopt of fp8 and nvfp4, and awq and gptq of 4 bits."
             )
 
 
 def _compressed(found: _CompressedIntegers, file: Path) -> CompressedScheme:
     forms = {
-        (w.type, w.num_bits, w.group_size if w.strategy == "group" else None, w.symmetric)
+        (w.type, w.num_bits, w.group_size if "group" in w.strategy else None, w.symmetric)
         for w in (group.weights for group in found.config_groups.values())
     }
     if len(forms) != 1:
@@ -207,18 +227,21 @@ def _compressed(found: _CompressedIntegers, file: Path) -> CompressedScheme:
             "checkpoints with one."
         )
     kind, bits, group, is_symmetric = next(iter(forms))
-    is_mxfp4 = found.format == "mxfp4-pack-quantized"
-    if (kind == "float") != is_mxfp4 or (is_mxfp4 and (bits, group, is_symmetric) != (4, 32, True)):
+    of_floats = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}.get(found.format)
+    is_float = of_floats is not None
+    if (kind == "float") != is_float or (is_float and (bits, group, is_symmetric) != (4, of_floats, True)):
         raise ConfigError(
             f"{file} has weights of type {kind} with {bits} bits in groups of {group}, which {found.format} does not "
             "have."
         )
     if group is not None and (group < 8 or group % 8):
         raise ConfigError(f"{file} has a group_size of {group}, which should be a multiple of 8.")
-    return CompressedScheme(found.format, bits, group, is_symmetric)
+    inputs = [group.input_activations for group in found.config_groups.values()]
+    is_narrow = found.format == "int-quantized" and all(each is not None and each.num_bits == 8 for each in inputs)
+    return CompressedScheme(found.format, bits, group, is_symmetric, is_narrow)
 
 
-_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 _T = TypeVar("_T")
 
 

@@ -19,19 +19,17 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 class Vocabulary:
     def __init__(self, program: Program, weights: Weights, group: Group) -> None:
         """program: this rank's."""
-        self._program, self._group = program, group
+        self._program, self.group = program, group
         self._matrix = weights.matrix(program.head)
         self._project = None if program.head_project is None else weights.matrix(program.head_project)
         self._bias = weights.vector(program.head_bias)
-        self._first, _ = share(program.vocab, group.rank, group.size)
-        _, self._most = share(program.vocab, 0, group.size)
+        self.first, _ = share(program.vocab, group.rank, group.size)
+        _, self.largest_part = share(program.vocab, 0, group.size)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
-        return self.logits_in(hidden, None)
-
-    def logits_in(self, hidden: Tensor, take: Take | None) -> Tensor:
-        """`logits`. take: gives the memory for results, with matrices of torch; None: they have new memory."""
+    def part(self, hidden: Tensor, take: Take | None = None) -> Tensor:
+        """hidden: [positions, hidden_size] → the logits of this rank's part of the vocabulary, from `first` on: float32
+        [positions, at most `largest_part`]. take: gives the memory for results, with matrices of torch; None: they have
+        new memory."""
         if take is None:
             out = self._matrix.product(self._projected(hidden), self._bias).float()
         else:
@@ -45,10 +43,19 @@ class Vocabulary:
             out.mul_(self._program.head_scale)
         if cap := self._program.head_softcap:
             out.div_(cap).tanh_().mul_(cap)
-        if self._group.size == 1:
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
+        return self.logits_in(hidden, None)
+
+    def logits_in(self, hidden: Tensor, take: Take | None) -> Tensor:
+        """`logits`. take: see `part`."""
+        out = self.part(hidden, take)
+        if self.group.size == 1:
             return out
-        padded = torch.nn.functional.pad(out, (0, self._most - self._program.head.rows))
-        whole = self._group.all_gather(padded).transpose(0, 1).reshape(hidden.shape[0], -1)
+        padded = torch.nn.functional.pad(out, (0, self.largest_part - self._program.head.rows))
+        whole = self.group.all_gather(padded).transpose(0, 1).reshape(hidden.shape[0], -1)
         return whole[:, : self._program.vocab].contiguous()  # kernels need contiguous rows
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +63,9 @@ class Vocabulary:
         if self._program.head_scale != 1.0 or self._program.head_softcap or self._bias is not None:
             return reference.greedy(self.logits(hidden))
         most, ids = self._matrix.greedy(self._projected(hidden))
-        if self._group.size == 1:
+        if self.group.size == 1:
             return most, ids
-        found = self._group.all_gather(torch.stack((most.double(), (ids + self._first).double())))
+        found = self.group.all_gather(torch.stack((most.double(), (ids + self.first).double())))
         most, ids = found[:, 0], found[:, 1]
         best = most.amax(dim=0)  # NaN if any rank's is NaN
         ids = ids.masked_fill(most != best, self._program.vocab).amin(dim=0)  # the first of equal logits
@@ -70,4 +77,4 @@ class Vocabulary:
 
 def _written(matrix: Matrix, x: Tensor, bias: Tensor | None, take: Take) -> Tensor:
     assert isinstance(matrix, reference.TorchMatrix)
-    return matrix.product(x, bias, take((x.shape[0], matrix.weight.shape[0]), x.dtype))
+    return matrix.product(x, bias, take((x.shape[0], matrix.weight.shape[0]), matrix.result_dtype(x)))

@@ -66,7 +66,7 @@ class TritonDecoder:
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
             is_deterministic=is_deterministic, without=without, attention=attention,
         )  # fmt: skip
-        self._vocabulary = Vocabulary(program, self._walk.weights, group)
+        self.vocabulary = Vocabulary(program, self._walk.weights, group)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -171,13 +171,17 @@ class TritonDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] float32."""
-        return self._vocabulary.logits(hidden)
+        return self.vocabulary.logits(hidden)
 
-    def sampled_logits(self, tokens: Tensor) -> Tensor:
-        """The logits of at most `limits.part` tokens of the step, until the next call or step. tokens: [n] int32 →
-        [n, vocab] float32."""
+    def sampled_hidden(self, tokens: Tensor) -> Tensor:
+        """`hidden` of at most `limits.part` tokens of the step, until the next call or step."""
         scratch = self._walk.scratch
         scratch.begin()
         hidden = scratch.take((len(tokens), self._states.shape[1]), self._states.dtype)
         torch.index_select(self._states, 0, tokens, out=hidden)
-        return self._vocabulary.logits_in(self._walk.finish(hidden), scratch.take)
+        return self._walk.finish(hidden)
+
+    def sampled_logits(self, tokens: Tensor) -> Tensor:
+        """The logits of at most `limits.part` tokens of the step, until the next call or step. tokens: [n] int32 →
+        [n, vocab] float32."""
+        return self.vocabulary.logits_in(self.sampled_hidden(tokens), self._walk.scratch.take)

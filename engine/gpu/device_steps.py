@@ -482,8 +482,11 @@ class DeviceSteps:
 
         def sample() -> None:
             tokens = self._packet.parts[first // self._part].tokens[: samples.samples]
-            logits = self._decoder.sampled_logits(tokens)
-            self._state.sample(logits, self._packet, first, samples)
+            if self._decoder.num_ranks > 1 and samples.is_plain:
+                hidden = self._decoder.sampled_hidden(tokens)
+                self._state.sample_of_parts(self._decoder.vocabulary, hidden, self._packet, first, samples)
+            else:
+                self._state.sample(self._decoder.sampled_logits(tokens), self._packet, first, samples)
 
         return sample
 

@@ -40,6 +40,11 @@ class SampleShape:
     edits: bool  # some rows have a bias, penalties or a mask
     logprobs: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best token of each part of the vocabulary tells the sampled one."""
+        return self.kind < 2 and not self.edits and not self.logprobs
+
 
 def decode_sizes(most: int) -> tuple[int, ...]:
     """Ascending; the last is `most`."""

@@ -19,7 +19,15 @@ from ...kernels.triton.edit_rows import Edit, edit_rows
 from ...kernels.triton.logprobs import MAX_BEST, logprobs, workspace_logprobs
 from ...kernels.triton.open_rows import open_rows
 from ...kernels.triton.prepare_step import accept_drafts, remember_sampled
-from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_sampling
+from ...kernels.triton.sampling import (
+    Kind,
+    SamplingColumns,
+    best_of_part,
+    sample,
+    sample_of_parts,
+    workspace_sampling,
+)
+from ..executors.vocabulary import Vocabulary
 from .packet import Limits, Packet
 from .shapes import SampleShape
 
@@ -103,6 +111,21 @@ class RowState:
             most = min(MAX_BEST, self._vocab_size)
             ids, values, asking = self.best_ids[part], self.best_values[part], own.asking[: shape.samples]
             logprobs(ids, values, logits, asking, sampled, self._logprobs, num_best=most)
+
+    def sample_of_parts(
+        self, vocabulary: Vocabulary, hidden: Tensor, packet: Packet, first: int, shape: SampleShape
+    ) -> None:
+        """`sample` for a shape without filters, edits and log-probabilities, of which the ranks exchange their best
+        tokens instead of all logits. hidden: [samples, hidden size]."""
+        part, own, kind = slice(first, first + shape.samples), packet.parts[first // self._part], KINDS[shape.kind]
+        picked, places = own.rows[: shape.samples], own.places[: shape.samples]
+        sampled, positions = self.sampled[part], self.sample_positions[part]
+        found = best_of_part(
+            vocabulary.part(hidden), places, picked, positions, self._sampling,
+            first_token=vocabulary.first, largest_part=vocabulary.largest_part, kind=kind,
+        )  # fmt: skip
+        sample_of_parts(sampled, vocabulary.group.all_gather(found), picked, positions, self._sampling, kind=kind)
+        remember_sampled(self.last_ids, self.last_positions, sampled, positions, picked)
 
     def accept(self, packet: Packet, ids: Tensor, *, rows: int, most: int) -> None:
         """Accepts draft tokens after all parts of a step are sampled. ids: [tokens] of the step, whose packet has

@@ -32,7 +32,7 @@ from .weights import Loaded
 OPTIONAL = frozenset(
     {
         "rms_norm", "gated_norm", "rotate", "activations", "elementwise", "row_statistics", "small_product",
-        "fp8_product", "int4_product", "silu_mul",
+        "quantized_product", "silu_mul",
     }
 )  # fmt: skip
 """Kernels whose operation torch can compute in the midst of a step of the others. Without any other kernel the whole

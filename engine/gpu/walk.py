@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...kernels.quantized_weight import QuantizedWeight
 from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, Slopes, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
@@ -62,7 +63,15 @@ from .elementwise import run_of
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
-from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
+from .products import (
+    DenseProduct,
+    InvariantProduct,
+    Norm,
+    ProductMatrix,
+    QuantizedProduct,
+    fresh,
+    interleave,
+)
 from .products import Product as ProductOf
 from .rules import Kind, Part, body_of, largest_group, parts_of
 from .scratch import Scratch
@@ -167,15 +176,23 @@ class Walker:
         self._largest_group = largest_group(program)
         self.weights = Weights()
         self.weights.vectors = loaded.vectors
-        matrix = InvariantMatrix if is_deterministic else TorchMatrix
-        for each in program.matrices:
-            if each.use == "table" or each == program.head_project:
-                self.weights.matrices[each.key] = (matrix(loaded.values(each)),)
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
-        shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
+        tables = [each for each in program.matrices if each.use == "table" or each == program.head_project]
+        multiplied = [args.matrix for args in products] + tables
+        even = {(each.rows, each.columns) for each in multiplied if each.rows % 16 == 0}
+        narrow = {(each.rows, each.columns) for each in multiplied if loaded.is_quantized(each)}
         self.scratch = Scratch(loaded.device)
         self._temporary = 0  # bytes per token that the launch takes which takes most from the allocator
-        self._small = workspace_small_product(shapes, loaded.device)
+        self._small = workspace_small_product(even, loaded.device, narrow=narrow)
+        for each in tables:
+            values, wide = loaded.values(each), None if each == program.head_project else torch.float32
+            takes = fresh(loaded.device), self.scratch.take
+            if is_deterministic:
+                matrix = ProductMatrix(values, InvariantProduct(values, None), wide)
+            else:
+                anywhere, in_scratch = (DenseProduct(values, None, self._small, take, without) for take in takes)
+                matrix = ProductMatrix(values, anywhere, wide, in_scratch)
+            self.weights.matrices[each.key] = (matrix,)
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
         self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
@@ -334,7 +351,7 @@ class Walker:
         if is_gated and bias is not None:
             bias = interleave(bias)
         if not isinstance(weight, Tensor):
-            return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
+            return self._quantized(weight.interleave() if is_gated else weight, bias, is_gated)
         weight = interleave(weight) if is_gated else weight
         return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated)
 
@@ -342,6 +359,15 @@ class Walker:
         if is_gated:
             self.scratch.expect(self._limits.tokens * weight.shape[0] * self._dtype.itemsize)
         return DenseProduct(weight, bias, self._small, self.scratch.take, self._without)
+
+    def _quantized(self, weight: QuantizedWeight, bias: Tensor | None, is_gated: bool) -> QuantizedProduct:
+        product = QuantizedProduct(
+            weight, bias, self._small, self.scratch.take, dtype=self._dtype,
+            has_narrow_inputs=self._loaded.has_narrow_inputs,
+        )  # fmt: skip
+        self.scratch.expect(*product.taken(self._limits.tokens, self._dtype.itemsize, is_gated=is_gated))
+        self._leave_to_torch(product.left_to_torch(self._dtype.itemsize))
+        return product
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None

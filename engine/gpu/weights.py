@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...kernels.grouped_weight import GroupedWeight
-from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate, int4_of
+from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate, for_triton
 from ...kernels.superblock_weight import SuperblockWeight
 from ..executors.weights import shape_of
 from ..models.program import Matrix, Vector
@@ -16,9 +16,12 @@ from ..models.program import Matrix, Vector
 class Loaded:
     """A `Sink`. Each matrix is taken once."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, keeps: bool) -> None:
-        """keeps: quantized matrices stay as the checkpoint stores them."""
-        self.device = device
+    def __init__(
+        self, *, dtype: torch.dtype, device: torch.device, keeps: bool, has_narrow_inputs: bool = False
+    ) -> None:
+        """keeps: quantized matrices stay as the checkpoint stores them. has_narrow_inputs: it was made for activations
+        of 8 bits."""
+        self.device, self.has_narrow_inputs = device, has_narrow_inputs
         self.vectors: dict[str, Tensor] = {}
         self._dtype, self._keeps = dtype, keeps
         self._matrices: dict[str, Tensor | QuantizedWeight] = {}
@@ -26,6 +29,9 @@ class Loaded:
     @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (*self._matrices.values(), *self.vectors.values()))
+
+    def is_quantized(self, matrix: Matrix) -> bool:
+        return not isinstance(self._matrices[matrix.key], Tensor)
 
     def take(self, matrix: Matrix) -> Tensor | QuantizedWeight:
         """[rows, columns], or [experts, rows, columns]."""
@@ -61,7 +67,7 @@ class Loaded:
         try:
             weight = concatenate(parts)
             assert not isinstance(weight, SuperblockWeight), "GGUF files are widened"
-            self._matrices[matrix.key] = (int4_of(weight) if isinstance(weight, GroupedWeight) else weight).to(
+            self._matrices[matrix.key] = (for_triton(weight) if isinstance(weight, GroupedWeight) else weight).to(
                 self.device
             )
         except ValueError as e:

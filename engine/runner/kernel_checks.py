@@ -35,13 +35,13 @@ from .served import Served, how_served
 log = logging.getLogger(__name__)
 
 GPU_KERNELS = (
-    "decode_attention", "edit_logits", "extend_attention", "fp8_product", "gated_norm", "int4_product",
-    "latent_attention", "logprobs", "moe", "norm_rotary_write", "open_rows", "prepare_step", "product", "rms_norm",
-    "sampling", "scans", "silu_mul", "small_product",
+    "decode_attention", "edit_logits", "extend_attention", "gated_norm", "latent_attention", "logprobs", "moe",
+    "norm_rotary_write", "open_rows", "prepare_step", "product", "quantized_product", "rms_norm", "sampling",
+    "scans", "silu_mul", "small_product",
 )  # fmt: skip
 """Modules of `kernels/triton` that a trial can blame."""
 _OTHER = "another rank's kernel"
-_KEPT = {"fp8_product", "int4_product"}  # without them matrices are widened while they are loaded
+_KEPT = {"quantized_product"}  # without them matrices are widened while they are loaded
 
 
 @dataclass(frozen=True)

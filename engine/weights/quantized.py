@@ -21,6 +21,11 @@
                               weight_zero_point int8, as the scale; symmetric: missing
     mxfp4-pack-quantized      weight_packed     uint8 [n, k / 2], the even column in the low half
                               weight_scale      uint8 [n, k / 32], exponents of two plus 127
+    nvfp4-pack-quantized      weight_packed     uint8 [n, k / 2], the even column in the low half
+                              weight_scale      float8_e4m3fn [n, k / 16]
+                              weight_global_scale  one number, by which the scales are divided
+    modelopt's NVFP4          weight, weight_scale  the same
+                              weight_scale_2    one number, by which the scales are multiplied
 
 Eight 4-bit numbers share an int32, the first in the lowest bits; AWQ's are those of columns 0, 2, 4, 6, 1, 3, 5, 7
 (`order_map` of AutoAWQ's WQLinear_GEMM). The weight is (number - zero) · scale. GPTQ's are packed as in `pack` of
@@ -45,9 +50,12 @@ Shape = tuple[int, ...]
 
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
 _FP8_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")  # of activations and the KV cache
-_UNUSED = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "q_scale", "k_scale", "v_scale")
-# Of MXFP4: twice the numbers, which are 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, and 12.
-_MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+_UNUSED = (
+    "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale",
+    "v_scale",
+)  # fmt: skip
+# Of floats of 4 bits: twice the numbers, which are 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, and 12.
+_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
 
 def quantized_modules(scheme: Scheme, reader: Reader) -> set[str]:
@@ -99,8 +107,12 @@ def _compressed_tensors(
         found = {f"{module}.weight_packed": ((n, -(-k // share)),)}
         zero = ((-(-n // share), groups),)
     else:
-        found = {f"{module}.weight_packed": ((n, k // 2),)}
+        packed, _ = _nvfp4_leaves(scheme)
+        found = {f"{module}.{packed}": ((n, k // 2),)}
     found[f"{module}.weight_scale"] = scale
+    if scheme.format.startswith("nvfp4"):
+        _, whole = _nvfp4_leaves(scheme)
+        found[f"{module}.{whole}"] = ((), (1,))
     if not scheme.is_symmetric:
         found[f"{module}.weight_zero_point"] = zero
     if f"{module}.weight_g_idx" in names:
@@ -225,13 +237,16 @@ def _compressed(scheme: CompressedScheme, part: _Part, n: int, k: int) -> Groupe
     rows, half = slice(*part.rows), 1 << scheme.bits - 1
     group = scheme.group_size or k
     groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
-    if scheme.format == "mxfp4-pack-quantized":
-        pairs = _typed(part, "weight_packed", part.tensor("weight_packed", rows, part.column_slice(2)), torch.uint8)
+    if "fp4" in scheme.format:
+        leaf, whole = _nvfp4_leaves(scheme)
+        pairs = _typed(part, leaf, part.tensor(leaf, rows, part.column_slice(2)), torch.uint8)
         numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+        if scheme.format != "mxfp4-pack-quantized":
+            return _nvfp4(part, numbers, rows, groups, whole)
         exponents = _typed(part, "weight_scale", part.tensor("weight_scale", rows, groups), torch.uint8)
         # The numbers of the table are twice those of the format.
         scales = exponents.t().contiguous().view(torch.float8_e8m0fnu).float() / 2
-        return GroupedWeight(numbers, scales, 12 * scales, 4, table=_MXFP4)
+        return GroupedWeight(numbers, scales, 12 * scales, 4, table=_E2M1)
     scales = _per_row(part.whole("weight_scale"), n, rows, groups).float()
     zeros = torch.full((), half)
     if scheme.format == "int-quantized":
@@ -250,6 +265,21 @@ def _compressed(scheme: CompressedScheme, part: _Part, n: int, k: int) -> Groupe
     if order is not None:
         numbers = numbers[:, order.long()]
     return GroupedWeight(numbers.contiguous(), scales, scales * zeros, scheme.bits, order=order)
+
+
+def _nvfp4_leaves(scheme: CompressedScheme) -> tuple[str, str]:
+    """The last names of the packed numbers, and of the number that scales the whole weight."""
+    return ("weight", "weight_scale_2") if scheme.format == "nvfp4" else ("weight_packed", "weight_global_scale")
+
+
+def _nvfp4(part: _Part, numbers: Tensor, rows: slice, groups: slice, whole: str) -> GroupedWeight:
+    narrow = _typed(part, "weight_scale", part.tensor("weight_scale", rows, groups), torch.float8_e4m3fn)
+    of_whole = part.whole(whole).float().reshape(())
+    narrow = narrow.t().contiguous().float()
+    scales = narrow / of_whole if whole == "weight_global_scale" else narrow * of_whole
+    factor = 1 / of_whole if whole == "weight_global_scale" else of_whole
+    scales = scales / 2  # the numbers of the table are twice those of the format
+    return GroupedWeight(numbers, scales, 12 * scales, 4, table=_E2M1, factor=factor.expand(len(numbers)).contiguous())
 
 
 def _per_row(numbers: Tensor, n: int, rows: slice, groups: slice) -> Tensor:

@@ -8,10 +8,10 @@
     python -m pagewire.kernels.triton.compile --ship sm_90.zip --arch 90 writes the archive that `cubins.py` installs
 
 A kernel is worse if it uses stack (spilled registers), a tenth more registers (lower occupancy), no tensor cores or no
-asynchronous copies where the variant plans them, fewer pipelining buffers than planned, more shared memory than the
-architecture has, or if the number of rows changes which kernels are compiled. No numerical test would show any of this.
-Registers and stack are compared only under the same Triton version, because their allocation differs between versions.
-Triton's cache makes an unchanged kernel cheap to compile again.
+asynchronous copies where the variant plans them, fewer pipelining buffers or more loops than planned, more shared
+memory than the architecture has, or if the number of rows changes which kernels are compiled. No numerical test would
+show any of this. Registers and stack are compared only under the same Triton version, because their allocation differs
+between them. Triton's cache makes an unchanged kernel cheap to compile again.
 """
 
 import argparse
@@ -52,8 +52,9 @@ MODULES = (
     "norm_rotary_write",
     "small_product",
     "product",
-    "fp8_product",
-    "int4_product",
+    "quantized_product",
+    "widen",
+    "round_rows",
     "open_rows",
     "edit_rows",
     "copy_pages",
@@ -71,6 +72,7 @@ _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py", "grid.py", "limits.py")
 _COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # always reported
 _MORE_REGISTERS = 1.1  # the growth beyond which a kernel is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_BRANCH = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?BRA\b[^;]*?0x([0-9a-f]+)\s*;")  # address and target
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
 
@@ -96,11 +98,13 @@ class Report:
     shared: int  # bytes per program
     buffers: int  # the fewest pipelining buffers of any operand; 1: no pipelining
     opcodes: dict[str, int]  # SASS mnemonic → occurrences, of `_COUNTED` and of the plan
+    loops: int = 0  # branches back
 
     def __str__(self) -> str:
         opcodes = " ".join(f"{name} {n}" for name, n in self.opcodes.items())
         return (
-            f"{self.registers:3} registers {self.stack:4} stack {self.shared:6} shared {self.buffers} buffers {opcodes}"
+            f"{self.registers:3} registers {self.stack:4} stack {self.shared:6} shared {self.buffers} buffers "
+            f"{self.loops} loops {opcodes}"
         )
 
 
@@ -211,6 +215,7 @@ def report_of(files: Files, wanted: Iterable[str]) -> Report:
         shared=json.loads(files[".json"].read_text())["shared"],
         buffers=min(map(int, _BUFFERS.findall(files[".ttgir"].read_text())), default=1),
         opcodes={name: n for name, n in counts.items() if n},
+        loops=sum(int(target, 16) < int(address, 16) for address, target in _BRANCH.findall(text)),
     )
 
 
@@ -219,6 +224,8 @@ def failures(plan: Plan, architecture: int, report: Report, before: Report | Non
     found = [f"no {name}" for name in _opcodes(plan, architecture) if name not in report.opcodes]
     if plan.buffers is not None and report.buffers < plan.buffers:
         found.append(f"{report.buffers} buffers, {plan.buffers} planned")
+    if plan.loops is not None and report.loops > plan.loops and architecture != 100:  # whose waits are loops
+        found.append(f"{report.loops} loops, {plan.loops} planned")
     if report.shared > 1024 * MAX_SHARED.get(architecture, math.inf):
         found.append(f"{report.shared} bytes of shared memory, more than sm_{architecture} has")
     if plan.stack is not None and report.stack > plan.stack and same_compiler:

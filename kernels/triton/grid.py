@@ -34,19 +34,19 @@ from ..states import Tiles
 from .compile import compiled, disassembled, sources_key
 from .decode_attention import decode_attention, workspace_decode
 from .extend_attention import extend_attention
-from .fp8_product import fp8_product
 from .gated_norm import gated_norm
-from .int4_product import int4_product
 from .latent_attention import write_latent
 from .limits import COMPILED, PATH, Made, Table, cell_name, read_table
 from .moe import moe, workspace_moe
 from .norm_rotary_write import norm_rotary_write
 from .product import product
+from .quantized_product import quantized_product
 from .rms_norm import rms_norm
 from .scans import StateTable, conv, scan_delta, scan_lightning, scan_mamba1, scan_mamba2
 from .silu_mul import silu_mul
 from .small_product import small_product, workspace_small_product
 from .variant import shaped
+from .widen import shaped_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HEAD_DIMS = {"bfloat16": (16, 32, 64, 128, 256), "float16": (256,), "float32": (64, 128, 256)}
@@ -95,8 +95,7 @@ def cells() -> tuple[Cell, ...]:
         for columns, n, k in ((16, 1024, 2048), (32, 4096, 1024), (64, 151936, 1024)):  # see `small_product.tiling`
             add("small_product", columns, name, partial(_small_product, n, k, dtype))
         for rows in (16, 64, 128) if is_bf16 else ():
-            add("fp8_product", rows, name, partial(_fp8_product, rows, dtype))
-            add("int4_product", rows, name, partial(_int4_product, rows, dtype))
+            add("quantized_product", rows, name, partial(_quantized_product, rows, dtype))
         add("latent_decode", _RANK, name, partial(_decode, _RANK, _ROPE_DIM, dtype, dtype))
         for rows in (16, 128):
             add(f"latent_extend_{rows}", _RANK, name, partial(_extend, _RANK, _ROPE_DIM, dtype, dtype, rows))
@@ -178,17 +177,9 @@ def _product(n: int, k: int, dtype: torch.dtype) -> None:
     product(x, weight, shaped(64, n // 2, dtype=dtype), is_gated=True)
 
 
-def _fp8_product(rows: int, dtype: torch.dtype) -> None:
-    x, weight = shaped(rows, 4096, dtype=dtype), shaped(4096, 4096, dtype=_FP8)
-    fp8_product(x, weight, shaped(32, 32, dtype=torch.float32), shaped(rows, 4096, dtype=dtype))
-    fp8_product(x, weight, shaped(4096, dtype=torch.float32), shaped(rows, 4096, dtype=dtype))
-
-
-def _int4_product(rows: int, dtype: torch.dtype) -> None:
-    for group in (32, 128):
-        scales, zeros = shaped(4096 // group, 4096, dtype=torch.float16), shaped(4096 // group, 4096, dtype=torch.uint8)
-        x, packed = shaped(rows, 4096, dtype=dtype), shaped(4096, 2048, dtype=torch.uint8)
-        int4_product(x, packed, scales, zeros, shaped(rows, 4096, dtype=dtype), half=min(64, group))
+def _quantized_product(rows: int, dtype: torch.dtype) -> None:
+    for weight in shaped_weights(4096, 4096).values():
+        quantized_product(shaped(rows, 4096, dtype=dtype), weight, shaped(rows, 4096, dtype=dtype))
 
 
 def _moe(tokens: int, dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ class SamplingWorkspace:
 
     block_most: Tensor  # [picked, blocks] float32, the greatest logit, or NaN if any logit is NaN
     block_token: Tensor  # [picked, blocks] int32, the best token
+    block_logit: Tensor  # [picked, blocks] float32, its logit; not of greedy rows
     block_mass: Tensor  # [picked, blocks] float32, the sum of exp((logit - block_most) / temperature)
     group_most: Tensor  # [picked, groups] float32
     groups: Tensor  # [picked, groups] int32, the groups that have candidates
@@ -75,6 +76,7 @@ def workspace_sampling(*, max_picked: int, vocab_size: int, device: torch.device
     return SamplingWorkspace(
         block_most=buffer(blocks, torch.float32),
         block_token=buffer(blocks, torch.int32),
+        block_logit=buffer(blocks, torch.float32),
         block_mass=buffer(blocks, torch.float32),
         group_most=buffer(groups, torch.float32),
         groups=buffer(groups, torch.int32),
@@ -123,13 +125,16 @@ def _scan_kernel(
     seed,
     block_most,
     block_token,
+    block_logit,
     block_mass,
     group_most,
     vocab,
+    first_token,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """vocab: logits of a row, of which the first is that of `first_token`."""
     pick, block = tl.program_id(0), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     source = _source(logits, logits_stride, edited, edited_stride, places, pick)
@@ -155,8 +160,9 @@ def _scan_kernel(
                 tl.store(block_mass + at, tl.sum(tl.exp(scaled), axis=0))
             else:
                 key = noise_key(tl.load(seed + row), tl.load(positions + pick))
-                best = tl.argmax(scaled - tl.log(exponential(key, tokens)), axis=0)
-    tl.store(block_token + at, block * BLOCK + best)
+                best = tl.argmax(scaled - tl.log(exponential(key, first_token + tokens)), axis=0)
+        tl.store(block_logit + at, tl.sum(tl.where(tl.arange(0, BLOCK) == best, x, 0.0), axis=0))
+    tl.store(block_token + at, first_token + block * BLOCK + best)
 
 
 @triton.jit
@@ -333,11 +339,13 @@ def _pick_kernel(
     seed,
     block_most,
     block_token,
+    block_logit,
     block_mass,
     group_most,
     groups,
     candidates,
     vocab,
+    num_blocks,
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -345,7 +353,6 @@ def _pick_kernel(
     TILE: tl.constexpr,
 ):
     pick = tl.program_id(0)
-    num_blocks = tl.cdiv(vocab, BLOCK)
     blocks = tl.arange(0, BLOCKS)
     at = pick * num_blocks + blocks
     most = tl.load(block_most + at, mask=blocks < num_blocks, other=float("-inf"))
@@ -356,12 +363,11 @@ def _pick_kernel(
     finite = (tl.abs(greatest) < float("inf")) & (any_nan == 0)
     scores = most
     if KIND != _GREEDY:
-        source = _source(logits, logits_stride, edited, edited_stride, places, pick)
         row = tl.load(picked + pick)
         heat = tl.load(temperature + row)
         key = noise_key(tl.load(seed + row), tl.load(positions + pick))
         if heat > 0:
-            x = tl.load(source + tokens, mask=blocks < num_blocks, other=float("-inf"))
+            x = tl.load(block_logit + at, mask=blocks < num_blocks, other=float("-inf"))
             scaled = _scaled(x, _finite_or_0(greatest), tl.maximum(heat, _COLDEST))
             scores = scaled - tl.log(exponential(key, tokens))
     chosen = tl.sum(tl.where(blocks == tl.argmax(scores, axis=0), tokens, 0), axis=0)
@@ -371,6 +377,7 @@ def _pick_kernel(
             heat = tl.maximum(heat, _COLDEST)
             masses = tl.load(block_mass + at, mask=blocks < num_blocks, other=0.0)
             GROUPS: tl.constexpr = BLOCK // GROUP
+            source = _source(logits, logits_stride, edited, edited_stride, places, pick)
             first_group = pick * num_blocks * GROUPS
             chosen = _sample_filtered(
                 source,
@@ -418,10 +425,10 @@ def sample(
     if num_picked == 0:
         return
     rows = (logits, logits.stride(0), edited, edited.stride(0), places, picked, positions)
-    how = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed)
-    partial = (workspace.block_most, workspace.block_token, workspace.block_mass, workspace.group_most)
+    found = (workspace.block_most, workspace.block_token, workspace.block_logit)
+    how, partial = _parameters(columns), (*found, workspace.block_mass, workspace.group_most)
     sizes = {"KIND": _KINDS[kind], "BLOCK": _BLOCK, "GROUP": _GROUP}
-    _scan_kernel[(num_picked, blocks)](*rows, *how, *partial, vocab, **sizes, num_warps=4)
+    _scan_kernel[(num_picked, blocks)](*rows, *how, *partial, vocab, 0, **sizes, num_warps=4)
     _pick_kernel[(num_picked,)](
         out,
         *rows,
@@ -430,11 +437,62 @@ def sample(
         workspace.groups,
         workspace.candidates,
         vocab,
+        blocks,
         BLOCKS=triton.next_power_of_2(blocks),
         TILE=_TILE,
         **sizes,
         num_warps=_PICK_WARPS[kind],
     )
+
+
+def best_of_part(
+    logits: Tensor,
+    places: Tensor,
+    picked: Tensor,
+    positions: Tensor,
+    columns: SamplingColumns,
+    *,
+    first_token: int,
+    largest_part: int,
+    kind: Kind,
+) -> Tensor:
+    """What `sample_of_parts` needs of a rank's part of the vocabulary, a few thousandths of the logits: float32 [3,
+    picked, blocks].
+
+    logits: [picked, part] float32, of the tokens from `first_token` on; places: -1 for each row, which has no edits;
+    largest_part: of any rank; kind: not filtered. The rest as in `sample`.
+    """
+    num_picked, part = logits.shape
+    blocks = triton.cdiv(largest_part, _BLOCK)
+    assert kind != "filtered" and part <= largest_part and logits.stride(1) == 1, (kind, logits.shape)
+    found = torch.empty((3, num_picked, blocks), dtype=torch.float32, device=logits.device)
+    if num_picked:
+        most, tokens, values = found[0], found[1].view(torch.int32), found[2]
+        rows = (logits, logits.stride(0), logits, logits.stride(0), places, picked, positions)
+        _scan_kernel[(num_picked, blocks)](
+            *rows, *_parameters(columns), most, tokens, values, None, None, part, first_token, KIND=_KINDS[kind],
+            BLOCK=_BLOCK, GROUP=_GROUP, num_warps=4,
+        )  # fmt: skip
+    return found
+
+
+def sample_of_parts(
+    out: Tensor, parts: Tensor, picked: Tensor, positions: Tensor, columns: SamplingColumns, *, kind: Kind
+) -> None:
+    """`sample`, with the results of `best_of_part` of all ranks: [ranks, 3, picked, blocks]."""
+    ranks, _, num_picked, blocks = parts.shape
+    if num_picked == 0:
+        return
+    most, tokens, values = parts.permute(1, 2, 0, 3).reshape(3, num_picked, ranks * blocks).contiguous()
+    _pick_kernel[(num_picked,)](
+        out, None, 0, None, 0, None, picked, positions, *_parameters(columns), most, tokens.view(torch.int32), values,
+        None, None, None, None, 0, ranks * blocks, BLOCKS=triton.next_power_of_2(ranks * blocks), TILE=_TILE,
+        KIND=_KINDS[kind], BLOCK=_BLOCK, GROUP=_GROUP, num_warps=_PICK_WARPS[kind],
+    )  # fmt: skip
+
+
+def _parameters(columns: SamplingColumns) -> tuple[Tensor, ...]:
+    return columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed
 
 
 def _variant(kind: Kind, vocab: int) -> Variant:

@@ -21,6 +21,7 @@ class Plan:
     sm_80: tuple[str, ...] = ()  # SASS mnemonics that must appear, for example ("HMMA", "LDGSTS")
     sm_90: tuple[str, ...] = ()  # for example ("HGMMA",)
     buffers: int | None = None  # pipelining buffers of K (ttgir local_alloc); None: not checked
+    loops: int | None = None  # at most: one means that nothing is read before the first tiles are; None: not checked
     stack: int | None = 0  # bytes a thread may use, for spilled registers; None: any number
 
 

@@ -7,7 +7,16 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from pagewire.kernels.grouped_weight import GroupedWeight
-from pagewire.kernels.quantized_weight import Fp8Weight, Int4Weight, concatenate, int4_of, int4_weight
+from pagewire.kernels.quantized_weight import (
+    E2M1,
+    Fp4Weight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    concatenate,
+    for_triton,
+    int4_weight,
+)
 
 
 def _fp8(n, k, block=None):
@@ -111,7 +120,7 @@ def test_weights_of_different_formats_cannot_be_concatenated(parts, why):
 @pytest.mark.parametrize("order", [None, torch.arange(64).flip(0).int()])
 def test_the_layout_of_triton_holds_the_same_weight(order):
     weight = _grouped(24, 64, 32, order)
-    int4 = int4_of(weight)
+    int4 = for_triton(weight)
     assert int4.scales.dtype == torch.float16 and int4.nbytes < weight.nbytes
     assert torch.equal(int4.dequantize(torch.float32), weight.dequantize(torch.float32))
 
@@ -120,4 +129,52 @@ def test_weights_that_the_layout_of_triton_cannot_hold():
     weight = _grouped(24, 64, 32)
     for other in (replace(weight, bits=8), replace(weight, offsets=weight.offsets + 0.3 * weight.scales)):
         with pytest.raises(ValueError, match="no integers of 4 bits"):
-            int4_of(other)
+            for_triton(other)
+
+
+def _signed(n, k, group):
+    scales = torch.rand(k // group, n)
+    return GroupedWeight(torch.randint(0, 256, (n, k), dtype=torch.uint8), scales, 128 * scales, 8)
+
+
+def _nvfp4(n, k):
+    """As `engine/weights` reads it: the scales of the file times a factor, in float32."""
+    narrow = (torch.rand(k // 16, n) * 400).to(torch.float8_e4m3fn)
+    factor = torch.rand(n) / 1000
+    scales = narrow.float() * factor / 2
+    table = tuple(int(2 * number + 12) for number in E2M1)
+    numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    return GroupedWeight(numbers, scales, 12 * scales, 4, table, factor=factor), narrow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [16, 64])
+def test_integers_of_8_bits_are_the_same_for_triton(group, dtype):
+    weight = _signed(12, 64, group)
+    kept = for_triton(weight)
+    assert isinstance(kept, Int8Weight) and torch.equal(kept.dequantize(dtype), weight.dequantize(dtype))
+    assert kept.interleave().dequantize(dtype)[1].equal(weight.dequantize(dtype)[6])
+    order = torch.randperm(64).int()
+    ordered = for_triton(replace(weight, order=order))
+    assert torch.equal(ordered.dequantize(dtype), replace(weight, order=order).dequantize(dtype))
+    with pytest.raises(ValueError, match="no signed ones of 8 bits"):
+        for_triton(replace(weight, offsets=127 * weight.scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvfp4_is_the_same_for_triton_and_has_the_scales_of_the_file(dtype):
+    weight, narrow = _nvfp4(12, 96)
+    kept = for_triton(concatenate([weight.rows(torch.arange(5)), weight.rows(torch.arange(5, 12))]))
+    assert isinstance(kept, Fp4Weight) and torch.equal(kept.scales.view(torch.uint8), narrow.view(torch.uint8))
+    assert torch.equal(kept.dequantize(dtype), weight.dequantize(dtype))
+    assert kept.nbytes < 12 * 96 * 0.65
+    assert kept.interleave().dequantize(dtype)[1].equal(weight.dequantize(dtype)[6])
+
+
+def test_mxfp4_is_the_same_for_triton():
+    weight, _ = _nvfp4(12, 96)
+    scales = torch.ldexp(torch.ones(3, 12), torch.randint(-60, 60, (3, 12)))
+    weight = replace(weight, scales=scales, offsets=12 * scales, factor=None)
+    kept = for_triton(weight)
+    assert isinstance(kept, Fp4Weight) and kept.factor is None and kept.scales.dtype == torch.bfloat16
+    assert torch.equal(kept.dequantize(torch.float32), weight.dequantize(torch.float32))

@@ -20,7 +20,16 @@ AS_GOOD = 0.05  # times the standard deviation of the logits
 
 @pytest.mark.parametrize(
     ("kind", "architecture"),
-    [("fp8-block", "qwen3"), ("fp8-tensor", "qwen2"), ("awq", "qwen3"), ("gptq-v2-ordered", "llama-biased")],
+    [
+        ("fp8-block", "qwen3"),
+        ("fp8-tensor", "qwen2"),
+        ("awq", "qwen3"),
+        ("gptq-v2-ordered", "llama-biased"),
+        ("int8", "qwen3"),
+        ("mxfp4", "qwen3"),
+        ("nvfp4", "qwen2"),
+        ("nvfp4-modelopt", "qwen3"),
+    ],
 )
 def test_greedy_tokens_are_the_best_of_the_dequantized_weights(kind, architecture, tmp_path):
     source = checkpoints.make_checkpoint(tmp_path / "float", architecture, num_hidden_layers=1)

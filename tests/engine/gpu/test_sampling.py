@@ -6,6 +6,8 @@ import checkpoints
 import numpy as np
 from runner_driver import Driver, Request, arrays, engine_config
 
+from pagewire.engine.gpu.decoder import TritonDecoder
+from pagewire.engine.gpu.state import RowState
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
@@ -244,3 +246,20 @@ def test_a_preempted_request_continues_with_the_same_tokens(checkpoint, driver):
     for _ in range(3):
         output += bytes_to_ids(served.runner.collect().ids)
     assert output == whole.output[3:]
+
+
+def test_ranks_sample_the_same_tokens_from_the_best_of_their_parts(checkpoint, driver, monkeypatch):
+    """With the exchange of a group of one rank; the kernels' tests have several."""
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    outputs, calls, of_parts = [], [], RowState.sample_of_parts
+    monkeypatch.setattr(RowState, "sample_of_parts", lambda *args: calls.append(of_parts(*args)))
+    for ranks in (1, 2):
+        monkeypatch.setattr(TritonDecoder, "num_ranks", ranks)
+        requests = [
+            Request([5, 6, 7], max_new=4),
+            Request([9, 8], max_new=4, sampling=Sampling(temperature=0.8, seed=3)),
+            Request([11], max_new=2, sampling=Sampling(temperature=0.8, seed=4, top_k=5)),
+        ]
+        driver(folder, max_num_batched_tokens=32, max_num_seqs=4).run(requests, chunk=20, budget=32, rows=3)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1] and calls

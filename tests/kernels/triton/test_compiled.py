@@ -50,8 +50,8 @@ def test_wide_heads_and_latents_fit_into_shared_memory(architecture):
 
 
 def test_kernels_worse_than_the_golden_numbers_are_reported():
-    plan = Plan(sm_80=("HMMA",), sm_90=("HGMMA", "LDGSTS"), buffers=2)
-    good = Report(registers=100, stack=0, shared=232448, buffers=2, opcodes={"HGMMA": 4, "LDGSTS": 8})
+    plan = Plan(sm_80=("HMMA",), sm_90=("HGMMA", "LDGSTS"), buffers=2, loops=1)
+    good = Report(registers=100, stack=0, shared=232448, buffers=2, opcodes={"HGMMA": 4, "LDGSTS": 8}, loops=1)
 
     def found(architecture=90, same_compiler=True, **changes):
         return failures(plan, architecture, replace(good, **changes), good, same_compiler=same_compiler)
@@ -59,6 +59,7 @@ def test_kernels_worse_than_the_golden_numbers_are_reported():
     assert found() == found(registers=110) == []
     assert found(architecture=80) == ["no HMMA", "232448 bytes of shared memory, more than sm_80 has"]
     assert found(stack=8) == ["8 bytes of stack"]
+    assert found(loops=2) == ["2 loops, 1 planned"]
     assert found(registers=111) == ["111 registers, 100 before"]
     assert found(buffers=1, opcodes={}) == ["no HGMMA", "no LDGSTS", "1 buffers, 2 planned"]
     assert found(shared=232449) == ["232449 bytes of shared memory, more than sm_90 has"]

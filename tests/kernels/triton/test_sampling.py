@@ -13,7 +13,13 @@ from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
 from pagewire.kernels.triton.noise import exponential, noise_key
-from pagewire.kernels.triton.sampling import SamplingColumns, sample, workspace_sampling
+from pagewire.kernels.triton.sampling import (
+    SamplingColumns,
+    best_of_part,
+    sample,
+    sample_of_parts,
+    workspace_sampling,
+)
 
 BIG = torch.cuda.is_available()
 VOCAB = 151936 if BIG else 5003  # three blocks of logits, the last one of them short
@@ -50,15 +56,15 @@ def _with_gaps(values, device):
 
 def _workspace(rows, vocab, device):
     workspace = workspace_sampling(max_picked=rows, vocab_size=vocab, device=device)
-    for tensor in (workspace.block_most, workspace.block_mass, workspace.group_most):
+    for tensor in (workspace.block_most, workspace.block_logit, workspace.block_mass, workspace.group_most):
         tensor.fill_(torch.nan)
     for tensor in (workspace.block_token, workspace.groups, workspace.candidates):
         tensor.fill_(2**30)
     return workspace
 
 
-def _sample(logits, samplings, kind, device, *, outputs=None, picked=None, ends=None):
-    """The ids sampled on the device, and those sampled on the CPU."""
+def _sample(logits, samplings, kind, device, *, outputs=None, picked=None, ends=None, ranks=1):
+    """The ids sampled on the device, and those sampled on the CPU. ranks: that have a part of the logits each."""
     rows = _rows(samplings, outputs or [[]] * len(samplings))
     picked = np.arange(len(samplings)) if picked is None else np.array(picked)
     ends = rows.num_ids[picked] if ends is None else np.array(ends)
@@ -69,6 +75,25 @@ def _sample(logits, samplings, kind, device, *, outputs=None, picked=None, ends=
         return torch.from_numpy(np.asarray(values).astype(np.int32)).to(device)
 
     out = torch.full((len(picked),), -7, dtype=torch.int32, device=device)
+    if ranks > 1:
+        size, numbers, found = -(-logits.shape[1] // ranks), int32(ends - rows.num_prompt[picked]), []
+        for first in range(0, logits.shape[1], size):
+            part = _with_gaps(logits[:, first : first + size], device)
+            none = int32(np.full(len(picked), -1))
+            found.append(
+                best_of_part(
+                    part,
+                    none,
+                    int32(picked),
+                    numbers,
+                    _columns(rows, device),
+                    first_token=first,
+                    largest_part=size,
+                    kind=kind,
+                )
+            )
+        sample_of_parts(out, torch.stack(found), int32(picked), numbers, _columns(rows, device), kind=kind)
+        return out.tolist(), expected
     sample(
         out,
         _with_gaps(logits, device),
@@ -100,6 +125,20 @@ def test_noise_equals_that_of_the_cpu(device):
     steps = torch.arange(1, vocab + 1, dtype=torch.int64) * cpu._signed(cpu._STEP)
     expected = cpu._exponential(keys[:, None] + steps)
     torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=4e-7)  # two or three ulps
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_exchange_the_best_tokens_of_their_parts_sample_the_same(device, kind, ranks):
+    logits = 3 * torch.randn(9, VOCAB)
+    logits[1] = 3.0  # equal logits: the first token counts
+    logits[2, VOCAB - 5] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, : VOCAB // 2] = -torch.inf  # all of the first part
+    heats = [0.0] * 9 if kind == "greedy" else [0.0, 0.0, 1.0, 1.0, 0.7, 1.5, 0.0, 1e-7, 100.0]
+    samplings = [Sampling(temperature=heat, seed=70 + i) for i, heat in enumerate(heats)]
+    sampled, expected = _sample(logits, samplings, kind, device, ranks=ranks)
+    assert sampled == expected and len(set(sampled)) > 5
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])

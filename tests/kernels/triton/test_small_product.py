@@ -82,6 +82,15 @@ def test_a_norm_of_float32_is_applied_before_the_states_are_rounded(device):
     assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < MAX[torch.bfloat16]
 
 
+def test_a_norm_of_large_float16_rows_does_not_overflow(device):
+    """The product of a row with the weight of the norm would."""
+    case = Case(device, SPLIT, torch.float16, 3)
+    case.x.mul_(10000).clamp_(-60000, 60000)
+    weight = torch.full((SPLIT[1],), 4.0, dtype=torch.float16, device=device)
+    normed = 4 * case.x.double() * torch.rsqrt(case.x.double().square().mean(-1, keepdim=True) + EPS)
+    assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
 def test_residual_is_added_in_place(device, dtype, shape):
