@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -188,6 +189,8 @@ def _check_gpu() -> Iterator[Finding]:
     name = found[0] if found else "of unknown version"
     import warnings
 
+    from ..kernels.triton import cubins
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         import torch
@@ -211,6 +214,7 @@ def _check_gpu() -> Iterator[Finding]:
                     "other processes use most of its memory",
                     "end them, or lower --gpu-memory-utilization",
                 )
+        yield check_triton_build(cubins.share_cache(dict(os.environ)))
     elif cuda is None:
         advice = "install a CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
         yield Finding("bad", "GPU", f"found (driver {name}), but this torch is built for CPUs", advice)
@@ -218,6 +222,23 @@ def _check_gpu() -> Iterator[Finding]:
         why = str(said[0].message).splitlines()[0] if said else "torch gives no reason"
         advice = "check with nvidia-smi that the driver supports this CUDA, and that CUDA_VISIBLE_DEVICES is not empty"
         yield Finding("bad", "GPU", f"driver {name} does not work with torch's CUDA {cuda}: {why}", advice)
+
+
+def check_triton_build(cache: Path) -> Finding:
+    """Whether Triton can build the module by which it starts kernels. It does so once for each Python, whether the
+    kernels themselves are shipped or not. cache: the folder of compiled kernels."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if any(cache.glob(f"*/cuda_utils{suffix}")):
+        return Finding("ok", "Triton", f"its module for CUDA is built, in {cache}")
+    named = os.environ.get("CC")
+    found = [name for name in ((named,) if named else ("gcc", "clang")) if shutil.which(name)]
+    header = Path(sysconfig.get_paths("posix_prefix")["include"]) / "Python.h"
+    lacks = [] if found else [f"CC={named}" if named else "a C compiler"]
+    lacks += [] if header.exists() else [str(header)]
+    if not lacks:
+        return Finding("ok", "Triton", f"{found[0]} and {header} are there, with which it builds its module for CUDA")
+    advice = "apt install gcc python3-dev, or what this system calls them; they are needed for the first start only"
+    return Finding("bad", "Triton", f"cannot build its module for CUDA without {' and '.join(lacks)}", advice)
 
 
 def _check_kernels(machine: MachineFacts) -> Finding:

@@ -53,8 +53,12 @@ class TorchMatrix:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """out: memory for the result [rows, n]; None: new memory."""
+        if out is None:
+            return F.linear(x, self.weight, bias)
+        weight = self.weight.t()
+        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
     def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return silu_mul(self.product(x, bias))

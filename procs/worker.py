@@ -93,9 +93,10 @@ class Worker:
         self._offer()
 
     def open(self, message: OpenCache) -> Facts:
-        """Allocates the KV cache. Raises ConfigError."""
+        """Allocates the KV cache, and makes the first steps as fast as later ones. Raises ConfigError."""
         runner = self._started()
         runner.open_cache(message.num_blocks)
+        runner.warm_up()
         notes = runner.notes if self._rank_info.rank == 0 else ()  # the others would say the same
         return Facts(self._timings | runner.timings, notes, runner.weights_fit)
 

@@ -246,6 +246,10 @@ class _Capture:
         self.used: dict[int, tuple[weakref.ref[Memory], Block]] = {}  # memory from outside
 
 
+class OrderError(Exception):
+    """Something is not ordered."""
+
+
 class OrderDevice:
     """One thread uses it. `policy`: when work runs that nothing waits for yet.
 
@@ -258,14 +262,13 @@ class OrderDevice:
         assert policy in POLICIES, policy
         self.capability: int | None = None
         self.violations: list[str] = []
+        self.is_strict = False  # True: the first violation is raised, too
         self.num_waits = 0  # of the host for a stream, other than by events
         self.running = 0  # > 0: operations are executed, not launched
         self._policy, self._random = policy, random.Random(seed)
         self._host: Clock = np.zeros(_MAX_ACTORS, np.int64)
         self._streams: list[OrderStream] = []
         self._names: dict[tuple[int, int], str] = {}
-        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-        self._places: tuple[Any, Any] | None = None  # the blocks' first and last addresses, sorted
         self._pinned: list[tuple[int, Block]] = []  # sorted by address
         self._freed: list[tuple[Block, OrderStream]] = []
         self._capture: _Capture | None = None
@@ -319,11 +322,9 @@ class OrderDevice:
         block = Block(tensor.untyped_storage(), f"pinned memory [{size}] {dtype}")
         if block.size:
             self._pinned = sorted([*self._pinned, (block.start, block)], key=lambda pair: pair[0])
-            self._register(block)
         return tensor
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        self.synchronize()  # as torch.cuda.graph does
         assert stream is self._current
         capture = self._capture = _Capture()
         try:
@@ -348,6 +349,11 @@ class OrderDevice:
 
         return replay
 
+    def reserve(self, num_bytes: int) -> None:
+        pass
+
+    blas_workspace = 0
+
     def num_programs(self, head_dim: int) -> int:
         return 4
 
@@ -356,6 +362,8 @@ class OrderDevice:
     def report(self, text: str) -> None:
         if len(self.violations) < _MAX_REPORTS:
             self.violations.append(text)
+        if self.is_strict:
+            raise OrderError(text)
 
     def wait_on_host(self, event: OrderEvent) -> None:
         self._refuse_in_capture("wait for an event")
@@ -481,28 +489,7 @@ class OrderDevice:
         memory.block.storage.resize_(size)
         memory.block = Block(memory.block.storage, memory.block.name)
         if size:
-            self._register(memory.block)
             _poison(memory.block)
-
-    def blocks_at(self, addresses: Any) -> tuple[list[Block], Any]:
-        """Blocks, and by address the index of its block; -1: there is none. addresses: uint64 [n]."""
-        if self._places is None:
-            blocks = sorted(self._blocks.values(), key=lambda block: block.start)
-            bounds = np.array([[block.start, block.end] for block in blocks], np.uint64).reshape(-1, 2)
-            self._places = [weakref.ref(block) for block in blocks], bounds
-        places, bounds = self._places
-        index = np.searchsorted(bounds[:, 0], addresses, side="right").astype(np.int64) - 1
-        index[(index >= 0) & (addresses >= bounds[index, 1])] = -1
-        blocks = [place() for place in places]
-        return blocks, index
-
-    def _register(self, block: Block) -> None:
-        self._blocks[block.start] = block
-        self._forget_places()
-        weakref.finalize(block, self._forget_places).atexit = False
-
-    def _forget_places(self) -> None:
-        self._places = None
 
     def _pinned_at(self, address: int) -> Block | None:
         i = bisect_right(self._pinned, address, key=lambda pair: pair[0]) - 1
@@ -524,7 +511,6 @@ class OrderDevice:
         block = Block(inner.untyped_storage(), f"the result of {name} {list(like.shape)}")
         memory = Memory(block, self._capture)
         if block.size:
-            self._register(block)
             _poison(block)
             if self._capture is not None:
                 self._capture.made.append(weakref.ref(memory))
@@ -749,9 +735,10 @@ class OrderDevice:
         inner_args, inner_kwargs = _inner((args, kwargs))
 
         def run() -> Iterable[Access]:
-            with _INTERPRETER, _Recorder.recording() as recorder:
+            recorder = _Recorder(self, name, blocks.values())
+            with _INTERPRETER, recorder.recording():
                 execute(*inner_args, **inner_kwargs)
-            return recorder.accesses(self, name, blocks)
+            return recorder.accesses()
 
         self._launch(name, run)
 
@@ -869,53 +856,59 @@ def _reader(name: str) -> Callable[[Any], Any]:
 
 
 class _Recorder:
-    """The addresses that a kernel reads and writes in the interpreter."""
+    """The addresses that a kernel reads and writes in the interpreter. It may touch its arguments only: lanes that do
+    not are reported and left out, or a wrong number could end the process."""
 
     current: "_Recorder | None" = None
 
-    def __init__(self) -> None:
-        self._reads: list[Any] = []
-        self._writes: list[Any] = []
+    def __init__(self, device: OrderDevice, name: str, blocks: Iterable[Block]) -> None:
+        """blocks: those of the kernel's arguments."""
+        self._device, self._name = device, name
+        self._blocks = sorted(blocks, key=lambda block: block.start)
+        self._starts = np.array([block.start for block in self._blocks], np.uint64)
+        self._ends = np.array([block.end for block in self._blocks], np.uint64)
+        self._touched: dict[tuple[int, bool], list[Any]] = {}  # block's index, is_write → granules
 
-    @classmethod
     @contextmanager
-    def recording(cls) -> Iterator["_Recorder"]:
-        cls.current = recorder = cls()
+    def recording(self) -> Iterator[None]:
+        _Recorder.current = self
         try:
-            yield recorder
+            yield
         finally:
-            cls.current = None
+            _Recorder.current = None
 
-    @classmethod
-    def add(cls, ptrs: Any, mask: Any, *, is_write: bool) -> None:
-        if cls.current is None:
-            return
-        addresses = np.asarray(ptrs.data).ravel()
+    @staticmethod
+    def take(ptrs: Any, mask: Any, *, is_write: bool) -> Any:
+        """The mask of the lanes that may go on."""
+        recorder = _Recorder.current
+        return mask if recorder is None else recorder._take(ptrs, mask, is_write)
+
+    def _take(self, ptrs: Any, mask: Any, is_write: bool) -> Any:
+        addresses = np.asarray(ptrs.data)
+        is_on = np.ones(addresses.shape, np.bool_)
         if mask is not None:
-            addresses = addresses[np.broadcast_to(mask.data, np.shape(ptrs.data)).ravel().astype(np.bool_)]
-        if not addresses.size:
-            return
-        into = cls.current._writes if is_write else cls.current._reads
+            is_on = np.broadcast_to(mask.data, addresses.shape).astype(np.bool_)
         width = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
-        into += [addresses + np.uint64(at) for at in range(0, width, _GRANULE)]
+        index = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
+        is_inside = (index >= 0) & (addresses + np.uint64(width) <= self._ends[np.maximum(index, 0)])
+        if (is_on & ~is_inside).any():
+            self._device.report(
+                f"{self._name} {'writes' if is_write else 'reads'} memory that is none of its arguments"
+            )
+            assert mask is not None, "the interpreter would end the process"
+            is_on = is_on & is_inside
+            mask = type(mask)(is_on, mask.dtype)
+        used, index = addresses[is_on], index[is_on]
+        for i in np.unique(index).tolist():
+            firsts = (used[index == i] - self._starts[i]).astype(np.int64)
+            parts = [(firsts + at) // _GRANULE for at in range(0, width, _GRANULE)]
+            self._touched.setdefault((i, is_write), []).extend(parts)
+        return mask
 
-    def accesses(self, device: OrderDevice, name: str, blocks: dict[int, Block]) -> list[Access]:
-        """blocks: those of the kernel's arguments, by id."""
-        found = []
-        for parts, is_write in ((self._reads, False), (self._writes, True)):
-            if not parts:
-                continue
-            addresses = np.concatenate(parts)
-            all_blocks, index = device.blocks_at(addresses)
-            for i in np.unique(index).tolist():
-                block = all_blocks[i] if i >= 0 else None
-                if block is None or id(block) not in blocks:
-                    where = "memory of no tensor" if block is None else block.name
-                    device.report(f"{name} {'writes' if is_write else 'reads'} {where}, which is none of its arguments")
-                else:
-                    at = (addresses[index == i] - np.uint64(block.start)) // np.uint64(_GRANULE)
-                    found.append(Access(block, at.astype(np.int64), is_write))
-        return found
+    def accesses(self) -> list[Access]:
+        return [
+            Access(self._blocks[i], np.concatenate(parts), is_write) for (i, is_write), parts in self._touched.items()
+        ]
 
 
 def _is_here(device: Any) -> bool:
@@ -1004,7 +997,8 @@ def on_device(device: OrderDevice, group: "OrderGroup | None" = None) -> Iterato
     _here.device, _here.group = device, group
     with _Operations(device), _Functions(device):
         yield device
-        device.finish()
+        if not (device.is_strict and device.violations):
+            device.finish()
 
 
 @contextmanager
@@ -1028,19 +1022,19 @@ def kernels_on_devices() -> Iterator[None]:
     }
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        _Recorder.add(ptrs, mask, is_write=False)
+        mask = _Recorder.take(ptrs, mask, is_write=False)
         return firsts["create_masked_load"](self, ptrs, mask, *rest)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        _Recorder.add(ptrs, mask, is_write=True)
+        mask = _Recorder.take(ptrs, mask, is_write=True)
         return firsts["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic_rmw(self: Any, how: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        _Recorder.add(ptrs, mask, is_write=True)
+        mask = _Recorder.take(ptrs, mask, is_write=True)
         return firsts["create_atomic_rmw"](self, how, ptrs, value, mask, *rest)
 
     def atomic_cas(self: Any, ptrs: Any, *rest: Any) -> Any:
-        _Recorder.add(ptrs, None, is_write=True)
+        _Recorder.take(ptrs, None, is_write=True)
         return firsts["create_atomic_cas"](self, ptrs, *rest)
 
     first_join = vars(runner_module)["join"]

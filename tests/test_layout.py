@@ -75,7 +75,9 @@ ROOMS: dict[str, str] = {
     ),
     "client": "errors config ipc procs",
     "route": "errors version config ipc api.http api.gateway api.output api procs",
-    "commands": "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu api.batches procs",
+    "commands": (
+        "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
+    ),
     "offline": "errors config ipc engine.text api.output api.output.parsers procs client",
     "cli": "errors version config engine.core engine.runner procs route commands",
     "__init__": "version api.output client offline",

@@ -6,8 +6,9 @@ kernels there, so that the layers above can be tested without a GPU.
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,11 +36,19 @@ class Queue(Protocol):
 
     device: torch.device
 
+    @property
+    def blas_workspace(self) -> int:
+        """Bytes that the device's library for products keeps."""
+
     def num_programs(self, head_dim: int) -> int:
         """Programs of decode attention that the device runs at once."""
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device can read and write while the host continues."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Work takes at most so many bytes for temporary tensors, and so does all recorded work together. Reserves them
+        in one piece, so that it does not matter which work comes first. Raises torch.OutOfMemoryError."""
 
     def record(self, work: Work) -> Work:
         """Records `work` without running it; the returned work repeats it on the same memory in one launch. `work` must
@@ -75,6 +84,8 @@ class EagerMark:
 
 
 class EagerQueue:
+    blas_workspace = 0
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -83,6 +94,9 @@ class EagerQueue:
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
+
+    def reserve(self, num_bytes: int) -> None:
+        pass
 
     def record(self, work: Work) -> Work:
         return work
@@ -145,6 +159,13 @@ class Driver(Protocol):
     def capture(self, work: Work, stream: Stream) -> Work:
         """See `Queue.record`. All recordings share one pool of memory."""
 
+    def reserve(self, num_bytes: int) -> None:
+        """See `Queue.reserve`."""
+
+    @property
+    def blas_workspace(self) -> int:
+        """See `Queue.blas_workspace`."""
+
     def num_programs(self, head_dim: int) -> int:
         """See `Queue.num_programs`."""
 
@@ -152,7 +173,10 @@ class Driver(Protocol):
 class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.blas_workspace = torch.backends.cuda.cublas_workspace_size()  # cuBLASLt uses the same
         self._pool = torch.cuda.graph_pool_handle()
+        self._reserved = 0  # bytes
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def stream(self) -> Stream:
         return cast(Stream, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
@@ -170,10 +194,39 @@ class CudaDriver:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        graph, on = torch.cuda.CUDAGraph(), cast(torch.cuda.Stream, stream)
-        with torch.cuda.graph(graph, pool=self._pool, stream=on, capture_error_mode="thread_local"):
+        """Unlike `torch.cuda.graph`, neither waits for the device nor gives back the allocator's free memory. The
+        stream is the one that `use` has named."""
+        is_first = not self._graphs
+        if is_first:  # torch refuses a pool all of whose graphs are gone
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            if is_first:
+                self._take_and_free()
             work()
+        finally:
+            self._end(graph)
+        self._graphs.add(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Of a capture. Raises RuntimeError if CUDA refused something in it."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):  # else torch's allocator takes the capture as under way for ever
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            raise
+
+    def reserve(self, num_bytes: int) -> None:
+        self._reserved = num_bytes
+        self._take_and_free()
+
+    def _take_and_free(self) -> None:
+        """Leaves the allocator, or the pool of the capture under way, with the reserved bytes in one free block."""
+        if self._reserved:
+            torch.empty(self._reserved, dtype=torch.uint8, device=self._device)
 
     def num_programs(self, head_dim: int) -> int:
         # Shared memory: each program has two buffers of the keys and values of a tile of at most 32 KiB.
@@ -205,7 +258,11 @@ class CudaMark:
 
 class CudaQueue:
     """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
-    tensors allocated outside the pool."""
+    tensors allocated outside the pool.
+
+    The pool never gives memory back while a graph lives, and blocks are merged only within what one cudaMalloc gave.
+    So the first recording reserves all that recordings take, in one piece: whatever a later one takes and frees comes
+    from it, in whichever order shapes are recorded."""
 
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
         """driver: None stands for CUDA."""
@@ -220,6 +277,13 @@ class CudaQueue:
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return self._driver.pinned(size, dtype)
+
+    @property
+    def blas_workspace(self) -> int:
+        return self._driver.blas_workspace
+
+    def reserve(self, num_bytes: int) -> None:
+        self._driver.reserve(num_bytes)
 
     def record(self, work: Work) -> Work:
         return self._driver.capture(work, self._stream)

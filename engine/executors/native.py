@@ -2,7 +2,7 @@
 on the same memory."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import cast
@@ -102,7 +102,8 @@ class NativeModel:
         self._reference, self._kernels = reference, kernels
         reference.mixers.scans = NativeScans(kernels)
         self._alone = ReferenceModel(reference, vocabulary, kv_shape)
-        self.logits, self.greedy = vocabulary.logits, vocabulary.greedy
+        self.logits: Callable[[Tensor], Tensor] = vocabulary.logits
+        self.greedy = vocabulary.greedy
         self._layout = layout(reference.program)
         self._parts: list[_InC | _InTorch] | None = None
         self._compiler: _Compiler | None = None

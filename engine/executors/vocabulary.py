@@ -1,13 +1,19 @@
 """The head: logits of hidden states, and the greatest of them. Each rank has a part of the vocabulary's rows."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...kernels import reference
+from ...kernels.ops import Matrix
 from ..models.cut import share
 from ..models.program import Program
 from ..parallel.collectives import Group
 from .weights import Weights
+
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Memory of this shape."""
 
 
 class Vocabulary:
@@ -22,11 +28,23 @@ class Vocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [positions, hidden_size] → float32 [positions, vocab_size], on every rank."""
-        out = self._matrix.product(self._projected(hidden), self._bias).float()
+        return self.logits_in(hidden, None)
+
+    def logits_in(self, hidden: Tensor, take: Take | None) -> Tensor:
+        """`logits`. take: gives the memory for results, with matrices of torch; None: they have new memory."""
+        if take is None:
+            out = self._matrix.product(self._projected(hidden), self._bias).float()
+        else:
+            x = hidden if self._project is None else _written(self._project, hidden, None, take)
+            product = _written(self._matrix, x, self._bias, take)
+            if product.dtype == torch.float32:
+                out = product
+            else:
+                out = take(tuple(product.shape), torch.float32).copy_(product)
         if self._program.head_scale != 1.0:
-            out = out * self._program.head_scale
+            out.mul_(self._program.head_scale)
         if cap := self._program.head_softcap:
-            out = torch.tanh(out / cap) * cap
+            out.div_(cap).tanh_().mul_(cap)
         if self._group.size == 1:
             return out
         padded = torch.nn.functional.pad(out, (0, self._most - self._program.head.rows))
@@ -48,3 +66,8 @@ class Vocabulary:
 
     def _projected(self, hidden: Tensor) -> Tensor:
         return hidden if self._project is None else self._project.product(hidden, None)
+
+
+def _written(matrix: Matrix, x: Tensor, bias: Tensor | None, take: Take) -> Tensor:
+    assert isinstance(matrix, reference.TorchMatrix)
+    return matrix.product(x, bias, take((x.shape[0], matrix.weight.shape[0]), x.dtype))

@@ -132,6 +132,12 @@ def lacks(name: str, args: Attend, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         return "an fp8 KV cache" if kv_dtype.itemsize == 1 else ""
     if args.sinks is not None:
         return "sinks"
+    if args.alibi is not None:
+        return "ALiBi"
+    if args.reach.kind == "chunk":
+        return "chunked attention"
+    if args.value_dim != args.head_dim:
+        return f"values of {args.value_dim} numbers beside keys of {args.head_dim}"
     if dtype.itemsize != 2:
         return "float32"
     if kv_dtype != dtype:

@@ -22,9 +22,10 @@ from ..parallel.collectives import Group
 from .attention import HostAttention
 from .packet import Limits, Packet
 from .rules import largest_group
+from .scratch import aligned
 from .shapes import StepShape
 from .state import RowState
-from .walk import Pass, Registers, Walker
+from .walk import Pass, Walker
 from .weights import Loaded
 
 DRAFT_ROWS = 16  # attention tile rows for steps in which rows have a few tokens,
@@ -65,7 +66,6 @@ class TritonDecoder:
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
             is_deterministic=is_deterministic, without=without, attention=attention,
         )  # fmt: skip
-        self._widths = program.widths
         self._vocabulary = Vocabulary(program, self._walk.weights, group)
 
         def integers(*shape: int) -> Tensor:
@@ -77,11 +77,25 @@ class TritonDecoder:
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
         # What the last norm takes.
         self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
+        logits = aligned(limits.part * program.head.rows * dtype.itemsize) + aligned(
+            limits.part * program.head.rows * 4
+        )
+        projected = program.head_project.rows * dtype.itemsize if program.head_project is not None else 0
+        hidden = aligned(limits.part * self._states.shape[1] * dtype.itemsize) + aligned(limits.part * projected)
+        self._walk.allocate(least=hidden + logits)
+        self._vocab = program.vocab
         self._cache: KvCache | None = None
 
     @property
     def num_ranks(self) -> int:
         return self._ranks.size
+
+    @property
+    def left_to_torch(self) -> int:
+        """Bytes that a step takes from the allocator at most, estimated: what torch's functions return."""
+        gathered = 0 if self._ranks.size == 1 else 3 * self._limits.part * self._vocab * 4
+        normed = self._limits.part * self._walk.finishing
+        return max(self._limits.tokens * self._walk.left_to_torch, gathered + normed)
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +110,14 @@ class TritonDecoder:
             self._states,
         ]
         return self._walk.nbytes + sum(tensor.nbytes for tensor in own)
+
+    def drop_scratch(self) -> None:
+        """Frees what holds nothing between steps."""
+        self._walk.scratch.drop()
+
+    def restore_scratch(self) -> None:
+        """Allocates it again. Raises torch.OutOfMemoryError."""
+        self._walk.scratch.restore()
 
     def open(self, cache: KvCache) -> None:
         """cache: head-major."""
@@ -131,7 +153,8 @@ class TritonDecoder:
         if packet.states is not None:
             self._walk.mixers.begin(packet, num_rows=rows, is_long=shape.tile_rows == PROMPT_ROWS)
         return Pass(
-            registers=Registers(self._widths, self._walk.kept.register, self._states[:tokens]),
+            registers=self._walk.registers(self._states[:tokens]),
+            scratch=self._walk.scratch,
             step=Step(ids, positions, None, positions),
             cache=cache,
             slots=slots,
@@ -149,3 +172,12 @@ class TritonDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] float32."""
         return self._vocabulary.logits(hidden)
+
+    def sampled_logits(self, tokens: Tensor) -> Tensor:
+        """The logits of at most `limits.part` tokens of the step, until the next call or step. tokens: [n] int32 →
+        [n, vocab] float32."""
+        scratch = self._walk.scratch
+        scratch.begin()
+        hidden = scratch.take((len(tokens), self._states.shape[1]), self._states.dtype)
+        torch.index_select(self._states, 0, tokens, out=hidden)
+        return self._vocabulary.logits_in(self._walk.finish(hidden), scratch.take)

@@ -9,6 +9,7 @@ the one with the draft tokens, even if the host has read more by then: so all ra
 propose covers the positions of the steps in between.
 """
 
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
-from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
+from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
 from .state import KINDS, RowState, bias_edit, has_penalties, history_edits, write_opens
 
 _MAX_PART = 256  # tokens sampled at once: each takes 4 bytes of logits per vocabulary entry
@@ -61,10 +62,11 @@ class DeviceModel:
     queue: Queue
     kv_shape: KvShape
     weights: int  # bytes
-    workspace: int  # bytes: buffers already allocated, and the estimate for a step
-    graphs: int  # bytes that recorded steps may take
+    workspace: int  # bytes: buffers already allocated, and what torch's functions take in a step
+    graphs: int  # bytes that recorded steps take: the same again, and the graphs
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch replaces
+    temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
 
@@ -197,13 +199,41 @@ def num_graphs(limits: Limits) -> int:
 
 
 def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
-    """Shapes to record, largest first, because smaller graphs then reuse the pool's memory. Decode steps come before
-    steps with prompts, which are rarer."""
-    decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
-    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
-    for size in reversed(decode_sizes(limits.part)):
+    """Shapes to record. Decode steps come before steps with prompts, which are rarer."""
+    _, prompt = _tile_rows(is_deterministic)
+    shapes = _decodes(decode_sizes(limits.rows), decode_sizes(limits.part), is_deterministic=is_deterministic)
+    mixed = (StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens)))
+    return [*shapes, *(shape for shape in mixed if shape.is_recorded)]
+
+
+def _decodes(passes: tuple[int, ...], samples: tuple[int, ...], *, is_deterministic: bool) -> list[Hashable]:
+    """Of steps without prompts, in these sizes of the pass and of the samples."""
+    decode, _ = _tile_rows(is_deterministic)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(passes)]
+    for size in reversed(samples):
         shapes += [(0, SampleShape(size, kind, False, False)) for kind in range(len(KINDS))]
-    return shapes + [StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens))]
+    return shapes
+
+
+def _tile_rows(is_deterministic: bool) -> tuple[int, int]:
+    """Of steps without and with prompts."""
+    return (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
+
+
+def _kinds(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
+    """Shapes that together launch every kernel. Which ones are launched depends on the number of tokens between powers
+    of two at most, and Triton compiles kernels for one token and for multiples of 16 by themselves."""
+    decode, prompt = _tile_rows(is_deterministic)
+    mixed, parts = mixed_sizes(limits.tokens), decode_sizes(limits.part)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in powers(decode_sizes(limits.rows))]
+    shapes += [
+        StepShape(size, prompt) for size in reversed(powers(mixed))
+    ]  # smaller ones use the memory of larger ones
+    shapes += [] if is_deterministic else [StepShape(mixed[0], DRAFT_ROWS)]
+    for size in dict.fromkeys(at_least(parts, min(wanted, limits.part)) for wanted in (1, 2, 16)):
+        for kind in range(len(KINDS)):
+            shapes += [(0, SampleShape(size, kind, extra, extra)) for extra in (False, True)]
+    return shapes
 
 
 class DeviceSteps:
@@ -245,9 +275,12 @@ class DeviceSteps:
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
         self._attention = model.attention
-        planned = _planned(limits, is_deterministic=config.deterministic)
-        planned = [shape for shape in planned if not self._is_unrecorded(shape)]
-        self._recordings = Recordings(queue, self._work, planned, is_strict=config.strict_kernels)
+        self._planned = [
+            shape for shape in _planned(limits, is_deterministic=config.deterministic) if not self._is_unrecorded(shape)
+        ]
+        self._recordings = Recordings(queue, self._work, self._planned, is_strict=config.strict_kernels)
+        self._temporary = model.temporary
+        queue.reserve(self._temporary)  # last, or what is kept would lie in it
 
     @property
     def num_pending(self) -> int:
@@ -406,6 +439,31 @@ class DeviceSteps:
 
     def forget_addresses(self) -> None:
         self._recordings.forget()
+        self._decoder.drop_scratch()
+
+    def restore(self) -> None:
+        self._decoder.restore_scratch()
+        self._queue.reserve(self._temporary)
+
+    def warm_up(self) -> dict[str, float]:
+        is_deterministic, num_ranks, limits = self._config.deterministic, self._decoder.num_ranks, self._limits
+        started = time.perf_counter()
+        self._send_empty()
+        for shape in _kinds(limits, is_deterministic=is_deterministic):
+            self._work(shape)()
+        self._queue.mark().wait()
+        compiled = time.perf_counter()
+        passes, samples = decode_sizes(limits.rows), decode_sizes(limits.part)
+        if num_ranks == 1:  # the other ones are recorded while it is idle
+            passes, samples = powers(passes), powers(samples)
+        for shape in _decodes(passes, samples, is_deterministic=is_deterministic):
+            if not self._is_unrecorded(shape):
+                self._recordings.record(shape)
+        self._queue.mark().wait()
+        num = self._recordings.num_recorded
+        left = "the others while idle" if num_ranks == 1 else "the others when they have come up three times"
+        graphs = f"{num} of {len(self._planned)} graphs, {left}"
+        return {"kernels": compiled - started, graphs: time.perf_counter() - compiled}
 
     def use_idle(self) -> bool:
         # The ranks of a group would have to be idle at the same time, so they record only shapes that run often.
@@ -424,7 +482,7 @@ class DeviceSteps:
 
         def sample() -> None:
             tokens = self._packet.parts[first // self._part].tokens[: samples.samples]
-            logits = self._decoder.logits(self._decoder.hidden(tokens))
+            logits = self._decoder.sampled_logits(tokens)
             self._state.sample(logits, self._packet, first, samples)
 
         return sample
@@ -432,7 +490,10 @@ class DeviceSteps:
     def _run(self, shape: StepShape, step: _Rows) -> None:
         """Runs the pass through the model."""
         if self._attention is None or not self._is_unrecorded(shape):
-            self._recordings.run(shape)
+            if shape.is_recorded:
+                self._recordings.run(shape)
+            else:
+                self._work(shape)()
             return
         rows = HostRows(
             num_decode=int(np.count_nonzero(step.counts == 1)),

@@ -1,5 +1,6 @@
 """Products of activations with a layer's weights, and what their kernels fuse."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,9 @@ from ...kernels.triton.int4_product import int4_product
 from ...kernels.triton.product import product
 from ...kernels.triton.silu_mul import silu_mul
 from ...kernels.triton.small_product import MAX_ROWS, Workspace, small_product
+
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Memory of this shape for one launch (`Scratch.take`)."""
 
 
 class Norm(NamedTuple):
@@ -55,10 +59,15 @@ class DenseProduct:
     """Few rows use our kernel, many use cuBLAS."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, workspace: Workspace, without: frozenset[str] = frozenset()
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        workspace: Workspace,
+        take: Take,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """without: kernels that torch replaces."""
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._take = weight, bias, take
         self._transposed = weight.t()
         self._workspace = workspace
         # The kernel has tiles of at least 16.
@@ -77,7 +86,7 @@ class DenseProduct:
         if self.fused(x.shape[0]) is not None:
             self._small(x, out, is_gated=is_gated)
             return
-        result = torch.empty((x.shape[0], self._weight.shape[0]), dtype=x.dtype, device=x.device) if is_gated else out
+        result = self._take((x.shape[0], self._weight.shape[0]), x.dtype) if is_gated else out
         if self._bias is None:
             torch.mm(x, self._transposed, out=result)
         else:
@@ -142,8 +151,9 @@ class InvariantProduct:
 class InvariantMatrix(TorchMatrix):
     """A vocabulary matrix whose logits come from `InvariantProduct`."""
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
         InvariantProduct(self.weight, bias)(x, out)
         return out
 

@@ -9,38 +9,46 @@ from typing import Literal
 from ...kernels.triton import limits
 from ..executors.mixers import MIXERS
 from ..models.program import (
+    Activate,
     Add,
     AllReduce,
     Args,
     Attend,
     AttendLatent,
+    Clip,
     Embed,
     GatedProduct,
+    Glu,
+    Heat,
+    MatchMagnitude,
     Matrix,
+    MixStreams,
     Mixture,
+    Multiply,
     Normalize,
     Op,
+    Positions,
     Product,
     Program,
     Rotate,
+    Scale,
     ScanDelta,
     ScanLightning,
     ScanMamba2,
     View,
 )
 
-_DIMS = (16, 32, 64, 128, 256)  # head dimensions that the kernels support
-_MAX_GROUP = 16  # query heads per kv head that the kernels support
+_MAX_DIM = 512  # numbers of a head whose tile fits into the shared memory of every GPU
 _LONGEST = 5  # operations of a rule
 
 Kind = Literal[
-    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "experts", "latent", "mix", "sum",
-    "torch",
+    "attend", "product", "norm product", "product add", "norm", "add norm", "add", "elementwise",
+    "rotate", "experts", "latent", "mix", "sum", "torch",
 ]  # fmt: skip
 
 
-_NEEDS: dict[Kind, str] = {"norm": "rms_norm", "add norm": "rms_norm"}
-"""The kernel of a kind that torch can compute, too."""
+_NEEDS: dict[Kind, str] = {"norm": "rms_norm", "add norm": "rms_norm", "rotate": "rotate"}
+"""The kernel of a kind that torch can compute, too. Of other such kinds `needs` knows it by the operation."""
 
 
 class UnknownLayerError(Exception):
@@ -109,7 +117,7 @@ def parts_of(
         rules = ((kind, rule) for kind, rule in RULES if _NEEDS.get(kind) not in without)
         found = ((kind, num) for kind, rule in rules if (num := rule(facts, next_ops)))
         alone = kind_of(ops[at])
-        kind, num = next(found, ("torch" if _NEEDS.get(alone) in without else alone, 1))
+        kind, num = next(found, ("torch" if needs(alone, ops[at]) in without else alone, 1))
         parts.append(Part(kind, ops[at : at + num]))
         at += num
     return tuple(parts)
@@ -124,9 +132,7 @@ def in_torch(program: Program, target: Target | None = None) -> tuple[Op, ...]:
             raise UnknownLayerError(f"the kernels {why}")
         if target is not None and (why := _misfit(op.args, target)):
             raise UnknownLayerError(why)
-    _, last = body_of(program)
     found = [op for part in parts_of(program) if part.kind == "torch" for op in part.ops]
-    found += [] if last is None or is_rms_norm(last) else [last]
     return tuple(op for op in found if not isinstance(op.args, Embed))
 
 
@@ -145,10 +151,18 @@ def kind_of(op: Op) -> Kind:
             return "attend"
         case Product() | GatedProduct():
             return "product"
-        case Normalize() if is_rms_norm(op):
+        case Normalize():
             return "norm"
         case Add() if op.args == Add():
             return "add"
+        case Rotate():
+            return "rotate"
+        case Glu() if op.args.ranks > 1 and op.args.sparsity:
+            return "torch"  # needs the gates of all ranks
+        case Activate() | Add() | Clip() | Glu() | Heat() | Multiply() | Positions() | Scale():
+            return "elementwise"
+        case MatchMagnitude() | MixStreams():
+            return "elementwise"
         case Mixture():
             return "experts"
         case AttendLatent():
@@ -156,6 +170,26 @@ def kind_of(op: Op) -> Kind:
         case AllReduce():
             return "sum"
     return "torch"
+
+
+def needs(kind: Kind, op: Op) -> str:
+    """The module of the kernel of an operation by itself that torch can compute, too; empty: there is none."""
+    match op.args:
+        case _ if kind != "elementwise":
+            return _NEEDS.get(kind, "")
+        case MatchMagnitude():
+            return "row_statistics"
+        case Glu(sparsity=share) if share:
+            return "row_statistics"
+        case Activate() | Glu():
+            return "activations"
+    return "elementwise"
+
+
+def is_whole_norm(op: Op) -> bool:
+    """Over a whole view."""
+    args = op.args
+    return isinstance(args, Normalize) and args.norm.size == op.ins[0].width and len(op.ins) == 1
 
 
 def is_rms_norm(op: Op) -> bool:
@@ -178,10 +212,6 @@ def _lacks(args: Args) -> str:
             return f"have no latent attention of rank {args.rank} with rotated keys of {args.rope_dim} numbers"
         case Attend():
             return _lacks_attention(args)
-        case Mixture() if args.down.columns % 32 or args.down.rows % 32:
-            return "need experts whose sizes are multiples of 32"
-        case Mixture() if args.router.zero_experts:
-            return "have no experts that return their input"
     return ""
 
 
@@ -229,15 +259,10 @@ def _is_power(size: int) -> bool:
 
 
 def _lacks_attention(args: Attend) -> str:
-    if args.head_dim not in _DIMS:
-        return f"do not support a head dimension of {args.head_dim}"
-    if args.value_dim != args.head_dim:
-        return f"do not support values of {args.value_dim} numbers beside keys of {args.head_dim}"
-    if args.heads // args.kv_heads > _MAX_GROUP:
-        return f"support at most {_MAX_GROUP} query heads per key/value head"
-    if args.alibi is not None:
-        return "have no attention with ALiBi"
-    return "have no chunked attention" if args.reach.kind == "chunk" else ""
+    for what, dim in (("keys", args.head_dim), ("values", args.value_dim)):
+        if dim % 2 or dim > _MAX_DIM:
+            return f"have no attention with {what} of {dim} numbers"
+    return ""
 
 
 # The rules: how many of the next operations run together as this kind; 0: the rule does not apply.
@@ -292,7 +317,7 @@ def _add_norm(facts: Facts, ops: Sequence[Op]) -> int:
     match ops:
         case [Op(args=Add()) as add, Op(args=Normalize()) as norm, *_] if add.args == Add():
             in_place = add.ins[:1] == add.outs == norm.ins != norm.outs and facts.is_whole(add.outs[0])
-            return 2 if in_place and is_rms_norm(norm) and not _norm_product(facts, ops[1:]) else 0
+            return 2 if in_place and is_whole_norm(norm) and not _norm_product(facts, ops[1:]) else 0
     return 0
 
 

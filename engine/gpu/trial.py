@@ -23,13 +23,18 @@ from ..steps.trial_journal import TrialJournal
 from .decoder import TritonDecoder
 from .device_steps import DeviceModel, limits_of
 from .packet import Packet
-from .rules import Part, largest_group
+from .rules import Part, largest_group, needs
 from .shapes import StepShape
 from .state import RowState
 from .walk import Pass
 from .weights import Loaded
 
-OPTIONAL = frozenset({"rms_norm", "gated_norm", "small_product", "fp8_product", "int4_product", "silu_mul"})
+OPTIONAL = frozenset(
+    {
+        "rms_norm", "gated_norm", "rotate", "activations", "elementwise", "row_statistics", "small_product",
+        "fp8_product", "int4_product", "silu_mul",
+    }
+)  # fmt: skip
 """Kernels whose operation torch can compute in the midst of a step of the others. Without any other kernel the whole
 model runs in torch."""
 
@@ -129,6 +134,9 @@ class _TrialDecoder(TritonDecoder):
     def logits(self, hidden: Tensor) -> Tensor:
         return self._expected.logits(hidden)
 
+    def sampled_logits(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.hidden(tokens))
+
     def _begin(self, kernel: str) -> None:
         self.trying = kernel
         self._journal.begin(kernel)
@@ -152,8 +160,8 @@ class _TrialDecoder(TritonDecoder):
                 return "decode_attention" if step.tiles is None else "extend_attention"
             case "latent":
                 return "latent_attention"
-            case "norm" | "add norm":
-                return "rms_norm"
+            case "norm" | "add norm" | "rotate" | "elementwise":
+                return needs(part.kind, part.ops[-1])
             case "experts":
                 return "moe"
             case "mix":

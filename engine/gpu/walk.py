@@ -1,23 +1,27 @@
 """Turns a program into launches, once at load: for each part of `rules.parts_of` a function with the arguments of its
-kernels. A step calls them in order, and a recorded graph records them.
+kernels. A step calls them in order, and a recorded graph records them. Registers lie in the scratch, except those that
+torch's functions return, which are kept as they come.
 
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from ...kernels.reference import TorchMatrix
-from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, workspace_decode
+from ...kernels.triton.decode_attention import DecodeWorkspace, Slopes, decode_attention, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, tile_tokens
 from ...kernels.triton.latent_attention import LatentLayer, attend_latent
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
-from ...kernels.triton.rms_norm import rms_norm
+from ...kernels.triton.rms_norm import layer_norm, rms_norm
+from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
 from ..executors.functions import normalize
@@ -26,58 +30,80 @@ from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies
 from ..executors.weights import Weights
-from ..models.description import Rope
+from ..models.description import Alibi, Reach, Rope
 from ..models.program import (
+    Activate,
+    Args,
     Attend,
     AttendLatent,
+    Clip,
+    Embed,
     GatedProduct,
+    Glu,
+    Heat,
+    Layout,
     Matrix,
+    MeanSquares,
     Mixture,
+    Multiply,
     Normalize,
     Op,
     Product,
     Program,
     Rotate,
+    Scale,
+    ScanDelta,
     View,
+    placed,
 )
 from ..parallel.collectives import Group
 from .attention import HostAttention
+from .elementwise import run_of
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
 from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, QuantizedProduct, interleave
 from .products import Product as ProductOf
-from .rules import Kind, Part, body_of, is_rms_norm, largest_group, parts_of
+from .rules import Kind, Part, body_of, largest_group, parts_of
+from .scratch import Scratch
 from .weights import Loaded
 
 _LEAST_ROWS = 16  # of an attention tile
+_PLACE = 128  # numbers: a register's place per token is a multiple of it, so that pointers are aligned for any tokens
+_NORM_COPIES = 6  # some norms are computed in float32, in several steps
 
 
 class Registers(TorchRegisters):
     """The registers of a step. One has memory of its own, which stays after the step."""
 
-    def __init__(self, widths: Sequence[int], kept: int, states: Tensor) -> None:
-        """kept: the register in `states`, [tokens, width]."""
+    def __init__(self, widths: Sequence[int], kept: int, states: Tensor, scratch: Scratch, places: Layout) -> None:
+        """kept: the register in `states`, [tokens, width]. places: of the other registers in the scratch."""
         super().__init__()
         self._widths, self._kept, self._states = widths, kept, states
+        self._scratch, self._places = scratch, places
         self._tensors[kept] = states
 
     def into(self, view: View) -> Tensor:
         """Memory for the view, to be written."""
         if view.register not in self._tensors:
-            self._tensors[view.register] = self._states.new_empty((len(self._states), self._widths[view.register]))
+            tokens, dtype = len(self._states), self._states.dtype
+            first = self._places.offsets[view.register] * tokens * dtype.itemsize
+            self._tensors[view.register] = self._scratch.at(first, (tokens, self._widths[view.register]), dtype)
         return self.get(view)
 
     def fill(self, values: Mapping[int, Tensor]) -> None:
         """Writes whole registers, [tokens, width] each."""
         for register, numbers in values.items():
-            self.into(View(register, 0, self._widths[register])).copy_(numbers)
+            if register == self._kept:
+                self._states.copy_(numbers)
+            else:
+                self._tensors[register] = numbers.clone()  # torch may compute it, so it may have no place
 
     def put(self, view: View, width: int, value: Tensor) -> None:
-        if view.register == self._kept:
-            self.get(view).copy_(value)
-        else:
+        if view.register != self._kept and view.width == width:
             super().put(view, width, value)
+        else:
+            self.into(view).copy_(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +111,7 @@ class Pass:
     """A step on its way through the operations. The host knows its shape only."""
 
     registers: Registers
+    scratch: Scratch
     step: Step  # ids and positions: [tokens] int32
     cache: KvCache
     slots: Tensor  # [tables, tokens] int32
@@ -96,7 +123,23 @@ class Pass:
 
 
 Launch = Callable[[Pass], None]
-Walk = list[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The launches for steps of some sizes."""
+
+    launches: Sequence[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+    places: Layout  # of the registers in the scratch
+    returned: int  # numbers per token of the registers that torch's functions return
+
+
+class _Norm(Protocol):
+    """x, out: [tokens, width], which may be the same. residual, mean_squares: see `rms_norm`."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None
+    ) -> None: ...
 
 
 class Walker:
@@ -130,18 +173,22 @@ class Walker:
                 self.weights.matrices[each.key] = (matrix(loaded.values(each)),)
         products = [op.args for op in program.ops if isinstance(op.args, Product | GatedProduct)]
         shapes = {(args.matrix.rows, args.matrix.columns) for args in products if args.matrix.rows % 16 == 0}
+        self.scratch = Scratch(loaded.device)
+        self._temporary = 0  # bytes per token that the launch takes which takes most from the allocator
         self._small = workspace_small_product(shapes, loaded.device)
-        self._products = {args.matrix.key: self._product_of(args, is_deterministic) for args in products}
+        by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
+        self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
-        self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
+        self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
+        self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
         many = parts_of(program, without=without)
-        turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
+        self._turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
-            program, self.weights, max_len=max_len if turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
+            program, self.weights, max_len=max_len if self._turns_in_torch else 1, dtype=dtype, weight_dtype=dtype,
             device=loaded.device, group=group,
         )  # fmt: skip
         self.mixers = DeviceMixers(self.weights, loaded.device, without)
@@ -153,14 +200,17 @@ class Walker:
             "norm": self._norm,
             "add norm": self._norm,
             "add": self._add,
+            "elementwise": self._elementwise,
+            "rotate": self._rotate,
             "experts": self._mixture,
             "latent": self._latent,
             "mix": self._mix,
             "sum": self._sum,
             "torch": self._torch,
         }
-        _, self._last = body_of(program)
-        self.kept = program.result if self._last is None else self._last.ins[0]
+        _, last = body_of(program)
+        self._last_norm = None if last is None else self._norm_run(last)
+        self.kept = program.result if last is None else last.ins[0]
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
         self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
@@ -170,42 +220,78 @@ class Walker:
         """That each step must plan."""
         return tuple(self._decode.values())
 
+    def allocate(self, least: int) -> None:
+        """Allocates the scratch. least: its bytes at least."""
+        size = max(self._many.places.size, self._few.places.size)
+        self.scratch.allocate(registers=self._limits.tokens * size * self._dtype.itemsize, least=least)
+
+    @property
+    def left_to_torch(self) -> int:
+        """Bytes per token that the largest step takes from the allocator: registers that torch's functions return, and
+        what a launch takes for itself, estimated."""
+        tables = sum(2 * rope.dims for rope in self.reference.rotary) * 4 if self._turns_in_torch else 0
+        return self._many.returned * self._dtype.itemsize + self._temporary + tables
+
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        kept = [self._zeros, *self._rotary.values(), *self._small]
+        kept = [self._zeros, *self._rotary.values(), *self._slopes.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
         backend = 0 if self._attention is None else self._attention.backend.nbytes
         planned = backend + sum(workspace.nbytes for workspace in self._decode.values())
         tables = self.reference.rotary.values()
-        return planned + sum(tensor.nbytes for tensor in kept) + sum(table.num_bytes for table in tables)
+        of_tables = sum(table.num_bytes for table in tables)
+        return self.scratch.nbytes + planned + sum(tensor.nbytes for tensor in kept) + of_tables
+
+    def registers(self, states: Tensor) -> Registers:
+        """Of a step. states: the memory of `kept`."""
+        places = self._of(len(states)).places
+        return Registers(self._program.widths, self.kept.register, states, self.scratch, places)
 
     def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
         """The launches of a step of so many tokens."""
-        return [(part, launch) for part, launch, _ in self._of(tokens)]
+        walk = self._of(tokens)
+        return [(part, self._alone(walk, launch, tokens)) for part, launch, _ in walk.launches]
+
+    def _alone(self, walk: Walk, launch: Launch, tokens: int) -> Launch:
+        def run(step: Pass) -> None:
+            self.scratch.begin(self._behind(walk, tokens))
+            launch(step)
+
+        return run
+
+    def _behind(self, walk: Walk, tokens: int) -> int:
+        """The byte of the scratch behind the registers."""
+        return walk.places.size * self._dtype.itemsize * tokens
 
     def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
         """The module of the kernel that computes it for so many tokens; empty: torch does."""
         return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
 
     def run(self, step: Pass, tokens: int) -> None:
-        for _, launch, unused in self._of(tokens):
+        walk = self._of(tokens)
+        behind = self._behind(walk, tokens)
+        for _, launch, unused in walk.launches:
+            self.scratch.begin(behind)
             launch(step)
             for register in unused:
                 step.registers.drop(register)
 
+    def _of(self, tokens: int) -> Walk:
+        return self._few if tokens <= MAX_ROWS else self._many
+
     def finish(self, states: Tensor) -> Tensor:
         """The last norm, of states [n, hidden] that `run` left in the register `kept`; it may overwrite them."""
-        last = self._last
-        if last is None:
-            return states
-        assert isinstance(last.args, Normalize)
-        norm, weight, bias = last.args.norm, self.weights.vector(last.args.weight), self.weights.vector(last.args.bias)
-        if weight is None or not is_rms_norm(last) or "rms_norm" in self._without:
-            return normalize(states, norm.size, norm.kind, norm.eps, weight, bias)
-        rms_norm(states, weight, norm.eps, states)
+        if self._last_norm is not None:
+            self._last_norm(states, states)
         return states
+
+    @property
+    def finishing(self) -> int:
+        """Bytes per token that `finish` takes from the allocator, estimated."""
+        is_torch = self._last_norm is not None and "rms_norm" in self._without
+        return _NORM_COPIES * self.kept.width * self._dtype.itemsize if is_torch else 0
 
     def _walk(self, parts: Sequence[Part], made: dict[tuple[Op, ...], Launch]) -> Walk:
         """made: the launches so far."""
@@ -218,10 +304,29 @@ class Walker:
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
-        return [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        launches = [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
+        in_scratch, returned = self._memory_of(parts)
+        uses = [_registers(part) for part in parts]
+        widths = [-(-width // _PLACE) * _PLACE for width in self._program.widths]
+        return Walk(
+            launches=launches,
+            places=placed([found & in_scratch for found in uses], widths),
+            returned=placed([found & returned for found in uses], widths).size,
+        )
 
-    def _of(self, tokens: int) -> Walk:
-        return self._few if tokens <= MAX_ROWS else self._many
+    def _memory_of(self, parts: Sequence[Part]) -> tuple[set[int], set[int]]:
+        """The registers that launches write to the scratch, and those that torch's functions return. What only one
+        launch uses is not stored."""
+        num_parts = Counter(register for part in parts for register in _registers(part))
+        widths, in_scratch, returned = self._program.widths, set[int](), set[int]()
+        for part in parts:
+            for view in (view for op in part.ops for view in op.outs):
+                is_between = len(part.ops) > 1 and num_parts[view.register] == 1
+                is_returned = part.kind in ("torch", "mix") and view.width == widths[view.register]
+                is_returned = is_returned and not isinstance(part.ops[0].args, Embed)
+                if view.register != self.kept.register and not is_between:
+                    (returned if is_returned else in_scratch).add(view.register)
+        return in_scratch, returned - in_scratch
 
     def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
@@ -231,9 +336,12 @@ class Walker:
         if not isinstance(weight, Tensor):
             return QuantizedProduct(weight.interleave() if is_gated else weight, bias)
         weight = interleave(weight) if is_gated else weight
-        if is_deterministic:
-            return InvariantProduct(weight, bias)
-        return DenseProduct(weight, bias, self._small, self._without)
+        return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated)
+
+    def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool) -> DenseProduct:
+        if is_gated:
+            self.scratch.expect(self._limits.tokens * weight.shape[0] * self._dtype.itemsize)
+        return DenseProduct(weight, bias, self._small, self.scratch.take, self._without)
 
     def _fuses(self, matrix: Matrix) -> bool:
         return self._products[matrix.key].fused(MAX_ROWS) is not None
@@ -246,13 +354,37 @@ class Walker:
 
     def _torch(self, part: Part) -> Launch:
         (op,) = part.ops
+        if isinstance(op.args, Embed) and self._looks_up(op, op.args):
+            return self._embed(op, op.args)
+        self._leave_to_torch(_copies(op.args) * op.outs[0].width * self._dtype.itemsize)
         return lambda step: self.reference.run(op, step.registers, step.step)
+
+    def _looks_up(self, op: Op, args: Embed) -> bool:
+        """Whether embeddings are rows of the table, which can be copied to the register."""
+        is_plain = self._ranks.size == 1 and args.scale == 1.0 and not args.is_whole
+        return is_plain and op.outs[0].width == self._program.widths[op.outs[0].register]
+
+    def _leave_to_torch(self, per_token: int) -> None:
+        """A launch takes so many bytes per token from the allocator."""
+        self._temporary = max(self._temporary, per_token)
+
+    def _embed(self, op: Op, args: Embed) -> Launch:
+        (matrix,) = self.weights.matrices[args.table.key]
+        assert isinstance(matrix, TorchMatrix)
+        weight = matrix.weight
+
+        def launch(step: Pass) -> None:
+            torch.index_select(weight, 0, step.step.ids, out=step.registers.into(op.outs[0]))
+
+        return launch
 
     def _mix(self, part: Part) -> Launch:
         (op,) = part.ops
         assert isinstance(op.args, MIXERS)
         mix, out = self.mixers.operation(op.args), op.outs[0]
-        width = self._program.widths[out.register]
+        width, args = self._program.widths[out.register], op.args
+        changes = args.value_heads * (args.value_dim + args.key_dim) * 4 if isinstance(args, ScanDelta) else 0
+        self._leave_to_torch(2 * out.width * self._dtype.itemsize + changes)
         return lambda step: step.registers.put(out, width, mix([step.registers.get(view) for view in op.ins]))
 
     def _sum(self, part: Part) -> Launch:
@@ -270,15 +402,52 @@ class Walker:
 
     def _norm(self, part: Part) -> Launch:
         op = part.ops[-1]
-        weight, eps = self._norm_of(op)
+        run = self._norm_run(op)
         added = part.ops[0].ins[1] if part.kind == "add norm" else None
 
         def launch(step: Pass) -> None:
-            of, out = step.registers.get(op.ins[0]), step.registers.into(op.outs[0])
+            of, *mean = (step.registers.get(view) for view in op.ins)
+            out = step.registers.into(op.outs[0])
             if added is None:
-                rms_norm(of, weight, eps, out)
+                run(of, out, mean_squares=mean[0] if mean else None)
             else:
-                rms_norm(step.registers.get(added), weight, eps, out, residual=of)
+                run(step.registers.get(added), out, residual=of)
+
+        return launch
+
+    def _norm_run(self, op: Op) -> _Norm:
+        args = op.args
+        assert isinstance(args, Normalize)
+        norm, weight, bias = args.norm, self.weights.vector(args.weight), self.weights.vector(args.bias)
+
+        def run(x: Tensor, out: Tensor, *, residual: Tensor | None = None, mean_squares: Tensor | None = None) -> None:
+            if "rms_norm" in self._without:  # of the last norm, which is no part of the walk
+                out.copy_(normalize(x, norm.size, norm.kind, norm.eps, weight, bias))
+            elif norm.kind == "layer":
+                layer_norm(x, weight, bias, norm.eps, out, residual, size=norm.size)
+            else:
+                rms_norm(x, weight, norm.eps, out, residual, size=norm.size, mean_squares=mean_squares)
+
+        return run
+
+    def _elementwise(self, part: Part) -> Launch:
+        (op,) = part.ops
+        run = run_of(op, self.weights)
+
+        def launch(step: Pass) -> None:
+            run([step.registers.get(view) for view in op.ins], step.registers.into(op.outs[0]), step.step.positions)
+
+        return launch
+
+    def _rotate(self, part: Part) -> Launch:
+        (op,) = part.ops
+        args = op.args
+        assert isinstance(args, Rotate) and op.ins == op.outs, op
+        table = self._rotary_of(args.rope, args.rope.dims)
+
+        def launch(step: Pass) -> None:
+            x = step.registers.get(op.ins[0])
+            rotate(x, table, step.step.positions, heads=args.heads, first=args.first)
 
         return launch
 
@@ -315,6 +484,7 @@ class Walker:
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
         self._experts.append(experts)
+        self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
@@ -335,18 +505,22 @@ class Walker:
         workspace = None if self._is_deterministic else self._decode_of(args)
         sinks, window, softcap = self.weights.vector(args.sinks), args.reach.positions or None, args.softcap or None
         num_programs = self._num_programs(args.head_dim)
-        heads, group = (args.heads, args.head_dim), args.heads // args.kv_heads
+        group, is_chunked, slopes = args.heads // args.kv_heads, args.reach.kind == "chunk", self._slopes_of(args)
         joined = _joined(op.ins)
+        if len(op.ins) > 1:
+            taken = [op.ins[0].width] + ([] if joined is not None else [sum(view.width for view in op.ins)])
+            self.scratch.expect(*(self._limits.tokens * width * self._dtype.itemsize for width in taken))
         other = self._attention if self._attention is not None and self._attention.takes(args) else None
         parameters = self.reference.attention(args)
 
         def launch(step: Pass) -> None:
             (k_pages, v_pages), table = step.cache.pages[args.tile], step.cache.tables[args.tile]
-            query = step.registers.get(op.ins[0]).view(-1, *heads)
+            query = step.registers.get(op.ins[0]).view(-1, args.heads, args.head_dim)
             if len(op.ins) > 1:
-                query = query.new_empty(query.shape)
+                query = step.scratch.take(tuple(query.shape), query.dtype)
                 if joined is None:
-                    states = torch.cat([step.registers.get(view) for view in op.ins], dim=1)
+                    states = step.scratch.take((len(query), sum(view.width for view in op.ins)), query.dtype)
+                    torch.cat([step.registers.get(view) for view in op.ins], dim=1, out=states)
                 else:
                     states = step.registers.get(joined)
                 positions = self._zeros[: len(query)] if rope is None else step.step.positions
@@ -354,21 +528,21 @@ class Walker:
                     states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
-            tables, attended = step.tables[table], step.registers.into(out).view(-1, *heads)
+            tables, attended = step.tables[table], step.registers.into(out).view(-1, args.heads, args.value_dim)
             now = other if other is not None and other.rows is not None else None
             if workspace is not None and (now is None or not now.backend.decodes):
                 rows = len(tables)
                 decode_attention(
                     attended[:rows], query[:rows], k_pages, v_pages, tables, workspace, scale=args.scale,
-                    softcap=softcap, sinks=sinks,
+                    softcap=softcap, sinks=sinks, slopes=slopes,
                 )  # fmt: skip
             if now is not None:
                 now.attend(attended, query, args.tile, parameters)
             elif step.tiles is not None:
                 extend_attention(
                     attended, query, k_pages, v_pages, tables, step.context_lens, step.tiles, scale=args.scale,
-                    num_programs=num_programs, window=window, softcap=softcap, sinks=sinks,
-                    tile_rows=self._tile_rows(group, step.tile_rows),
+                    num_programs=num_programs, window=window, is_chunked=is_chunked, softcap=softcap, sinks=sinks,
+                    slopes=slopes, tile_rows=self._tile_rows(group, step.tile_rows),
                 )  # fmt: skip
 
         return launch
@@ -380,12 +554,13 @@ class Walker:
         keys, values = (self._loaded.values(each).view(args.heads, -1, args.rank) for each in (args.keys, args.values))
         layer = LatentLayer(keys=keys, values=values, rope_dim=args.rope_dim, scale=args.scale)
         self._latents.append(layer)
-        key = 0, args.heads, 1, args.rank
+        key = Reach(), args.heads, 1, args.rank
         if key not in self._decode:
             self._decode[key] = layer.workspace(
                 rows=self._limits.rows, max_context=self._max_len, num_programs=self._num_programs(args.rank)
             )
         workspace = self._decode[key]
+        self.scratch.expect(*[self._limits.tokens * args.heads * args.rank * self._dtype.itemsize] * 2)
 
         def launch(step: Pass) -> None:
             query, latent, rotated = (step.registers.get(view) for view in op.ins)
@@ -393,7 +568,7 @@ class Walker:
             attend_latent(
                 step.registers.into(op.outs[0]), query, latent, rotated, layer, pages, step.slots[table],
                 step.tables[table], step.context_lens, workspace, step.tiles, tile_rows=step.tile_rows,
-                per_tile=tile_tokens(self._largest_group, step.tile_rows),
+                per_tile=tile_tokens(self._largest_group, step.tile_rows), take=step.scratch.take,
             )  # fmt: skip
 
         return launch
@@ -415,14 +590,46 @@ class Walker:
         return self._rotary[key]
 
     def _decode_of(self, args: Attend) -> DecodeWorkspace:
-        key = args.reach.positions, args.heads, args.kv_heads, args.head_dim
+        key = args.reach, args.heads, args.kv_heads, args.value_dim
         if key not in self._decode:
             self._decode[key] = workspace_decode(
                 rows=self._limits.rows, max_context=self._max_len, heads=args.heads, kv_heads=args.kv_heads,
-                head_dim=args.head_dim, num_programs=self._num_programs(args.head_dim),
-                window=args.reach.positions or None, device=self._loaded.device,
+                head_dim=args.value_dim, num_programs=self._num_programs(args.head_dim),
+                window=args.reach.positions or None, is_chunked=args.reach.kind == "chunk", device=self._loaded.device,
             )  # fmt: skip
         return self._decode[key]
+
+    def _slopes_of(self, args: Attend) -> Slopes | None:
+        """Of ALiBi."""
+        alibi = args.alibi
+        if alibi is None:
+            return None
+        if alibi not in self._slopes:
+            values = torch.tensor(alibi.slopes, device=self._loaded.device)
+            self._slopes[alibi] = values.bfloat16().float() if alibi.is_rounded else values
+        return Slopes(self._slopes[alibi], args.scale if alibi.before_scale else 1.0, alibi.is_rounded)
+
+
+def _copies(args: Args) -> int:
+    """How many tensors of its result's size and type a function of torch takes at most, besides the result."""
+    match args:
+        case Normalize() | MeanSquares():
+            return _NORM_COPIES
+        case Glu():
+            return 5 if args.act == "swiglu_clamped" or args.sparsity else 2 if args.gate_scale != 1.0 else 1
+        case Activate():
+            return 5 if args.weights is not None else 2 if args.act in ("quick_gelu", "relu2") else 0
+        case Scale() | Clip():
+            return 0
+        case Heat() | Multiply():
+            return 1
+        case Rotate():
+            return 2
+    return 3
+
+
+def _registers(part: Part) -> set[int]:
+    return {view.register for op in part.ops for view in (*op.ins, *op.outs)}
 
 
 def _joined(views: tuple[View, ...]) -> View | None:

@@ -4,6 +4,7 @@ A register holds numbers for each token of a step, [tokens, width], of the activ
 columns of one. An operation may write to a view that it reads only where its docstring says so.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from .description import Activation, Alibi, Data, Norm, Reach, Rope, Router, Temperature, Weight
@@ -387,22 +388,28 @@ class Layout(Data):
 
 
 def layout(program: Program) -> Layout:
-    """Registers that are in use at different times share memory: each gets the first place where it fits."""
+    """Registers that are in use at different times share memory."""
+    uses = [[view.register for view in (*op.ins, *op.outs)] for op in program.ops]
+    return placed([*uses, [program.result.register]], program.widths)
+
+
+def placed(uses: Sequence[Iterable[int]], widths: Sequence[int]) -> Layout:
+    """Each register gets the first place where it fits beside those that are in use at the same time. uses: the
+    registers of each launch, in order; all those of one launch are in use together. widths: of all registers."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for number, op in enumerate(program.ops):
-        for view in (*op.ins, *op.outs):
-            first.setdefault(view.register, number)
-            last[view.register] = number
-    last[program.result.register] = len(program.ops)
+    for number, registers in enumerate(uses):
+        for register in registers:
+            first.setdefault(register, number)
+            last[register] = number
     offsets: dict[int, int] = {}
     for register in sorted(first, key=lambda each: first[each]):
-        width, at = program.widths[register], 0
-        in_use = sorted((offsets[other], program.widths[other]) for other in offsets if last[other] >= first[register])
+        width, at = widths[register], 0
+        in_use = sorted((offsets[other], widths[other]) for other in offsets if last[other] >= first[register])
         for begin, taken in in_use:
             if at + width <= begin:
                 break
             at = max(at, begin + taken)
         offsets[register] = at
-    size = max(offsets[register] + program.widths[register] for register in offsets)
-    return Layout(tuple(offsets.get(register, 0) for register in range(len(program.widths))), size)
+    size = max((at + widths[register] for register, at in offsets.items()), default=0)
+    return Layout(tuple(offsets.get(register, 0) for register in range(len(widths))), size)

@@ -18,7 +18,6 @@ from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
-from ..models.program import AttendLatent, Mixture, layout
 from ..parallel.collectives import Group
 from ..weights.loader import Sink, load_weights
 from ..weights.open import open_checkpoint
@@ -36,6 +35,9 @@ _LEFT_STATES = 7  # of a request: one at its end, and those that its prompt keep
 _SPARE_STATES = 4  # of a row: the default number of draft tokens
 _SPARE_SHARE = 8  # spare states take at most 1/8 as much memory as the pages that the core assigns
 _GRAPH_BYTES = 4 << 20  # per recorded step; an assumption, not measured
+_SEGMENT = 2 << 20  # torch's allocator takes memory in multiples of it,
+_LARGE = 10 << 20  # in pieces of exactly what is asked for from this size on,
+_SMALL_SEGMENTS = 3  # and for tensors of up to 1 MB by themselves: as many as steps need
 _MAX_ROWS = 2048  # that `plan_decode` handles in one program; more would overflow 32-bit offsets of partial sums
 
 
@@ -178,6 +180,7 @@ def _on_device(
     from ..gpu.attention import host_attention
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
+    from ..gpu.packet import size_of
     from ..gpu.state import RowState
     from ..gpu.weights import Loaded
 
@@ -185,7 +188,7 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     served = checked.served
     assert served.program is not None
-    spec, program, shape, dtype = served.spec, served.program, served.kv_shape, served.dtype
+    program, shape, dtype = served.program, served.kv_shape, served.dtype
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept)
     fill(loaded)
     groups = shape.groups(config.block_size)
@@ -213,17 +216,13 @@ def _on_device(
         without=checked.without | served.left_out,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
-    # A step's temporary memory, in the graphs' pool: the registers, of which torch's operations take some twice, the
-    # queries, the products of experts, and logits twice.
-    queries = max((args.heads * args.head_dim for args in program.attention), default=0)
-    latent = [op.args for op in program.ops if isinstance(op.args, AttendLatent)]
-    queries = max([queries, *(2 * args.heads * args.rank for args in latent)])
-    mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
-    products = max((2 * args.router.top_k * args.gate_up.rows for args in mixtures), default=0)
-    width = layout(program).size + max(program.widths) + queries + products
-    steps = limits.tokens * width * dtype.itemsize
-    logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
-    graphs = num_graphs(limits) * _GRAPH_BYTES
+    # What torch's functions take in a step is taken twice: once by steps that are not recorded, and once, in a pool of
+    # their own, by all recorded ones together.
+    temporary = left = 0
+    if triton.left_to_torch:
+        temporary = -(-max(triton.left_to_torch, _LARGE) // _SEGMENT) * _SEGMENT
+        left = temporary + _SMALL_SEGMENTS * _SEGMENT
+    packet = size_of(limits) * 4
     return DeviceModel(
         decoder=triton,
         state=state,
@@ -231,8 +230,9 @@ def _on_device(
         queue=queue,
         kv_shape=shape,
         weights=triton.weights,
-        workspace=triton.nbytes + state.nbytes + steps + logits,
-        graphs=graphs,
+        workspace=triton.nbytes + state.nbytes + packet + left + queue.blas_workspace,
+        graphs=left + num_graphs(limits) * _GRAPH_BYTES,
+        temporary=temporary,
         attention=attention,
         note=served.note,
         failed_kernels=checked.failed,

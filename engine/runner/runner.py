@@ -77,6 +77,7 @@ class Runner:
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
         self._parked = Parked()
+        self._is_warm = False
         self._is_faulted = False  # until a plan whose `after_fault` is set
 
     @classmethod
@@ -193,6 +194,7 @@ class Runner:
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)
         if not isinstance(model, HostModel):
+            self._device.trim()  # loading leaves free blocks, which recorded steps could not use
             self._steps = model.steps(config, cache)
             return
         attention = model.backend.attention(cache)
@@ -207,6 +209,20 @@ class Runner:
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
         )
+
+    def warm_up(self) -> None:
+        """Compiles kernels and records steps, so that the first plans need not wait for it. Does nothing the second
+        time. Where memory does not suffice for all of it, the rest is left undone."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        try:
+            with torch.inference_mode():
+                self.timings |= self._opened().warm_up()
+        except Exception as error:
+            if self._group.size > 1 or not is_out_of_memory(error):  # the other ranks would go on
+                raise
+            log.warning("no memory to record steps before the start: %s", error)
 
     def launch(self, plan: StepPlan) -> None:
         """Starts the plan; `collect` gives its result. A plan that does not fit into memory is dropped, and so are the
@@ -281,6 +297,7 @@ class Runner:
         try:
             self._parked.restore()
             self._cache.restore()
+            self._opened().restore()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

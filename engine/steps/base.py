@@ -30,6 +30,13 @@ class Steps(Protocol):
     def forget_addresses(self) -> None:
         """Drops everything that holds addresses: weights and cache are about to move."""
 
+    def restore(self) -> None:
+        """Allocates what `forget_addresses` freed, once weights and cache are back. Raises torch.OutOfMemoryError."""
+
+    def warm_up(self) -> dict[str, float]:
+        """Does before the first plan what would delay the first steps: compiles kernels, and records steps. The ranks
+        of a group call it at the same time, and do the same in the same order. Returns the seconds by part."""
+
     def use_idle(self) -> bool:
         """Does one piece of work that makes later steps faster, if there is any. Returns whether there is more. Called
         when no plan waits."""
@@ -53,6 +60,12 @@ class ImmediateSteps:
 
     def forget_addresses(self) -> None:
         pass
+
+    def restore(self) -> None:
+        pass
+
+    def warm_up(self) -> dict[str, float]:
+        return {}
 
     def use_idle(self) -> bool:
         return False

@@ -18,6 +18,7 @@ the arithmetic of a tile.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tuned import tuned
-from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, pages_shaped, shaped
 
 CHUNK = 64  # positions; doubled until a row has at most as many runs as `cuts_of` says
 TILE_ROWS = 16  # query heads of a program: the fewest rows that tensor cores take
@@ -57,6 +58,7 @@ class DecodeWorkspace:
     sums: Tensor  # [max pieces, 2, heads] float32: log2 of the weight that counts as 1, and Σ weight
     arrivals: Tensor  # [rows, programs of a piece] int32: finished pieces; zero between launches
     window: int | None
+    is_chunked: bool
     chunk: int
     num_programs: int
 
@@ -71,6 +73,16 @@ class DecodeWorkspace:
         return sum(tensor.nbytes for tensor in kept)
 
 
+class Slopes(NamedTuple):
+    """ALiBi: `values` · (key position - query position) · scale is added to the scores of a head. values: [heads]
+    float32. is_rounded: the sum is values · key position · scale, and the first product is rounded to bfloat16, as are
+    the key positions."""
+
+    values: Tensor
+    scale: float = 1.0
+    is_rounded: bool = False
+
+
 def workspace_decode(
     *,
     rows: int,
@@ -80,12 +92,14 @@ def workspace_decode(
     head_dim: int,
     num_programs: int,
     window: int | None = None,
+    is_chunked: bool = False,
     chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
     """For up to `rows` rows of up to `max_context` positions. head_dim: of the values. num_programs: as many as the
     device holds at once, three per multiprocessor with head_dim 128; no bit of a result depends on it. chunk: a
-    power of two, at least the positions of a tile; None: the tuned size."""
+    power of two, at least the positions of a tile; None: the tuned size. is_chunked: rows see the
+    positions since a multiple of `window`, instead of the last `window` ones."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
     chunks, most_runs = cuts_of(head_dim)
     assert max_context <= (chunk * chunks << DOUBLINGS.value) * most_runs, (max_context, chunk)
@@ -102,6 +116,7 @@ def workspace_decode(
         sums=torch.empty((max_items, 2, heads), device=device),
         arrivals=torch.zeros((rows, units), dtype=torch.int32, device=device),
         window=window,
+        is_chunked=is_chunked,
         chunk=chunk,
         num_programs=num_programs,
     )
@@ -125,6 +140,7 @@ def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
         rows,
         workspace.window,
         _round_of(workspace.num_programs, workspace.units),
+        IS_CHUNKED=workspace.is_chunked,
         CHUNK=workspace.chunk,
         CHUNKS=chunks,
         MAX_RUNS=most_runs,
@@ -145,6 +161,7 @@ def decode_attention(
     query_rope: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Slopes | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
@@ -153,7 +170,7 @@ def decode_attention(
     out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [pages, kv_heads, block_size, head_dim],
     pages of one stride, of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table:
     [rows, max blocks] int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part
-    in the softmax and has no value.
+    in the softmax and has no value. slopes: of ALiBi. Values may have another dimension than keys.
 
     Without v_pages the values are the first head_dim numbers of the keys. The numbers after them are multiplied with
     query_rope, [rows, heads, rope_dim], of any strides; k_pages may be wider than both.
@@ -161,7 +178,7 @@ def decode_attention(
     layout = tile_layout(query, query_rope, k_pages, v_pages)
     tiles = workspace.chunk // layout["KEYS"]
     assert tiles * layout["KEYS"] == workspace.chunk and tiles.bit_count() == 1, (workspace.chunk, layout)
-    assert query.stride()[1:] == out.stride()[1:] == (query.shape[2], 1)
+    assert query.stride()[1:] == (query.shape[2], 1) and out.stride()[1:] == (layout["VALUE_DIM"], 1), out.stride()
     score_scale, cap = score_factors(scale * k_scale, softcap)
     _decode_kernel[(workspace.num_programs,)](
         out,
@@ -176,6 +193,8 @@ def decode_attention(
         workspace.sums,
         workspace.arrivals,
         sinks,
+        None if slopes is None else slopes.values,
+        0.0 if slopes is None else slopes.scale * _LOG2_E.value,
         score_scale,
         cap,
         v_scale,
@@ -185,15 +204,19 @@ def decode_attention(
         block_table.stride(0),
         stride_of_pages(k_pages, v_pages),
         TILE_ROWS=TILE_ROWS,
+        ROUNDS_SLOPES=slopes is not None and slopes.is_rounded,
         **layout,
         **_options(layout, query.element_size()),
     )
 
 
 def stride_of_pages(k_pages: Tensor, v_pages: Tensor | None) -> int:
-    """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim]."""
+    """Numbers from a page to the next. k_pages, v_pages: [pages, kv_heads, block_size, head_dim or value_dim]."""
     if v_pages is not None:
-        assert k_pages.shape == v_pages.shape and k_pages.stride() == v_pages.stride(), (k_pages.shape, v_pages.shape)
+        assert k_pages.shape[:3] == v_pages.shape[:3] and k_pages.stride(0) == v_pages.stride(0), (
+            k_pages.shape, v_pages.shape, k_pages.stride(), v_pages.stride(),
+        )  # fmt: skip
+        assert v_pages[0].is_contiguous(), v_pages.stride()
     assert k_pages[0].is_contiguous(), k_pages.stride()
     return k_pages.stride(0)
 
@@ -211,11 +234,17 @@ def tile_layout(query: Tensor, query_rope: Tensor | None, k_pages: Tensor, v_pag
         "keys that hold the values have further numbers, and no others"
     )
     assert width >= head_dim + rope_dim, (k_pages.shape, query.shape, rope_dim)
-    fitting = _TILE_BYTES // (head_dim * query.element_size() * (1 if v_pages is None else 2))
+    value_dim = head_dim if v_pages is None else v_pages.shape[3]
+    dim_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    assert v_pages is not None or dim_block == head_dim, f"latents of {head_dim} numbers"
+    fitting = _TILE_BYTES // ((dim_block + (0 if v_pages is None else value_block)) * query.element_size())
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
         "HEAD_DIM": head_dim,
+        "DIM_BLOCK": dim_block,
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": value_block,
         "ROPE_DIM": rope_dim,
         "ROPE_STRIDE": rope_stride,
         "WIDTH": width,
@@ -226,16 +255,16 @@ def tile_layout(query: Tensor, query_rope: Tensor | None, k_pages: Tensor, v_pag
 
 def stages_of(rows: int, layout: dict[str, int], itemsize: int) -> int:
     """Pipelining stages whose buffers fit into any GPU's shared memory, beside the queries of `rows` rows."""
-    head_dim, rope_dim, keys = layout["HEAD_DIM"], layout["ROPE_DIM"], layout["KEYS"]
-    buffer = keys * (head_dim + (rope_dim or head_dim))  # keys, and values if they are not part of the keys
-    weights = rows * keys if rows < head_dim or itemsize > 2 else 0  # otherwise they stay in registers
-    needed = ((NUM_STAGES - 1) * buffer + rows * (head_dim + rope_dim) + weights) * itemsize
+    dim, value_dim, rope_dim, keys = (layout[name] for name in ("DIM_BLOCK", "VALUE_BLOCK", "ROPE_DIM", "KEYS"))
+    buffer = keys * (dim + (rope_dim or value_dim))  # keys, and values if they are not part of the keys
+    weights = rows * keys if rows < value_dim or itemsize > 2 else 0  # otherwise they stay in registers
+    needed = ((NUM_STAGES - 1) * buffer + rows * (dim + rope_dim) + weights) * itemsize
     return NUM_STAGES if needed <= _SHARED_BYTES else NUM_STAGES - 1
 
 
 def _options(layout: dict[str, int], itemsize: int) -> dict[str, int]:
     """The compile-time options. Those of 16-bit types are tuned."""
-    warps = NUM_WARPS if layout["HEAD_DIM"] <= 256 else 2 * NUM_WARPS  # the result is spread over their registers
+    warps = NUM_WARPS if layout["VALUE_BLOCK"] <= 256 else 2 * NUM_WARPS  # the result is spread over their registers
     rule = {"num_warps": warps, "num_stages": stages_of(TILE_ROWS, layout, itemsize)}
     if layout["HEAD_DIM"] <= 128:  # three programs fit into the registers of a multiprocessor
         rule["maxnreg"] = 168
@@ -252,6 +281,12 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float | N
     return -2 * scale / softcap * _LOG2_E.value, softcap * _LOG2_E.value
 
 
+@triton.jit
+def first_seen(position, window, IS_CHUNKED: tl.constexpr):
+    """The first position that a query sees: window - 1 before its own, or with IS_CHUNKED a multiple of window."""
+    return tl.maximum(position // window * window if IS_CHUNKED else position + 1 - window, 0)
+
+
 @triton.jit(do_not_specialize=["rows", "window", "round_size"])
 def _plan_kernel(
     items,
@@ -260,6 +295,7 @@ def _plan_kernel(
     rows,
     window,
     round_size,
+    IS_CHUNKED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     MAX_RUNS: tl.constexpr,
@@ -270,7 +306,7 @@ def _plan_kernel(
     context = tl.load(context_lens + row, mask=row < rows, other=0)
     start = tl.zeros([ROWS], tl.int32)
     if window is not None:
-        start = tl.maximum(context - window, 0)
+        start = first_seen(context - 1, window, IS_CHUNKED)
     size = tl.full([ROWS], CHUNK, tl.int32)
     for _ in tl.static_range(DOUBLINGS):
         run = size * CHUNKS
@@ -305,6 +341,16 @@ def _plan_kernel(
 
 
 @triton.jit
+def alibi(slope, slope_scale, key, query, IS_ROUNDED: tl.constexpr):
+    """What is added to the scores. slope: [rows, 1]; key: [1, keys]; query: positions [rows, 1], or one."""
+    if IS_ROUNDED:
+        found = (slope * key.to(tl.float32).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    else:
+        found = slope * (key - query).to(tl.float32)
+    return found * slope_scale
+
+
+@triton.jit
 def tile_scores(q, q_rope, k, k_rope, score_scale, cap):
     """Scores in units of log2(e). q: [rows, dim]; k: [keys, dim]; q_rope, k_rope: further numbers of both, or None;
     score_scale and cap: see `score_factors`."""
@@ -333,13 +379,31 @@ def softmax_step(acc, most, total, scores, v):
 
 
 @triton.jit
-def load_tile(pages, at, inside, written, dtype: tl.constexpr):
-    """Numbers of a tile. inside: [keys, dim] offsets from `at`; written: [keys] which keys to load; None: all."""
+def load_tile(pages, at, inside, written, dtype: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of a tile. inside: [keys, BLOCK] offsets from `at`; written: [keys] which keys to load; None: all. Of the
+    BLOCK columns the first DIM are loaded, and the others are 0."""
+    columns = tl.arange(0, BLOCK)[None, :]
     if written is None:
-        numbers = tl.load(pages + (at + inside))
+        if BLOCK == DIM:
+            numbers = tl.load(pages + (at + inside))
+        else:
+            numbers = tl.load(pages + (at + inside), mask=columns < DIM, other=0.0)
     else:
-        numbers = tl.load(pages + (at + inside), mask=written[:, None], other=0.0)
+        if BLOCK == DIM:
+            numbers = tl.load(pages + (at + inside), mask=written[:, None], other=0.0)
+        else:
+            numbers = tl.load(pages + (at + inside), mask=written[:, None] & (columns < DIM), other=0.0)
     return numbers.to(dtype)
+
+
+@triton.jit
+def load_rows(numbers, at, columns, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK], of which the first DIM columns are loaded. at: [rows, 1]; columns: [1, BLOCK]."""
+    if BLOCK == DIM:
+        found = tl.load(numbers + at + columns, mask=real[:, None], other=0.0)
+    else:
+        found = tl.load(numbers + at + columns, mask=real[:, None] & (columns < DIM), other=0.0)
+    return found
 
 
 @triton.jit
@@ -352,32 +416,43 @@ def add_tile(
     k_pages,
     v_pages,
     at,
-    of_head,
+    v_at,
+    first_line,
     written,
     seen,
+    bias,
     score_scale,
     cap,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Adds a tile to a running softmax (see `softmax_step`). at, of_head: their sum is the tile's first number.
+    """Adds a tile to a running softmax (see `softmax_step`). at, v_at: where keys and values of its page begin, and
+    those of its part of the page; first_line: the first key of the head in a page. bias: added to the scores, or None.
 
     written: [KEYS], keys that any query sees; others are not loaded, since a NaN in a stale page would spoil the sums
     even with a weight of 0. seen: [rows or 1, KEYS]. Both None: every query sees all keys."""
-    line = of_head + tl.arange(0, KEYS)[:, None] * WIDTH
-    inside = line + tl.arange(0, HEAD_DIM)[None, :]
-    k = load_tile(k_pages, at, inside, written, q.dtype)
+    lines = first_line + tl.arange(0, KEYS)[:, None]
+    line = lines * WIDTH
+    inside = line + tl.arange(0, DIM_BLOCK)[None, :]
+    k = load_tile(k_pages, at, inside, written, q.dtype, HEAD_DIM, DIM_BLOCK)
     k_rope = None
     if q_rope is not None:
-        k_rope = load_tile(k_pages, at, line + HEAD_DIM + tl.arange(0, ROPE_DIM)[None, :], written, q.dtype)
+        in_rope = line + HEAD_DIM + tl.arange(0, ROPE_DIM)[None, :]
+        k_rope = load_tile(k_pages, at, in_rope, written, q.dtype, ROPE_DIM, ROPE_DIM)
     scores = tile_scores(q, q_rope, k, k_rope, score_scale, cap)
+    if bias is not None:
+        scores += bias
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     v = k
     if v_pages is not None:
-        v = load_tile(v_pages, at, inside, written, q.dtype)
+        inside = lines * VALUE_DIM + tl.arange(0, VALUE_BLOCK)[None, :]
+        v = load_tile(v_pages, v_at, inside, written, q.dtype, VALUE_DIM, VALUE_BLOCK)
     return softmax_step(acc, most, total, scores, v)
 
 
@@ -407,6 +482,8 @@ def _decode_kernel(
     sums,
     arrivals,
     sinks,
+    slopes,
+    slope_scale,
     score_scale,
     cap,
     v_scale,
@@ -419,11 +496,15 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
 ):
     """The rows of a tile are query heads of one kv head, in some tiles if there are more than TILE_ROWS."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -431,7 +512,8 @@ def _decode_kernel(
     UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
     TILES: tl.constexpr = BLOCK_SIZE // KEYS  # of a page
     member = tl.arange(0, TILE_ROWS)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIM_BLOCK)[None, :]
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
     offsets = tl.arange(0, KEYS)
     programs = tl.num_programs(0)
     end_work = tl.load(num_items) * UNITS
@@ -459,8 +541,17 @@ def _decode_kernel(
         next_stop = tl.load(fields + 2, mask=more, other=0)
 
         head = kv_head * GROUP + of_group
-        in_row = head[:, None] * HEAD_DIM + dims[None, :]
-        q = tl.load(query + row * query_stride + in_row, mask=real[:, None], other=0.0)
+        q = load_rows(query + row * query_stride, head[:, None] * HEAD_DIM, dims, real, HEAD_DIM, DIM_BLOCK)
+        in_row = head[:, None] * VALUE_DIM + value_dims
+        stored = real[:, None]
+        if VALUE_BLOCK > VALUE_DIM:
+            stored = stored & (value_dims < VALUE_DIM)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head, mask=real, other=0.0)[:, None]
+            index = tl.load(items + item * _FIELDS + 3)
+            last_piece = item - (index & 0xFFFF) + (index >> _COUNT_SHIFT) - 1
+            context = tl.load(items + last_piece * _FIELDS + 2)
         if k_pages.dtype.element_ty.is_fp8():
             q = q.to(tl.float16)  # every e4m3 is an fp16, and one instruction converts two
         q_rope = None
@@ -475,10 +566,10 @@ def _decode_kernel(
             is_first = (index & 0xFFFF) == 0
             most = tl.where(is_first, sink, most)
             total = tl.where(is_first, 1.0, total)
-        acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+        acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
         run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
         run_total = tl.zeros([TILE_ROWS], tl.float32)
-        run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+        run_acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
 
         table = block_table + row * table_stride
         first = start // KEYS
@@ -487,17 +578,22 @@ def _decode_kernel(
         # not pipelined.
         next_block = tl.load(table + first // TILES, mask=first < last, other=0)
         for tile in range(first, last):
-            at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
+            page = next_block.to(tl.int64) * page_stride
+            at = page + tile % TILES * (KEYS * WIDTH)
+            v_at = page + tile % TILES * (KEYS * VALUE_DIM)
             next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
             position = tile * KEYS + offsets
             seen = (position >= start) & (position < stop)
+            bias = None
+            if slope is not None:
+                bias = alibi(slope, slope_scale, position[None, :], context - 1, ROUNDS_SLOPES)
             acc, most, total = add_tile(
-                acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), seen, seen[None, :],
-                score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
+                acc, most, total, q, q_rope, k_pages, v_pages, at, v_at, kv_head * BLOCK_SIZE, seen, seen[None, :],
+                bias, score_scale, cap, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, WIDTH, KEYS,
             )  # fmt: skip
             if (((tile + 1) & in_chunk) == 0) | (tile + 1 == last):
                 run_acc, run_most, run_total = fold(run_acc, run_most, run_total, acc, most, total)
-                acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
                 most = tl.full([TILE_ROWS], -1e30, tl.float32)
                 total = tl.zeros([TILE_ROWS], tl.float32)
 
@@ -506,9 +602,9 @@ def _decode_kernel(
         target = out + row * out_stride + in_row
         if count == 1:
             result = run_acc * (v_scale / run_total)[:, None]
-            tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+            tl.store(target, result.to(out.dtype.element_ty), mask=stored)
         else:
-            tl.store(partials + item * (HEADS * HEAD_DIM) + in_row, run_acc, mask=real[:, None])
+            tl.store(partials + item * (HEADS * VALUE_DIM) + in_row, run_acc, mask=stored)
             tl.store(sums + item * (2 * HEADS) + head, run_most, mask=real)
             tl.store(sums + item * (2 * HEADS) + HEADS + head, run_total, mask=real)
             tl.debug_barrier()  # all threads store before one of them counts the arrival
@@ -516,7 +612,7 @@ def _decode_kernel(
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
                 run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
                 run_total = tl.zeros([TILE_ROWS], tl.float32)
-                run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                run_acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
                 most = run_most
                 total = run_total
                 acc = run_acc
@@ -527,7 +623,7 @@ def _decode_kernel(
                         sums + other * (2 * HEADS) + HEADS + head, mask=real, other=0.0, cache_modifier=".cg"
                     )
                     partial = tl.load(
-                        partials + other * (HEADS * HEAD_DIM) + in_row, mask=real[:, None], other=0.0,
+                        partials + other * (HEADS * VALUE_DIM) + in_row, mask=stored, other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
                     run_acc, run_most, run_total = fold(run_acc, run_most, run_total, partial, of_most, of_total)
@@ -535,9 +631,9 @@ def _decode_kernel(
                         acc, most, total = fold(acc, most, total, run_acc, run_most, run_total)
                         run_most = tl.full([TILE_ROWS], -1e30, tl.float32)
                         run_total = tl.zeros([TILE_ROWS], tl.float32)
-                        run_acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                        run_acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
                 result = acc * (v_scale / total)[:, None]
-                tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+                tl.store(target, result.to(out.dtype.element_ty), mask=stored)
                 tl.store(arrival, 0)
 
 
@@ -555,27 +651,31 @@ def _variant(
     kv_heads: int,
     *,
     head_dim: int = 128,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fp8: bool = False,
     softcap: float | None = None,
     sinks: bool = False,
+    has_slopes: bool = False,
     architectures: tuple[int, ...] = (),
 ) -> Variant:
-    pages = shaped(4, kv_heads, 64, head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
-    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, pages, pages)
+    """value_dim: None: head_dim."""
+    of_values = value_dim or head_dim
+    pages = pages_shaped(4, kv_heads, 64, head_dim, of_values, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, *pages)
 
     def launch(rows: int) -> None:
         query = shaped(rows, heads, head_dim, dtype=dtype)
         decode_attention(
+            shaped(rows, heads, of_values, dtype=dtype),
             query,
-            query,
-            pages,
-            pages,
+            *pages,
             shaped(rows, 33, dtype=torch.int32),
-            _workspace(heads, kv_heads, head_dim),
+            _workspace(heads, kv_heads, of_values),
             scale=head_dim**-0.5,
             softcap=softcap,
             sinks=shaped(heads, dtype=torch.float32) if sinks else None,
+            slopes=Slopes(shaped(heads, dtype=torch.float32)) if has_slopes else None,
         )
 
     opcodes = ("HMMA", "LDGSTS")
@@ -584,7 +684,7 @@ def _variant(
         Plan(sm_80=opcodes, sm_90=opcodes, buffers=buffers, stack=FEW_BYTES) if dtype.itemsize == 2 else NO_TENSOR_CORES
     )
     return Variant(
-        name=f"decode_attention {name} {heads}/{kv_heads} D{head_dim}",
+        name=f"decode_attention {name} {heads}/{kv_heads} D{head_dim}" + (f"/{value_dim}" if value_dim else ""),
         launch=launch,
         plans={"_decode_kernel": plan},
         architecture=89 if fp8 else 80,
@@ -609,6 +709,11 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("fp16", 16, 2, head_dim=256, dtype=torch.float16, architectures=GRID),
     _variant("fp32", 16, 2, head_dim=256, dtype=torch.float32, architectures=GRID),
     _variant("fp32", 16, 8, dtype=torch.float32, architectures=GRID),
+    _variant("bf16", 32, 32, head_dim=80),  # StableLM 3B
+    _variant("bf16", 32, 8, head_dim=96),  # Phi 3
+    _variant("bf16", 64, 4, head_dim=192, value_dim=128, architectures=GRID),  # MiMo V2 Flash
+    _variant("bf16", 8, 1, head_dim=512, architectures=GRID),  # Gemma 4
+    _variant("bf16 ALiBi", 32, 32, has_slopes=True),  # MPT
     _plan_variant(None),
     _plan_variant(4096),
 )

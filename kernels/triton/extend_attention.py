@@ -18,9 +18,19 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .decode_attention import add_tile, score_factors, stages_of, stride_of_pages, tile_layout
+from .decode_attention import (
+    Slopes,
+    add_tile,
+    alibi,
+    first_seen,
+    load_rows,
+    score_factors,
+    stages_of,
+    stride_of_pages,
+    tile_layout,
+)
 from .tuned import tuned
-from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, shaped
+from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, pages_shaped, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
 _QUERY_BYTES = 32 << 10  # of the queries of a program
@@ -75,6 +85,8 @@ def extend_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Slopes | None = None,
+    is_chunked: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tile_rows: int = TILE_ROWS,
@@ -86,17 +98,18 @@ def extend_attention(
     4] int32 on the device, which begins with an `extend_work` of tiles of `per_tile` tokens; None:
     `tile_tokens(heads // kv_heads, tile_rows)`. What follows the list is not read, so its length can always be that of
     `max_tiles`. num_programs: the most programs to start; the result does not depend on it. With `window` w a token
-    sees itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
+    sees itself and the w - 1 tokens before it, or if is_chunked those since a multiple of w. Other arguments as in
+    `decode_attention`.
     """
     layout = tile_layout(query, query_rope, k_pages, v_pages)
-    group, head_dim = layout["GROUP"], layout["HEAD_DIM"]
+    group = layout["GROUP"]
     assert work.is_contiguous()
-    assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    assert query.stride()[1:] == (query.shape[2], 1) and out.stride()[1:] == (layout["VALUE_DIM"], 1), out.stride()
     options = _options(layout, tile_rows, query.element_size())
     parts = triton.cdiv((per_tile or tile_tokens(group, tile_rows)) * group, options["TILE_ROWS"])
     score_scale, cap = score_factors(scale * k_scale, softcap)
     units = max(1, (work.shape[0] - 1) * layout["KV_HEADS"] * parts)
-    loops = head_dim <= _LOOPING_DIM and query_rope is None
+    loops = max(layout["DIM_BLOCK"], layout["VALUE_BLOCK"]) <= _LOOPING_DIM and query_rope is None
     _extend_kernel[(min(num_programs, units) if loops else units,)](
         out,
         query,
@@ -107,6 +120,8 @@ def extend_attention(
         context_lens,
         work,
         sinks,
+        None if slopes is None else slopes.values,
+        0.0 if slopes is None else slopes.scale * _LOG2_E.value,
         score_scale,
         cap,
         v_scale,
@@ -117,6 +132,8 @@ def extend_attention(
         block_table.stride(0),
         stride_of_pages(k_pages, v_pages),
         PARTS=parts,
+        IS_CHUNKED=is_chunked,
+        ROUNDS_SLOPES=slopes is not None and slopes.is_rounded,
         LOOPS=loops,
         **layout,
         **options,
@@ -126,7 +143,7 @@ def extend_attention(
 def _options(layout: dict[str, int], tile_rows: int, itemsize: int) -> dict[str, int]:
     """The compile-time options. Those of 16-bit types are tuned."""
     head_dim = layout["HEAD_DIM"]
-    rows = min(tile_rows, max(16, _QUERY_BYTES // (head_dim * itemsize)))
+    rows = min(tile_rows, max(16, _QUERY_BYTES // (max(layout["DIM_BLOCK"], layout["VALUE_BLOCK"]) * itemsize)))
     num_warps = 8 if rows >= 128 else 4  # 128 rows and four warps do not fit into registers
     rule = {"TILE_ROWS": rows, "num_warps": num_warps, "num_stages": stages_of(rows, layout, itemsize)}
     return tuned("extend_attention", head_dim, tile_rows, **rule) if itemsize == 2 else rule
@@ -148,14 +165,21 @@ def _add_tiles(
     last,
     stop,
     window,
+    slope,
+    slope_scale,
     score_scale,
     cap,
     page_stride,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds the tiles [first, last) of a row's keys to a running softmax (see `softmax_step`). position: [rows] of the
@@ -164,19 +188,24 @@ def _add_tiles(
     # One iteration ahead, see `_decode_kernel`.
     next_block = tl.load(table + first // TILES, mask=first < last, other=0)
     for tile in range(first, last):
-        at = next_block.to(tl.int64) * page_stride + tile % TILES * (KEYS * WIDTH)
+        page = next_block.to(tl.int64) * page_stride
+        at = page + tile % TILES * (KEYS * WIDTH)
+        v_at = page + tile % TILES * (KEYS * VALUE_DIM)
         next_block = tl.load(table + (tile + 1) // TILES, mask=tile + 1 < last, other=0)
         written = None
         seen = None
+        bias = None
+        key = tile * KEYS + tl.arange(0, KEYS)
         if MASKED:
-            key = tile * KEYS + tl.arange(0, KEYS)
             written = key < stop
             seen = key[None, :] <= position[:, None]
             if window is not None:
-                seen = seen & (key[None, :] > position[:, None] - window)
+                seen = seen & (key[None, :] >= first_seen(position[:, None], window, IS_CHUNKED))
+        if slope is not None:
+            bias = alibi(slope, slope_scale, key[None, :], position[:, None], ROUNDS_SLOPES)
         acc, most, total = add_tile(
-            acc, most, total, q, q_rope, k_pages, v_pages, at, kv_head * (BLOCK_SIZE * WIDTH), written, seen,
-            score_scale, cap, HEAD_DIM, ROPE_DIM, WIDTH, KEYS,
+            acc, most, total, q, q_rope, k_pages, v_pages, at, v_at, kv_head * BLOCK_SIZE, written, seen, bias,
+            score_scale, cap, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, WIDTH, KEYS,
         )  # fmt: skip
     return acc, most, total
 
@@ -194,6 +223,8 @@ def _add_unit(
     context_lens,
     work,
     sinks,
+    slopes,
+    slope_scale,
     score_scale,
     cap,
     v_scale,
@@ -204,10 +235,15 @@ def _add_unit(
     table_stride,
     page_stride,
     PARTS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -234,21 +270,25 @@ def _add_unit(
         head = kv_head * GROUP + pair % GROUP
         real = of_tile < number
         position = begin + of_tile
-        in_row = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        q = tl.load(query + (token + of_tile)[:, None] * query_stride + in_row, mask=real[:, None], other=0.0)
+        of_token = (token + of_tile)[:, None]
+        in_query = of_token * query_stride + head[:, None] * HEAD_DIM
+        q = load_rows(query, in_query, tl.arange(0, DIM_BLOCK)[None, :], real, HEAD_DIM, DIM_BLOCK)
         if k_pages.dtype.element_ty.is_fp8():
             q = q.to(tl.float16)
         q_rope = None
         if query_rope is not None:
             in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
-            of_token = query_rope + (token + of_tile)[:, None] * rope_stride
-            q_rope = tl.load(of_token + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+            in_rope += of_token * rope_stride
+            q_rope = tl.load(query_rope + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head, mask=real, other=0.0)[:, None]
         most = tl.full([TILE_ROWS], -1e30, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         if sinks is not None:
             most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
             total = tl.full([TILE_ROWS], 1.0, tl.float32)
-        acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+        acc = tl.zeros([TILE_ROWS, VALUE_BLOCK], tl.float32)
 
         table = block_table + row * table_stride
         # The tiles before `full` end at or before the first token: all tokens see them, unless a window ends
@@ -257,24 +297,31 @@ def _add_unit(
         last = tl.cdiv(tl.maximum(stop, 0), KEYS)
         opened = 0
         if window is not None:
-            first = tl.maximum(start + 1 - window, 0) // KEYS
-            opened = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), KEYS), full)
+            first = first_seen(start, window, IS_CHUNKED) // KEYS
+            opened = tl.minimum(tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), KEYS), full)
             acc, most, total = _add_tiles(
                 acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, first, opened, stop,
-                window, score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+                window, slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+                ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
             )  # fmt: skip
         acc, most, total = _add_tiles(
             acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, opened, full, stop, window,
-            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+            slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+            ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, False,
         )  # fmt: skip
         acc, most, total = _add_tiles(
             acc, most, total, q, q_rope, position, k_pages, v_pages, kv_head, table, full, last, stop, window,
-            score_scale, cap, page_stride, HEAD_DIM, ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+            slope, slope_scale, score_scale, cap, page_stride, HEAD_DIM, DIM_BLOCK, VALUE_DIM, VALUE_BLOCK,
+            ROPE_DIM, WIDTH, BLOCK_SIZE, KEYS, IS_CHUNKED, ROUNDS_SLOPES, True,
         )  # fmt: skip
 
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-        target = out + (token + of_tile)[:, None] * out_stride + in_row
-        tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+        value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+        stored = real[:, None]
+        if VALUE_BLOCK > VALUE_DIM:
+            stored = stored & (value_dims < VALUE_DIM)
+        target = out + of_token * out_stride + head[:, None] * VALUE_DIM + value_dims
+        tl.store(target, result.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
@@ -288,6 +335,8 @@ def _extend_kernel(
     context_lens,
     work,
     sinks,
+    slopes,
+    slope_scale,
     score_scale,
     cap,
     v_scale,
@@ -298,10 +347,15 @@ def _extend_kernel(
     table_stride,
     page_stride,
     PARTS: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -320,14 +374,16 @@ def _extend_kernel(
                 unit = begin + programs - 1 - tl.program_id(0)
             _add_unit(
                 unit, end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work, sinks,
-                score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride, table_stride, page_stride,
-                PARTS, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
+                slopes, slope_scale, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride,
+                table_stride, page_stride, PARTS, IS_CHUNKED, ROUNDS_SLOPES, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM,
+                DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
             )  # fmt: skip
     else:
         _add_unit(
             tl.program_id(0), end_unit, out, query, query_rope, k_pages, v_pages, block_table, context_lens, work,
-            sinks, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride, table_stride, page_stride,
-            PARTS, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
+            sinks, slopes, slope_scale, score_scale, cap, v_scale, window, out_stride, query_stride, rope_stride,
+            table_stride, page_stride, PARTS, IS_CHUNKED, ROUNDS_SLOPES, KV_HEADS, GROUP, TILE_ROWS, HEAD_DIM,
+            DIM_BLOCK, VALUE_DIM, VALUE_BLOCK, ROPE_DIM, ROPE_STRIDE, WIDTH, BLOCK_SIZE, KEYS,
         )  # fmt: skip
 
 
@@ -337,23 +393,27 @@ def _variant(
     kv_heads: int,
     *,
     head_dim: int = 128,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fp8: bool = False,
     tile_rows: int = TILE_ROWS,
     window: int | None = None,
     softcap: float | None = None,
+    has_slopes: bool = False,
+    is_chunked: bool = False,
     architectures: tuple[int, ...] = (),
 ) -> Variant:
-    pages = shaped(4, kv_heads, 64, head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
-    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, pages, pages)
+    """value_dim: None: head_dim."""
+    of_values = value_dim or head_dim
+    pages = pages_shaped(4, kv_heads, 64, head_dim, of_values, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    layout = tile_layout(shaped(1, heads, head_dim, dtype=dtype), None, *pages)
 
     def launch(rows: int) -> None:
         query = shaped(rows, heads, head_dim, dtype=dtype)
         extend_attention(
+            shaped(rows, heads, of_values, dtype=dtype),
             query,
-            query,
-            pages,
-            pages,
+            *pages,
             shaped(rows, 33, dtype=torch.int32),
             shaped(rows, dtype=torch.int32),
             shaped(1 + rows, _FIELDS.value, dtype=torch.int32),
@@ -361,11 +421,13 @@ def _variant(
             num_programs=132,
             window=window,
             softcap=softcap,
+            slopes=Slopes(shaped(heads, dtype=torch.float32)) if has_slopes else None,
+            is_chunked=is_chunked,
             tile_rows=tile_rows,
         )
 
     opcodes = ("HMMA", "LDGSTS")
-    wide = tile_rows >= 64  # the fewest rows that wgmma takes
+    wide = _options(layout, tile_rows, dtype.itemsize)["TILE_ROWS"] >= 64  # the fewest rows that wgmma takes
     plan = Plan(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
@@ -373,7 +435,7 @@ def _variant(
         stack=FEW_BYTES,
     )
     return Variant(
-        name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}",
+        name=f"extend_attention {name} {heads}/{kv_heads} D{head_dim}" + (f"/{value_dim}" if value_dim else ""),
         launch=launch,
         plans={"_extend_kernel": plan if dtype.itemsize == 2 else NO_TENSOR_CORES},
         architecture=89 if fp8 else 80,
@@ -393,4 +455,10 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("fp16", 16, 2, head_dim=256, dtype=torch.float16, architectures=GRID),
     _variant("fp32", 16, 2, head_dim=256, dtype=torch.float32, architectures=GRID),
     _variant("fp32", 16, 8, dtype=torch.float32, architectures=GRID),
+    _variant("bf16", 32, 32, head_dim=80),  # StableLM 3B
+    _variant("bf16", 32, 8, head_dim=96),  # Phi 3
+    _variant("bf16", 64, 4, head_dim=192, value_dim=128, architectures=GRID),  # MiMo V2 Flash
+    _variant("bf16", 8, 1, head_dim=512, architectures=GRID),  # Gemma 4
+    _variant("bf16 ALiBi", 32, 32, has_slopes=True),  # MPT
+    _variant("bf16 chunk", 40, 8, window=8192, is_chunked=True),  # Llama 4
 )

@@ -6,6 +6,7 @@ compute. This file writes the cache, has the two products of each head around at
 (`attend_latent`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,10 @@ def _write_latent(
     tl.store(target + RANK + column, numbers.to(pages.dtype.element_ty), mask=column < WIDTH - RANK)
 
 
-def absorb(query: Tensor, keys: Tensor) -> Tensor:
-    """Queries in the space of latents, [tokens, heads, rank]. query: [tokens, heads, nope_dim], of any strides but the
-    last; keys: [heads, nope_dim, rank]."""
-    out = query.new_empty((*query.shape[:2], keys.shape[2]))
+def absorb(query: Tensor, keys: Tensor, out: Tensor) -> None:
+    """out = the queries in the space of latents, [tokens, heads, rank]. query: [tokens, heads, nope_dim], of any
+    strides but the last; keys: [heads, nope_dim, rank]."""
     torch.bmm(query.transpose(0, 1), keys, out=out.transpose(0, 1))
-    return out
 
 
 def expand(attended: Tensor, values: Tensor, out: Tensor) -> None:
@@ -137,6 +136,7 @@ def attend_latent(
     *,
     tile_rows: int = TILE_ROWS,
     per_tile: int | None = None,
+    take: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
 ) -> None:
     """One layer of a step: writes the cache, and attends. Its arguments are the registers of `AttendLatent` and those
     of a step's other attention.
@@ -146,13 +146,15 @@ def attend_latent(
     head-major cache. The rows that decode attention takes come first. block_table: [rows, max blocks] int32;
     context_lens: [rows] int32, for `work`; workspace: of `LatentLayer.workspace`, planned with `plan_decode` for the
     rows of one token; work: the tiles of the other rows (see `extend_attention`), of a group of all heads or of
-    `per_tile` tokens; None: there are no other rows.
+    `per_tile` tokens; None: there are no other rows. take: memory for two tensors [tokens, heads, rank]; None: new
+    memory.
     """
     heads, nope_dim, _ = layer.keys.shape
     write_latent(latent, key, pages, slots)
     by_head = query.view(len(query), heads, nope_dim + layer.rope_dim)
-    in_latents, query_rope = absorb(by_head[..., :nope_dim], layer.keys), by_head[..., nope_dim:]
-    attended = torch.empty_like(in_latents)
+    query_rope, shape = by_head[..., nope_dim:], (len(query), heads, layer.keys.shape[2])
+    in_latents, attended = (query.new_empty(shape) if take is None else take(shape, query.dtype) for _ in range(2))
+    absorb(by_head[..., :nope_dim], layer.keys, in_latents)
     rows = min(len(block_table), len(query))
     decode_attention(
         attended[:rows],

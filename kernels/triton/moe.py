@@ -1,17 +1,17 @@
 """Mixture of experts: each token goes through the `top_k` experts with the best router scores.
 
-There are five launches, and none waits for the host. `_route_kernel` picks the experts of a token. `_align_kernel`
-sorts the (token, choice) pairs, called assignments, by expert, and pads each expert's last block of rows.
-`_gate_up_kernel` and `_product_kernel` multiply a block of rows with its expert's weights; grids have the worst-case
-size, and programs without a block return at once. `_sum_kernel` adds a token's results in the order of its choices.
-There are no atomics and each output row is the product of one input row, so a token's bits depend only on the rows of a
-block, which follow from the number of tokens of the launch.
+No launch waits for the host. `_route_kernel` picks the experts of a token. `_align_kernel` sorts the (token, choice)
+pairs, called assignments, by expert, and pads each expert's last block of rows; if there are many, `_count_kernel`
+counts them before, part by part, so that each is read twice however many experts there are. `_gate_up_kernel` and
+`_product_kernel` multiply a block of rows with its expert's weights; grids have the worst-case size, and programs
+without a block return at once. `_sum_kernel` adds a token's results in the order of its choices. There are no atomics,
+assignments of an expert keep their order, and each output row is the product of one input row, so a token's bits depend
+only on the rows of a block, which follow from the number of tokens of the launch.
 
 Blocks of one expert are adjacent, and programs that differ only in the block start one after another: the weights of an
 expert are read once, and its other blocks find them in the cache.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,13 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import activation, glu_of
 from .order import REMOVED, to_ordinal
-from .silu_mul import gated
 from .tuned import tuned
 from .variant import WIDE, Plan, Variant, shaped
 
 _ROWS = (16, 64, 128)  # of a block; 16 is the least that tensor cores take
-_PAIRS = 1024  # assignments that `_align_kernel` reads at a time
+_PAIRS = 1024  # assignments of a part, which one program counts and places
+_STEP = 128  # assignments that it places at a time: it compares each with each
+_PARTS = 16  # whose counts a program adds at a time
 _SUMMED = 1024  # columns per program of `_sum_kernel`
 
 
@@ -35,7 +37,8 @@ class MoeWorkspace:
     """Scratch memory between the launches, from `workspace_moe`; shared by the layers, which run one after another."""
 
     weights: Tensor  # [tokens, top_k] float32
-    experts: Tensor  # [tokens, top_k] int32; -1 for padding tokens
+    experts: Tensor  # [tokens, top_k] int32; -1 for padding tokens; from num_experts on: experts without weights
+    counts: Tensor  # [max parts, experts, padded] int32, assignments of a part by expert
     assignments: Tensor  # [max rows] int32, token · top_k + choice, by expert; tokens · top_k marks padding rows
     block_experts: Tensor  # [max blocks] int32
     num_blocks: Tensor  # [1] int32
@@ -62,6 +65,7 @@ def workspace_moe(
     return MoeWorkspace(
         weights=buffer((max_tokens, top_k), torch.float32),
         experts=buffer((max_tokens, top_k), torch.int32),
+        counts=buffer((-(-num_assigned // _PAIRS), triton.next_power_of_2(num_experts)), torch.int32),
         assignments=buffer((max(_max_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
         block_experts=buffer((_max_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
         num_blocks=buffer((1,), torch.int32),
@@ -96,9 +100,8 @@ def _tiles(num_assigned: int, num_experts: int) -> _Tiles:
 
 
 def _depth(width: int) -> int:
-    """Columns of the activations per step of a product."""
-    assert width % 32 == 0, f"{width} columns, which is no multiple of 32"
-    return 64 if width % 64 == 0 else 32
+    """Columns of the activations per step of a product. The last step may have fewer."""
+    return 64 if width % 64 == 0 or width > 1024 else 32
 
 
 @triton.jit
@@ -134,40 +137,76 @@ def _route_kernel(
 
 
 @triton.jit(do_not_specialize=["num_assigned"])
+def _count_kernel(counts, experts, num_assigned, NUM_EXPERTS: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr):
+    """A part: how many of its assignments each expert has."""
+    part = tl.program_id(0)
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    ids = tl.load(experts + pair, mask=pair < num_assigned, other=-1)
+    found = tl.histogram(ids, LANES, mask=(ids >= 0) & (ids < NUM_EXPERTS))
+    tl.store(counts + part * LANES + tl.arange(0, LANES), found)
+
+
+@triton.jit(do_not_specialize=["num_assigned"])
 def _align_kernel(
     assignments,
     block_experts,
     num_blocks,
     experts,
+    counts,
     num_assigned,
+    NUM_EXPERTS: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """One program per expert: each counts all experts' assignments and places its own, in their order."""
-    expert = tl.program_id(0)
-    pair = tl.arange(0, PAIRS)
-    counts = tl.zeros((LANES,), tl.int32)
-    for first in range(0, num_assigned, PAIRS):
-        ids = tl.load(experts + first + pair, mask=first + pair < num_assigned, other=-1)
-        counts += tl.histogram(ids, LANES, mask=ids >= 0)
-    blocks = (counts + (ROWS - 1)) // ROWS
+    """The first programs place the assignments of a part each, the others name the blocks of an expert each and pad its
+    last one. Without counts there is one part, and the programs of experts place their own assignments in it."""
+    program = tl.program_id(0)
     lane = tl.arange(0, LANES)
-    first_block = tl.sum(tl.where(lane < expert, blocks, 0), axis=0)
-    own_blocks = tl.sum(tl.where(lane == expert, blocks, 0), axis=0)
-    if expert == 0:
-        tl.store(num_blocks, tl.sum(blocks, axis=0))
-    for first in range(0, own_blocks, PAIRS):
-        tl.store(block_experts + first_block + first + pair, expert, mask=first + pair < own_blocks)
+    total = tl.zeros((LANES,), tl.int32)
+    before = tl.zeros((LANES,), tl.int32)  # assignments of earlier parts
+    pair = tl.arange(0, PAIRS)
+    num_parts = 0
+    if counts is None:
+        ids = tl.load(experts + pair, mask=pair < num_assigned, other=-1)
+        total = tl.histogram(ids, LANES, mask=(ids >= 0) & (ids < NUM_EXPERTS))
+    else:
+        num_parts = tl.cdiv(num_assigned, PAIRS)
+        for first in range(0, num_parts, PARTS):
+            part = (first + tl.arange(0, PARTS))[:, None]
+            found = tl.load(counts + part * LANES + lane[None, :], mask=part < num_parts, other=0)
+            total += tl.sum(found, axis=0)
+            before += tl.sum(tl.where(part < program, found, 0), axis=0)
+    blocks = (total + (ROWS - 1)) // ROWS
+    first_row = (tl.cumsum(blocks, axis=0) - blocks) * ROWS
 
-    place = first_block * ROWS
-    for first in range(0, num_assigned, PAIRS):
-        ids = tl.load(experts + first + pair, mask=first + pair < num_assigned, other=-1)
-        own = (ids == expert).to(tl.int32)
-        tl.store(assignments + place + tl.cumsum(own, axis=0) - 1, first + pair, mask=own > 0)
-        place += tl.sum(own, axis=0)
-    rest = place + tl.arange(0, ROWS)
-    tl.store(assignments + rest, num_assigned, mask=rest < (first_block + own_blocks) * ROWS)
+    if program >= num_parts:
+        expert = program - num_parts
+        own_first = tl.sum(tl.where(lane == expert, first_row, 0), axis=0)
+        own_blocks = tl.sum(tl.where(lane == expert, blocks, 0), axis=0)
+        own_total = tl.sum(tl.where(lane == expert, total, 0), axis=0)
+        if expert == 0:
+            tl.store(num_blocks, tl.sum(blocks, axis=0))
+        for first in range(0, own_blocks, PAIRS):
+            tl.store(block_experts + own_first // ROWS + first + pair, expert, mask=first + pair < own_blocks)
+        rest = own_total + tl.arange(0, ROWS)
+        tl.store(assignments + own_first + rest, num_assigned, mask=rest < own_blocks * ROWS)
+        if counts is None:
+            own = (ids == expert).to(tl.int32)
+            tl.store(assignments + own_first + tl.cumsum(own, axis=0) - 1, pair, mask=own > 0)
+    elif counts is not None:
+        place = first_row + before  # of the next assignment of each expert
+        number = tl.arange(0, STEP)
+        is_before = number[None, :] < number[:, None]
+        for first in range(program * PAIRS, (program + 1) * PAIRS, STEP):
+            ids = tl.load(experts + first + number, mask=first + number < num_assigned, other=-1)
+            real = (ids >= 0) & (ids < NUM_EXPERTS)
+            rank = tl.sum(((ids[:, None] == ids[None, :]) & is_before).to(tl.int32), axis=1)
+            at = tl.gather(place, tl.where(real, ids, 0), 0) + rank
+            tl.store(assignments + at, first + number, mask=real)
+            place += tl.histogram(ids, LANES, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_assigned"])
@@ -176,18 +215,24 @@ def _gate_up_kernel(
     x,
     x_stride,
     gate_up,
+    bias,
     assignments,
     block_experts,
     num_blocks,
     num_assigned,
     hidden,
     inter,
+    limit,
+    sharpness,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ACT: tl.constexpr,
 ):
-    """out[assignment] = silu(gate) · up of its token. A program computes the same columns of gate and up."""
+    """out[assignment] = act(gate) · up of its token. A program computes the same columns of gate and up. bias:
+    [experts, 2 · inter]; IS_EVEN: hidden is a multiple of DEPTH."""
     block = tl.program_id(0)
     if block >= tl.load(num_blocks):
         return
@@ -203,14 +248,20 @@ def _gate_up_kernel(
     up_at = gate_at + inter * hidden
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, hidden, DEPTH):
-        values = tl.load(x_at, mask=real[:, None], other=0.0)
-        gate = tl.dot(values, tl.load(gate_at, mask=inside[None, :], other=0.0), gate, input_precision="ieee")
-        up = tl.dot(values, tl.load(up_at, mask=inside[None, :], other=0.0), up, input_precision="ieee")
+    for first in range(0, hidden, DEPTH):
+        left = (first + steps < hidden) | IS_EVEN  # then no mask over the depth is left: x | True is True
+        used = inside[None, :] & left[:, None]
+        values = tl.load(x_at, mask=real[:, None] & left[None, :], other=0.0)
+        gate = tl.dot(values, tl.load(gate_at, mask=used, other=0.0), gate, input_precision="ieee")
+        up = tl.dot(values, tl.load(up_at, mask=used, other=0.0), up, input_precision="ieee")
         x_at += DEPTH
         gate_at += DEPTH
         up_at += DEPTH
-    result = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+    if bias is not None:
+        of_gate = bias + expert * 2 * inter + columns
+        gate += tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(of_gate + inter, mask=inside, other=0.0).to(tl.float32)[None, :]
+    result = glu_of(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit, sharpness, ACT, dtype)
     out_at = out + rows.to(tl.int64)[:, None] * inter + columns[None, :]
     tl.store(out_at, result, mask=real[:, None] & inside[None, :])
 
@@ -233,9 +284,11 @@ def _product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ACT: tl.constexpr,
 ):
-    """out[assignment] = (x[assignment // PER] · its expert's weightᵀ [+ bias]) [· its scale]. weight: [experts, n, k];
-    bias: [experts, n]."""
+    """out[assignment] = [act of] (x[assignment // PER] · its expert's weightᵀ [+ bias]) [· its scale]. weight:
+    [experts, n, k]; bias: [experts, n]; IS_EVEN: k is a multiple of DEPTH."""
     block = tl.program_id(0)
     if block >= tl.load(num_blocks):
         return
@@ -248,13 +301,17 @@ def _product_kernel(
     x_at = x + (rows // PER).to(tl.int64)[:, None] * x_stride + steps[None, :]
     weight_at = weight + expert * n * k + columns[None, :] * k + steps[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, k, DEPTH):
-        values = tl.load(x_at, mask=real[:, None], other=0.0)
-        total = tl.dot(values, tl.load(weight_at, mask=inside[None, :], other=0.0), total, input_precision="ieee")
+    for first in range(0, k, DEPTH):
+        left = (first + steps < k) | IS_EVEN
+        values = tl.load(x_at, mask=real[:, None] & left[None, :], other=0.0)
+        used = inside[None, :] & left[:, None]
+        total = tl.dot(values, tl.load(weight_at, mask=used, other=0.0), total, input_precision="ieee")
         x_at += DEPTH
         weight_at += DEPTH
     if bias is not None:
         total += tl.load(bias + expert * n + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ACT is not None:
+        total = activation(total.to(out.dtype.element_ty).to(tl.float32), ACT)
     if scales is not None:
         total *= tl.load(scales + rows, mask=real, other=0.0)[:, None]
     out_at = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
@@ -262,16 +319,26 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_kernel(out, out_stride, parts, experts, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    out, out_stride, parts, experts, x, x_stride, scales, zero_scale, hidden,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
+    dtype = out.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for i in range(TOP_K):
         at = token * TOP_K + i
-        computed = tl.load(experts + at) >= 0
+        expert = tl.load(experts + at)
+        computed = (expert >= 0) & (expert < NUM_EXPERTS)
         total += tl.load(parts + at * hidden + columns, mask=inside & computed, other=0.0).to(tl.float32)
-    tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=inside)
+        if zero_scale is not None:
+            is_zero = expert >= NUM_EXPERTS
+            same = tl.load(x + token * x_stride + columns, mask=inside & is_zero, other=0.0).to(tl.float32)
+            same = (same * zero_scale).to(dtype).to(tl.float32)
+            total += same * tl.load(scales + at, mask=is_zero, other=0.0)
+    tl.store(out + token * out_stride + columns, total.to(dtype), mask=inside)
 
 
 def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *, top_k: int, renormalize: bool) -> None:
@@ -299,15 +366,26 @@ def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *,
 
 def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> None:
     """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` from `.experts`."""
-    _align_kernel[(num_experts,)](
+    lanes, num_parts = triton.next_power_of_2(num_experts), triton.cdiv(num_assigned, _PAIRS)
+    counts = None
+    if num_parts > 1:
+        counts = workspace.counts
+        _count_kernel[(num_parts,)](
+            counts, workspace.experts, num_assigned, NUM_EXPERTS=num_experts, LANES=lanes, PAIRS=_PAIRS, num_warps=4
+        )
+    _align_kernel[((num_parts if num_parts > 1 else 0) + num_experts,)](
         workspace.assignments,
         workspace.block_experts,
         workspace.num_blocks,
         workspace.experts,
+        counts,
         num_assigned,
-        LANES=triton.next_power_of_2(num_experts),
+        NUM_EXPERTS=num_experts,
+        LANES=lanes,
         ROWS=_tiles(num_assigned, num_experts).rows,
         PAIRS=_PAIRS,
+        STEP=_STEP,
+        PARTS=_PARTS,
         num_warps=4,
     )
 
@@ -322,10 +400,11 @@ def product(
     *,
     num_assigned: int,
     per: int,
+    act: str | None = None,
 ) -> None:
-    """out[assignment] = (x[assignment // per] · its expert's weightᵀ [+ bias]) [· its scale], of the assignments that
-    `align` has sorted. out: [≥ num_assigned, n]; weight: [experts, n, k]; bias: [experts, n]; scales: [num_assigned]
-    float32."""
+    """out[assignment] = [act of] (x[assignment // per] · its expert's weightᵀ [+ bias]) [· its scale], of the
+    assignments that `align` has sorted. out: [≥ num_assigned, n]; weight: [experts, n, k]; bias: [experts, n]; scales:
+    [num_assigned] float32."""
     num_experts, n, k = weight.shape
     tiles = _tiles(num_assigned, num_experts)
     _product_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(n, tiles.columns))](
@@ -343,9 +422,15 @@ def product(
         k,
         PER=per,
         COLUMNS=tiles.columns,
-        DEPTH=_depth(k),
+        ACT=act,
+        **_depths(k),
         **_options(tiles),
     )
+
+
+def _depths(width: int) -> dict[str, int | bool]:
+    depth = _depth(width)
+    return {"DEPTH": depth, "IS_EVEN": width % depth == 0}
 
 
 def _options(tiles: _Tiles) -> dict[str, int]:
@@ -380,59 +465,76 @@ def experts(
     down: Tensor,
     workspace: MoeWorkspace,
     *,
-    act: Callable[[Tensor], Tensor] | None = None,
+    act: str = "silu",
+    has_gate: bool = True,
+    limit: float = 0.0,
+    sharpness: float = 1.702,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     is_weighted: bool = True,
+    zero_scale: float | None = None,
 ) -> None:
-    """out[token] = the sum over its experts of weight · down(act(gate_up(x))). `workspace.experts` of these tokens says
-    which, and `workspace.weights` has the weights, unless they are all 1 because not is_weighted.
+    """out[token] = the sum over its experts of weight · down(act(gate(x)) · up(x)), or of weight · down(act(up(x))).
+    `workspace.experts` of these tokens says which, and `workspace.weights` has the weights, unless they are all 1
+    because not is_weighted. zero_scale: experts from num_experts on have no weights and return x · zero_scale.
 
     out: [tokens, hidden]; x: [tokens, hidden], or [tokens · top_k, hidden] if the input of each expert is another; rows
-    of any stride; down: [experts, hidden, inter] contiguous. act None: silu(gate) · up in the product's launch, with
-    gate_up [experts, 2 · inter, hidden] contiguous, the gates first; else a torch function of the products
-    [tokens · top_k, rows of gate_up] that gives [tokens · top_k, inter]. Biases: [experts, rows]; gate_up_bias needs an
-    act. Weights and activations have one type, bfloat16 or float16; hidden and inter are multiples of 32.
+    of any stride; gate_up: [experts, 2 · inter, hidden] contiguous, the gates first, or without gates [experts, inter,
+    hidden]; down: [experts, hidden, inter] contiguous; biases: [experts, rows]. Weights and activations have one type.
     """
     (tokens, hidden), top_k = out.shape, workspace.experts.shape[1]
     num_experts, _, inter = down.shape
     num_assigned = tokens * top_k
     per = num_assigned // max(1, x.shape[0])
-    width = gate_up.shape[1]
+    width = (2 if has_gate else 1) * inter
     assert x.shape in ((tokens, hidden), (num_assigned, hidden)) and tokens <= workspace.experts.shape[0], x.shape
     assert gate_up.shape == (num_experts, width, hidden) and down.shape[1] == hidden, (gate_up.shape, down.shape)
-    assert act is not None or (width == 2 * inter and gate_up_bias is None), (width, inter)
     assert gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == out.stride(1) == 1
+    assert zero_scale is None or (is_weighted and len(x) == tokens), "experts without weights have a token's input"
     if tokens == 0:
         return
     align(workspace, num_assigned=num_assigned, num_experts=num_experts)
-    if act is None:
-        inner = workspace.gated
+    inner = workspace.gated
+    if has_gate:
         tiles = _tiles(num_assigned, num_experts)
         _gate_up_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(width, tiles.columns))](
             inner,
             x,
             x.stride(0),
             gate_up,
+            gate_up_bias,
             workspace.assignments,
             workspace.block_experts,
             workspace.num_blocks,
             num_assigned,
             hidden,
             inter,
+            float(limit),
+            float(sharpness),
             TOP_K=per,
             COLUMNS=tiles.columns // 2,
-            DEPTH=_depth(hidden),
+            ACT=act,
+            **_depths(hidden),
             **_options(tiles),
         )
     else:
-        products = torch.empty((num_assigned, width), dtype=x.dtype, device=x.device)
-        product(products, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per)
-        inner = act(products)
+        product(inner, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per, act=act)
     scales = workspace.weights if is_weighted else None
     product(workspace.parts, inner, down, down_bias, scales, workspace, num_assigned=num_assigned, per=1)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED))](
-        out, out.stride(0), workspace.parts, workspace.experts, hidden, TOP_K=top_k, BLOCK=_SUMMED, num_warps=4
+        out,
+        out.stride(0),
+        workspace.parts,
+        workspace.experts,
+        x,
+        x.stride(0),
+        scales,
+        None if zero_scale is None else float(zero_scale),
+        hidden,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        BLOCK=_SUMMED,
+        num_warps=4,
     )
 
 
@@ -456,11 +558,12 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
     opcodes = ("HMMA", "LDGSTS")
     product = Plan(sm_80=opcodes, sm_90=opcodes if block < 64 else ("HGMMA", "LDGSTS"))
     return Variant(
-        name=f"moe bf16 {model} {block}",
+        name=f"moe bf16 {model} {block}" + (" parts" if tokens[0] * top_k > _PAIRS else ""),
         launch=launch,
         rows=tokens,
         plans={
             "_route_kernel": Plan(),
+            **({"_count_kernel": Plan()} if tokens[0] * top_k > _PAIRS else {}),
             "_align_kernel": Plan(),
             "_gate_up_kernel": product,
             "_product_kernel": product,
@@ -469,27 +572,59 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
     )
 
 
-def _product_variant(model: str, num_experts: int, top_k: int, hidden: int, n: int, tokens: int) -> Variant:
-    """The first product of experts with biases, whose activation torch computes."""
+def _experts_variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, tokens: int) -> Variant:
+    """Experts with biases and bounds."""
 
     def launch(rows: int) -> None:
         workspace = workspace_moe(
-            max_tokens=rows, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=n // 2, dtype=torch.bfloat16,
+            max_tokens=rows, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=inter, dtype=torch.bfloat16,
             device="meta",
         )  # fmt: skip
-        weight, bias = shaped(num_experts, n, hidden), shaped(num_experts, n)
-        out = shaped(rows * top_k, n)
-        product(out, shaped(rows, hidden), weight, bias, None, workspace, num_assigned=rows * top_k, per=top_k)
+        gate_up, down = shaped(num_experts, 2 * inter, hidden), shaped(num_experts, hidden, inter)
+        x, biases = shaped(rows, hidden), (shaped(num_experts, 2 * inter), shaped(num_experts, hidden))
+        experts(
+            x, x, gate_up, down, workspace, act="swiglu_clamped", limit=7.0, gate_up_bias=biases[0],
+            down_bias=biases[1],
+        )  # fmt: skip
 
     plan = Plan(sm_80=("HMMA", "LDGSTS"), sm_90=("HMMA", "LDGSTS"))
     return Variant(
-        name=f"moe bf16 {model} biased product", launch=launch, rows=(1, tokens), plans={"_product_kernel": plan}
+        name=f"moe bf16 {model} swiglu_clamped",
+        launch=launch,
+        rows=(1, tokens),
+        plans={
+            "_align_kernel": Plan(), "_gate_up_kernel": plan, "_product_kernel": plan, "_sum_kernel": WIDE,
+        },
+    )  # fmt: skip
+
+
+def _product_variant(model: str, num_experts: int, top_k: int, hidden: int, n: int, tokens: int, act: str) -> Variant:
+    """The first product of experts without gates."""
+
+    def launch(rows: int) -> None:
+        workspace = workspace_moe(
+            max_tokens=rows, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=n, dtype=torch.bfloat16,
+            device="meta",
+        )  # fmt: skip
+        x, weight = shaped(rows, hidden), shaped(num_experts, n, hidden)
+        product(workspace.gated, x, weight, None, None, workspace, num_assigned=rows * top_k, per=top_k, act=act)
+
+    plan = Plan(sm_80=("HMMA", "LDGSTS"), sm_90=("HMMA", "LDGSTS"))
+    return Variant(
+        name=f"moe bf16 {model} {act} product", launch=launch, rows=(1, tokens), plans={"_product_kernel": plan}
     )
 
 
-# Numbers of tokens for blocks of 16, 64 and 128 rows.
+# Numbers of tokens for blocks of 16, 64 and 128 rows, and for one part of assignments or more.
 VARIANTS = (
-    *(_variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens) for tokens in ((1, 256), (257, 4096), (4097, 8192))),
-    *(_variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens) for tokens in ((1, 64), (65, 1024), (1025, 8192))),
-    _product_variant("gpt-oss-20b", 32, 4, 2880, 5760, 128),
+    *(
+        _variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens)
+        for tokens in ((1, 128), (129, 256), (257, 4096), (4097, 8192))
+    ),
+    *(
+        _variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens)
+        for tokens in ((1, 64), (65, 512), (513, 1024), (1025, 8192))
+    ),
+    _experts_variant("gpt-oss-20b", 32, 4, 2880, 2880, 128),
+    _product_variant("Nemotron-3-Nano", 128, 6, 2688, 1856, 128, "relu2"),
 )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import glu_of
 from .variant import WIDE, Variant, shaped
 
 _BLOCK = 1024
@@ -17,7 +18,7 @@ _BLOCK = 1024
 @triton.jit
 def gated(gate, up, DTYPE: tl.constexpr):
     """silu(gate) · up. gate, up: float32 that hold values of type DTYPE; the result has type DTYPE."""
-    return ((gate * tl.sigmoid(gate)).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+    return glu_of(gate, up, 0.0, 0.0, "silu", DTYPE)
 
 
 @triton.jit

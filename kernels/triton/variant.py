@@ -49,3 +49,13 @@ class Variant:
 def shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A tensor of this shape without memory. Triton takes it as aligned, like torch's allocations."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pages_shaped(
+    pages: int, kv_heads: int, block_size: int, head_dim: int, value_dim: int, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of pages that hold both: [pages, kv_heads, block_size, head_dim or value_dim]."""
+    per_key, per_value = kv_heads * block_size * head_dim, kv_heads * block_size * value_dim
+    whole = shaped(pages, per_key + per_value, dtype=dtype)
+    keys, values = whole[:, :per_key], whole[:, per_key:]
+    return keys.view(pages, kv_heads, block_size, head_dim), values.view(pages, kv_heads, block_size, value_dim)

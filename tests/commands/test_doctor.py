@@ -3,6 +3,7 @@
 import shutil
 import socket
 import struct
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,6 +144,23 @@ def test_a_model_without_a_chat_template_still_completes(tmp_path: Path) -> None
     settings.write_text(settings.read_text().replace('"chat_template"', '"no_template"'))
     findings = list(doctor.check_model(str(folder), MACHINE))
     assert [f.advice for f in findings if f.level == "note"] == ["use completions; chat does not work"]
+
+
+def test_what_triton_needs_to_build_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    include = tmp_path / "include"
+    include.mkdir()
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(include)})
+    monkeypatch.setenv("CC", "no-such-compiler")
+    finding = doctor.check_triton_build(tmp_path)
+    assert finding.level == "bad"
+    assert f"CC=no-such-compiler and {include / 'Python.h'}" in finding.found
+    (include / "Python.h").touch()
+    monkeypatch.setenv("CC", "sh")  # any program on the path
+    assert doctor.check_triton_build(tmp_path).level == "ok"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / f"cuda_utils{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    assert doctor.check_triton_build(tmp_path).level == "ok", "an earlier start has built it"
 
 
 def test_gpu_kernels_without_a_gpu() -> None:

@@ -11,7 +11,7 @@ from runner_driver import engine_config
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.device.queue import EagerQueue
-from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
+from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 from pagewire.kernels.triton.copy_pages import copy_pages
 
@@ -102,6 +102,9 @@ class Decoder:
     def logits(self, hidden):
         return hidden
 
+    def sampled_logits(self, tokens):
+        return tokens
+
 
 class State:
     """Samples for each row a number that grows with each call, or chosen ones. Accepts draft tokens on the host."""
@@ -169,6 +172,7 @@ def steps(checkpoint):
             weights=0,
             workspace=0,
             graphs=0,
+            temporary=0,
             note="",
             attention=attention,
         )
@@ -204,12 +208,26 @@ def test_shape_sizes_fit_every_request_with_little_padding():
     assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert decode_sizes(256)[-3:] == (224, 240, 256)
     assert mixed_sizes(32) == (32,)
-    for most in (64, 1000, 2048, 8192):
+    for most in (64, 1000, 2048, 2100, 8192):
         sizes = mixed_sizes(most)
         assert sizes[-1] == most and list(sizes) == sorted(set(sizes))
+        assert {2**n for n in range(6, 14) if 2**n <= most} <= set(sizes)
+        assert all(size % 16 == 0 for size in sizes[:-1])
         for wanted in range(1, most + 1, 7):
             size = at_least(sizes, wanted)
             assert wanted <= size <= max(sizes[0], 1.25 * wanted + 16)
+    assert powers(mixed_sizes(1000)) == (64, 128, 256, 512, 1000)
+
+
+def test_prompts_are_padded_by_a_few_percent_and_recorded_in_few_graphs():
+    sizes = mixed_sizes(8192)
+    padding = {wanted: at_least(sizes, wanted) / wanted - 1 for wanted in range(1, 8193)}
+    assert padding[1024] == padding[2048] == padding[8192] == 0
+    assert max(padding[wanted] for wanted in range(513, 8193)) <= 0.06
+    assert sum(padding[wanted] for wanted in range(513, 8193)) / 7680 < 0.012
+    assert sum(padding[wanted] for wanted in range(513, 2049)) / 1536 < 0.026
+    assert sum(padding[wanted] for wanted in range(64, 513)) / 449 < 0.101
+    assert sum(StepShape(size, 128).is_recorded for size in sizes) <= 48
 
 
 def test_a_step_is_padded_up_to_its_shape(steps):
@@ -369,12 +387,43 @@ def test_shapes_are_recorded_while_idle_and_used_ones_first(steps):
     assert not ours.use_idle()
 
 
-def test_shapes_are_recorded_largest_first(steps):
-    ours, decoder, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64)
-    while ours.use_idle():
-        pass
-    decodes = [shape.tokens for shape in decoder.shapes if not shape.tile_rows]
-    assert decodes == sorted(decodes, reverse=True)
+def test_steps_of_most_tokens_are_not_recorded(steps):
+    ours, decoder, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=4096)
+    for step in range(5):
+        ours.launch(plan(step, [0, 1, 2], [1000] * 3, open=[(row, 1000, GREEDY) for row in range(3)]))
+        ours.collect()
+    assert decoder.shapes == [StepShape(3008, 128)] * 5
+    assert queue.asked.count("record") == 1, "only the sampling"
+
+
+def test_kernels_are_compiled_and_decode_steps_recorded_before_the_first_plan(steps):
+    ours, decoder, state, queue = steps(max_num_seqs=100, max_num_batched_tokens=512)
+    seconds = ours.warm_up()
+    run = {shape for shape in decoder.shapes if shape.tile_rows == 128}
+    assert run == {StepShape(size, 128) for size in (64, 128, 256, 512)}
+    assert StepShape(64, 16) in decoder.shapes, "tiles of few rows, too"
+    kinds = {(shape.kind, shape.edits, shape.logprobs) for _, shape, _, _ in state.samples}
+    assert kinds == {(kind, extra, extra) for kind in range(3) for extra in (False, True)}
+    assert ours.num_recorded == queue.asked.count("record") == len((1, 2, 4, 8, 16, 32, 64, 100)) * 4
+    assert [*seconds] == [
+        "kernels",
+        f"32 of {len(decode_sizes(100)) * 4 + len(mixed_sizes(512))} graphs, the others while idle",
+    ]
+    queue.asked.clear()
+    ours.launch(plan(0, [0, 1], [1, 1], open=[(0, 1, GREEDY), (1, 1, GREEDY)]))
+    assert [asked for asked in queue.asked if asked == "replay"] == ["replay", "replay"], "the first step is recorded"
+
+
+def test_ranks_record_all_decode_steps_before_the_first_plan_in_one_order(steps):
+    orders = []
+    for _ in range(2):
+        ours, decoder, state, queue = steps(max_num_seqs=20, max_num_batched_tokens=64)
+        decoder.num_ranks = 2
+        ours.warm_up()
+        assert ours.num_recorded == len(decode_sizes(20)) * 4
+        orders.append((decoder.shapes, [shape for _, shape, _, _ in state.samples], queue.asked))
+        assert not ours.use_idle(), "the ranks are not idle at the same time"
+    assert orders[0] == orders[1]
 
 
 def test_a_device_that_is_never_idle_records_frequent_shapes(steps):

@@ -106,9 +106,10 @@ def test_without_rules_every_operation_runs_by_itself(monkeypatch: pytest.Monkey
         ("llama", set()),
         ("qwen3", set()),
         ("mixtral", set()),
-        ("gemma2", {"Glu"}),
-        ("gpt_neox", {"Normalize", "Activate"}),
-        ("granite", {"Add"}),
+        ("gemma2", set()),
+        ("gpt_neox", set()),
+        ("granite", set()),
+        ("qwen3_moe", set()),
     ],
 )
 def test_torch_computes_what_the_kernels_lack(kind: str, names: set[str]) -> None:
@@ -116,24 +117,31 @@ def test_torch_computes_what_the_kernels_lack(kind: str, names: set[str]) -> Non
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 24, "value_dim": 24},
+        {"value_dim": 32},
+        {"heads": 34},
+        {"alibi": Alibi((1.0,))},
+        {"reach": Reach("chunk", 64)},
+        {"head_dim": 512, "value_dim": 512},
+    ],
+    ids=str,
+)
+def test_attention_of_any_even_size_and_reach_has_kernels(fields: dict[str, object]) -> None:
+    assert in_torch(changed(lower(llama()), **fields)) == ()
+
+
+@pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"head_dim": 24, "value_dim": 24}, "do not support a head dimension of 24"),
-        ({"value_dim": 32}, "values of 32 numbers beside keys of 16"),
-        ({"heads": 34}, "at most 16 query heads"),
-        ({"alibi": Alibi((1.0,))}, "no attention with ALiBi"),
-        ({"reach": Reach("chunk", 64)}, "no chunked attention"),
+        ({"head_dim": 25, "value_dim": 25}, "no attention with keys of 25 numbers"),
+        ({"value_dim": 514}, "no attention with values of 514 numbers"),
     ],
 )
 def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, object], why: str) -> None:
     with pytest.raises(UnknownLayerError, match=why):
         in_torch(changed(lower(llama()), **fields))
-
-
-@pytest.mark.parametrize(("kind", "why"), [("qwen3_moe", "experts whose sizes are multiples of 32")])
-def test_other_programs_that_the_kernels_lack(kind: str, why: str) -> None:
-    with pytest.raises(UnknownLayerError, match=why):
-        in_torch(of_kind(kind))
 
 
 # Devices, by the table of `kernels/triton/limits.json`
@@ -193,7 +201,7 @@ def with_latents(rank: int, rope_dim: int) -> Program:
 @pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (32, 16)])
 def test_latents_are_attended_as_one_group_of_all_heads(rank: int, rope_dim: int) -> None:
     program = with_latents(rank, rope_dim)
-    assert {type(op.args).__name__ for op in in_torch(program)} == {"Rotate"}
+    assert in_torch(program) == ()
     assert "latent" in {part.kind for part in parts_of(program)}
     assert largest_group(program) == 20
 

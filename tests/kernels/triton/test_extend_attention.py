@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.triton.decode_attention import decode_attention, plan_decode, workspace_decode
+from pagewire.kernels import reference
+from pagewire.kernels.triton.decode_attention import Slopes, decode_attention, plan_decode, workspace_decode
 from pagewire.kernels.triton.extend_attention import extend_attention, extend_work, max_tiles, tile_tokens
 
 BIG = torch.cuda.is_available()
@@ -263,3 +264,124 @@ def test_tiles_hold_every_token_once_and_come_longest_first():
         assert keys == sorted(keys, reverse=True)
     assert extend_work(np.array([0, 0]), np.array([5, 0]), 4).tolist() == [[0, 0, 0, 0]]
     assert max_tiles(10, 10, 4) == 10 and max_tiles(64, 1, 64) == 1
+
+
+ODD = [  # heads, kv heads, dimension of keys, and of values
+    (4, 4, 8, 8),
+    (4, 2, 80, 80),
+    (2, 1, 96, 96),
+    (4, 1, 192, 128),
+    (3, 1, 24, 40),
+    (2, 1, 512, 512),
+    (71, 1, 16, 16),
+]
+
+
+class Odd:
+    """Rows whose keys and values may differ in size, of pages of 16 positions. What no row has is NaN."""
+
+    def __init__(self, device, sizes, counts, contexts, dtype=torch.float32) -> None:
+        self.heads, self.kv_heads, dim, value_dim = sizes
+        self.counts, self.contexts, self.value_dim = counts, contexts, value_dim
+        blocks = [-(-context // 16) for context in contexts]
+        unused = sum(blocks)
+        table = torch.full((len(contexts), max(blocks) + 1), unused, dtype=torch.int32)
+        hidden = torch.ones(unused + 1, 16, dtype=torch.bool)
+        for row, own in enumerate(torch.randperm(unused, dtype=torch.int32).split(blocks)):
+            table[row, : len(own)] = own
+            held = torch.arange(contexts[row])
+            hidden[own[held // 16].long(), held % 16] = False
+        per_token = (self.kv_heads * dim, self.kv_heads * value_dim)
+        whole = torch.randn(unused + 1, 16 * sum(per_token)).to(dtype)
+        parts = whole.split([16 * width for width in per_token], dim=1)
+        pages = [part.unflatten(1, (self.kv_heads, 16, -1)) for part in parts]
+        for part in pages:
+            part.masked_fill_(hidden[:, None, :, None], torch.nan)
+        whole = whole.to(device)
+        parts = whole.split([16 * width for width in per_token], dim=1)
+        self.k_pages, self.v_pages = (part.unflatten(1, (self.kv_heads, 16, -1)) for part in parts)
+        self.table = table.to(device)
+        self.query = torch.randn(sum(counts), self.heads, dim, device=device).to(dtype)
+        self.scale = dim**-0.5 * 1.5
+
+    def exact(self, *, window=None, chunk=None, slopes=None) -> Tensor:
+        lens = (torch.tensor(self.contexts), torch.tensor(self.counts))
+        alibi = {} if slopes is None else {"rounded": slopes.is_rounded, "before_scale": slopes.scale != 1.0}
+        pages = (each.float().transpose(1, 2).cpu() for each in (self.k_pages, self.v_pages))
+        return reference.paged_attention(
+            self.query.float().cpu(), *pages, self.table.cpu(), *lens, self.scale, window, None, chunk=chunk,
+            slopes=None if slopes is None else slopes.values.cpu(), **alibi,
+        ).to(self.query.device)  # fmt: skip
+
+    def extend(self, *, window=None, chunk=None, slopes=None, tile_rows=16) -> Tensor:
+        tiles = extend_work(
+            np.array(self.counts), np.array(self.contexts), tile_tokens(self.heads // self.kv_heads, tile_rows)
+        )
+        out = self._out()
+        lens = torch.tensor(self.contexts, dtype=torch.int32, device=out.device)
+        work = torch.from_numpy(tiles).to(out.device)
+        extend_attention(
+            out, self.query, self.k_pages, self.v_pages, self.table, lens, work, scale=self.scale, num_programs=5,
+            window=window or chunk, is_chunked=chunk is not None, slopes=slopes, tile_rows=tile_rows,
+        )  # fmt: skip
+        return out
+
+    def decode(self, *, window=None, chunk=None, slopes=None) -> Tensor:
+        """Of rows of one token."""
+        out = self._out()
+        workspace = workspace_decode(
+            rows=len(self.contexts), max_context=max(self.contexts), heads=self.heads, kv_heads=self.kv_heads,
+            head_dim=self.value_dim, num_programs=5, window=window or chunk, is_chunked=chunk is not None, chunk=16,
+            device=out.device,
+        )  # fmt: skip
+        plan_decode(torch.tensor(self.contexts, dtype=torch.int32, device=out.device), workspace)
+        pages = (self.k_pages, self.v_pages)
+        decode_attention(out, self.query, *pages, self.table, workspace, scale=self.scale, slopes=slopes)
+        return out
+
+    def _out(self) -> Tensor:
+        shape = (*self.query.shape[:2], self.value_dim)
+        return torch.full(shape, torch.nan, dtype=self.query.dtype, device=self.query.device)
+
+
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+def test_heads_of_any_size(sizes, device):
+    prompts = Odd(device, sizes, [5, 1, 18], [5, 40, 50])
+    assert_near(prompts.extend(), prompts.exact(), torch.float32)
+    rows = Odd(device, sizes, [1, 1, 1], [1, 17, 90])
+    assert_near(rows.decode(), rows.exact(), torch.float32)
+    assert_near(rows.decode(window=20), rows.exact(window=20), torch.float32)
+
+
+def test_narrow_types_of_heads_that_are_no_power_of_two(device):
+    rows = Odd(device, (4, 2, 80, 48), [1, 1], [33, 70], torch.bfloat16)
+    assert_near(rows.decode(), rows.exact().double(), torch.bfloat16)
+    assert_near(rows.extend(tile_rows=64), rows.exact().double(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 32, 200])
+def test_a_token_sees_its_chunk_of_positions(chunk, device):
+    """Prompts that begin and end in the midst of chunks, and several chunks in one tile of tokens."""
+    prompts = Odd(device, (4, 2, 16, 16), [70, 33, 1], [70, 90, 49])
+    assert_near(prompts.extend(chunk=chunk, tile_rows=64), prompts.exact(chunk=chunk), torch.float32)
+    rows = Odd(device, (4, 2, 16, 16), [1] * 6, [1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 7, 3 * chunk + 1])
+    assert_near(rows.decode(chunk=chunk), rows.exact(chunk=chunk), torch.float32)
+
+
+def test_pages_before_the_chunk_are_not_read(device):
+    rows = Odd(device, (2, 1, 16, 16), [1], [75])
+    rows.k_pages[rows.table[0, :4].long()] = torch.nan  # positions 0 … 63; the chunk begins at 64
+    rows.v_pages[rows.table[0, :4].long()] = torch.nan
+    assert not rows.decode(chunk=32).isnan().any()
+    assert not rows.extend(chunk=32).isnan().any()
+
+
+@pytest.mark.parametrize(("before_scale", "is_rounded"), [(False, False), (True, True)])
+def test_alibi(before_scale, is_rounded, device):
+    values = torch.tensor([0.5, 0.25, 0.0625, 0.011], device=device)
+    values = values.bfloat16().float() if is_rounded else values
+    for case in (Odd(device, (4, 4, 24, 24), [20, 1, 3], [20, 60, 47]), Odd(device, (4, 1, 16, 16), [1, 1], [33, 90])):
+        slopes = Slopes(values, case.scale if before_scale else 1.0, is_rounded)
+        assert_near(case.extend(slopes=slopes), case.exact(slopes=slopes), torch.float32)
+        if case.counts == [1, 1]:
+            assert_near(case.decode(slopes=slopes), case.exact(slopes=slopes), torch.float32)

@@ -1,8 +1,11 @@
 """Mixture of experts against the reference, in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from pagewire.engine.executors import functions
 from pagewire.kernels import reference
 from pagewire.kernels.triton import moe
 
@@ -67,13 +70,14 @@ def test_routing_equals_the_reference(device, num_experts, top_k, renormalize):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k"), [(1, 8, 2), (3, 6, 4), (40, 5, 2), (300, 3, 4), (290, 1, 1)]
+    ("tokens", "num_experts", "top_k"),
+    [(1, 8, 2), (3, 6, 4), (40, 5, 2), (300, 3, 4), (290, 1, 1), (1300, 1, 1), (520, 37, 6), (4300, 5, 4)],
 )
 def test_assignments_are_sorted_by_expert_and_padded_to_blocks(device, tokens, num_experts, top_k):
     workspace = _case(device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=32, inter=32)[-1]
     num_assigned = tokens * top_k
     rows = moe._tiles(num_assigned, num_experts).rows
-    experts = torch.randint(-1, num_experts, (num_assigned,), dtype=torch.int32)
+    experts = torch.randint(-1, num_experts + 2, (num_assigned,), dtype=torch.int32)  # the last two have no weights
     experts[experts == num_experts - 2] = -1  # an expert without assignments
     workspace.experts.copy_(experts.view(tokens, top_k))
     moe.align(workspace, num_assigned=num_assigned, num_experts=num_experts)
@@ -156,37 +160,84 @@ def test_a_token_has_the_same_bits_in_any_batch(device):
         assert torch.equal(_moe(x[part], logits[part], gate_up, down, workspace), together[part])
 
 
+ACTS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "swiglu_clamped": {"limit": 1.5, "sharpness": 1.3},
+    "gelu_tanh": {},
+    "relu2": {"has_gate": False},
+}
+
+
+def _exact(case, inputs, chosen, weights, biases, act, options, *, zero_scale=None):
+    """The sum over the experts of each token in float64. inputs: [tokens, top_k, hidden]."""
+    _, _, gate_up, down, _ = case
+    options = dict(options)
+    has_gate = options.pop("has_gate", True)
+    expected = torch.zeros(len(inputs), down.shape[1], dtype=torch.float64, device=inputs.device)
+    for token in range(len(inputs)):
+        for choice, expert in enumerate(chosen[token].tolist()):
+            x, weight = inputs[token, choice].double(), weights[token, choice]
+            if expert >= len(down):
+                expected[token] += x * zero_scale * weight
+            elif expert >= 0:
+                inner = x @ gate_up[expert].double().t()
+                inner = inner if biases[0] is None else inner + biases[0][expert]
+                halves = inner.chunk(2)
+                inner = functions.glu(*halves, act, **options) if has_gate else functions.activate(inner, act)
+                result = inner @ down[expert].double().t()
+                expected[token] += (result if biases[1] is None else result + biases[1][expert]) * weight
+    return expected
+
+
 @pytest.mark.parametrize("own_inputs", [False, True])
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_experts_with_an_activation_in_torch(device, own_inputs, has_biases):
+@pytest.mark.parametrize("act", ACTS)
+def test_experts_of_any_activation(device, act, own_inputs, has_biases):
     """own_inputs: each assignment has its own input, and the results are not weighted."""
     tokens, num_experts, top_k, hidden, inter = 5, 6, 2, 64, 96
-    x, _, gate_up, down, workspace = _case(
-        device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=inter
-    )
-    up = gate_up[:, :inter].contiguous()  # experts without a gate
+    options = ACTS[act]
+    case = _case(device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=hidden, inter=inter)
+    x, _, gate_up, down, workspace = case
+    width = 2 * inter if options.get("has_gate", True) else inter
+    gate_up = gate_up[:, :width].contiguous()
     chosen = torch.stack([torch.randperm(num_experts, device=device)[:top_k] for _ in range(tokens)])
     chosen[3, 1] = -1  # computed nowhere
     weights = torch.rand(tokens, top_k, device=device)
     workspace.experts.copy_(chosen)
     workspace.weights.copy_(weights)
     biases = (
-        [torch.randn(num_experts, n, device=device).bfloat16() for n in (inter, hidden)] if has_biases else [None] * 2
+        [torch.randn(num_experts, n, device=device).bfloat16() for n in (width, hidden)] if has_biases else [None] * 2
     )
-    inputs = (x[:, None] * weights[:, :, None].bfloat16()).flatten(0, 1) if own_inputs else x
+    each = x[:, None].expand(-1, top_k, -1)
+    each = each * weights[:, :, None].bfloat16() if own_inputs else each
     out = torch.full((tokens, hidden), torch.nan, dtype=x.dtype, device=device)
     moe.experts(
-        out, inputs, up, down, workspace, act=torch.relu, gate_up_bias=biases[0], down_bias=biases[1],
-        is_weighted=not own_inputs,
+        out, each.flatten(0, 1) if own_inputs else x, gate_up, down, workspace, act=act, gate_up_bias=biases[0],
+        down_bias=biases[1], is_weighted=not own_inputs, **options,
     )  # fmt: skip
-    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
-    for token in range(tokens):
-        for choice, expert in enumerate(chosen[token].tolist()):
-            if expert < 0:
-                continue
-            states = (inputs[token * top_k + choice] if own_inputs else x[token]).double() @ up[expert].double().t()
-            states = torch.relu(states if biases[0] is None else states + biases[0][expert])
-            result = states @ down[expert].double().t()
-            result = result if biases[1] is None else result + biases[1][expert]
-            expected[token] += result if own_inputs else result * weights[token, choice]
-    assert _error(out, expected) < CLOSE
+    weights = torch.ones_like(weights) if own_inputs else weights
+    case = (x, None, gate_up, down, workspace)
+    assert _error(out, _exact(case, each, chosen, weights, biases, act, options)) < CLOSE
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_experts_without_weights_return_their_input(device, tokens):
+    num_experts, top_k = 4, 3
+    case = _case(device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=64, inter=32)
+    x, _, gate_up, down, workspace = case
+    chosen = torch.stack([torch.randperm(num_experts + 4, device=device)[:top_k] for _ in range(tokens)])
+    weights = torch.rand(tokens, top_k, device=device)
+    workspace.experts.copy_(chosen)
+    workspace.weights.copy_(weights)
+    out = torch.full((tokens, 64), torch.nan, dtype=x.dtype, device=device)
+    moe.experts(out, x, gate_up, down, workspace, zero_scale=0.5)
+    each = x[:, None].expand(-1, top_k, -1)
+    assert _error(out, _exact(case, each, chosen, weights, (None, None), "silu", {}, zero_scale=0.5)) < CLOSE
+
+
+@pytest.mark.parametrize(("hidden", "inter"), [(40, 24), (72, 100), (1064, 33)])
+def test_sizes_that_are_no_multiples_of_a_step(device, hidden, inter):
+    sizes = {"num_experts": 5, "top_k": 2, "hidden": hidden, "inter": inter}
+    x, logits, gate_up, down, workspace = _case(device, tokens=6, **sizes)
+    out = _moe(x, logits, gate_up, down, workspace)
+    assert _error(out, _expected(x, logits, gate_up, down, 2)) < CLOSE

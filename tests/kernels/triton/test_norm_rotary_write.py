@@ -34,9 +34,11 @@ def gathered(pages, slots):
 class Case:
     """Random states; token 1 has no slot."""
 
-    def __init__(self, device, dtype, heads, kv_heads, dim, *, normed, page_dtype=None):
+    def __init__(self, device, dtype, heads, kv_heads, dim, *, normed, page_dtype=None, value_dim=None):
+        """value_dim: None: dim."""
+        value_dim = value_dim or dim
         self.heads, self.kv_heads = heads, kv_heads
-        width = (heads + 2 * kv_heads) * dim
+        width = (heads + kv_heads) * dim + kv_heads * value_dim
         self.qkv = torch.randn(TOKENS, width + 16, device=device).to(dtype)[:, :width]
         self.norms = tuple(torch.randn(dim, device=device).to(dtype) for _ in range(2)) if normed else None
         inverse = 1 / 10000 ** (torch.arange(0, dim, 2, device=device) / dim)
@@ -45,8 +47,10 @@ class Case:
         self.slots = torch.randperm(BLOCKS * PAGE)[:TOKENS].int().to(device)
         self.slots[1] = -1
         self.q_out = torch.full((TOKENS, heads, dim), torch.nan, dtype=dtype, device=device)
-        shape = (BLOCKS, 2, kv_heads, PAGE, dim)  # a page holds keys and values
-        self.pages = torch.full(shape, torch.nan, device=device).to(page_dtype or dtype).transpose(0, 1)
+        shape = (BLOCKS, kv_heads, PAGE * (dim + value_dim))  # a page holds keys and values
+        pages = torch.full(shape, torch.nan, device=device).to(page_dtype or dtype).flatten(1)
+        both = pages.split((kv_heads * PAGE * dim, kv_heads * PAGE * value_dim), dim=1)
+        self.pages = [part.unflatten(1, (kv_heads, PAGE, -1)) for part in both]
 
     def run(self, scales=(1.0, 1.0)):
         norm_rotary_write(
@@ -55,8 +59,10 @@ class Case:
 
     def expected(self):
         """Queries, keys and values of all tokens."""
-        states = self.qkv.unflatten(1, (-1, self.q_out.shape[2]))
-        query, key, value = states.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        dim, value_dim = self.q_out.shape[2], self.pages[1].shape[3]
+        widths = (self.heads * dim, self.kv_heads * dim, self.kv_heads * value_dim)
+        parts = zip(self.qkv.split(widths, dim=1), (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        query, key, value = (part.unflatten(1, (num, -1)) for part, num in parts)
         norms = self.norms or (None, None)
         keys = expected(key, norms[1], self.rotary, self.positions)
         return expected(query, norms[0], self.rotary, self.positions), keys, value.double()
@@ -75,6 +81,20 @@ def test_states_are_normed_rotated_and_stored(device, dtype, max_error, heads, k
     assert torch.equal(gathered(case.pages[1], case.slots)[stored].double(), value[stored])
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim"), [(80, 80), (12, 12), (24, 16), (16, 24), (192, 128), (512, 512)])
+def test_heads_of_any_even_size(device, dim, value_dim, normed):
+    case = Case(device, torch.float32, 3, 2, dim, normed=normed, value_dim=value_dim)
+    case.run()
+    query, key, value = case.expected()
+    stored = case.slots >= 0
+    assert error(case.q_out, query) < 1e-6
+    assert error(gathered(case.pages[0], case.slots)[stored], key[stored]) < 1e-6
+    assert torch.equal(gathered(case.pages[1], case.slots)[stored].double(), value[stored])
+    num_written = sum((~part.isnan()).sum().item() for part in case.pages)
+    assert num_written == stored.sum().item() * 2 * (dim + value_dim), "nothing beyond the heads"
+
+
 def test_weights_of_float32_and_heads_that_do_not_turn(device):
     """Heads that are normed and not rotated, which some layers of Gemma have, are rounded once."""
     heads, kv_heads, dim = HEADS[0]
@@ -88,9 +108,9 @@ def test_weights_of_float32_and_heads_that_do_not_turn(device):
     assert (case.q_out == exact.bfloat16()).float().mean() > 0.995
 
 
-@pytest.mark.parametrize("turning", [2, 8, 12])
-def test_only_the_first_features_turn(device, turning):
-    heads, kv_heads, dim = HEADS[0]
+@pytest.mark.parametrize(("turning", "dim"), [(2, 16), (8, 16), (12, 16), (20, 80), (64, 192)])
+def test_only_the_first_features_turn(device, turning, dim):
+    heads, kv_heads, _ = HEADS[0]
     case = Case(device, torch.float32, heads, kv_heads, dim, normed=False)
     inverse = 1 / 10000 ** (torch.arange(0, turning, 2, device=device) / turning)
     case.rotary = rotary_table(inverse, 1.5, MAX_LEN, dim)
@@ -108,7 +128,8 @@ def test_only_the_first_features_turn(device, turning):
 def test_only_the_given_slots_are_written(device):
     case = Case(device, torch.bfloat16, *HEADS[0], normed=True)
     case.run()
-    written = ~case.pages.float().isnan().any(-1).transpose(2, 3).flatten(1, 2)  # [2, slots, kv_heads]
+    pages = torch.stack(case.pages)
+    written = ~pages.float().isnan().any(-1).transpose(2, 3).flatten(1, 2)  # [2, slots, kv_heads]
     expected_written = torch.zeros_like(written)
     expected_written[:, case.slots[case.slots >= 0].long()] = True
     assert torch.equal(written, expected_written)
