@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench         run the benchmarks and write bench/results/"
 	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
 	@echo "make kernels       compile the Triton kernels that make dist puts into the wheel"
+	@echo "make grid          compile every Triton kernel for every size, type and GPU, and compare with limits.json"
 	@echo "make docs          build the documentation as a site in build/site"
 	@echo "make dist          build wheel and sdist in dist/, and check them by serving from the installed wheel"
 	@echo "make wheels        make dist with wheels for x86-64 and ARM64, one of them by a cross compiler"
@@ -89,6 +90,9 @@ stress: $(VENV)/.dev
 kernels: $(VENV)/.dev
 	for arch in 80 89 90; do \
 		$(BIN)/python -m pagewire.kernels.triton.compile --ship kernels/triton/shipped/sm_$$arch.zip --arch $$arch || exit; done
+
+grid: $(VENV)/.dev
+	$(BIN)/python -m pagewire.kernels.triton.grid $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m pagewire.tools.site

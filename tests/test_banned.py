@@ -46,6 +46,7 @@ MODULES_BY_NAME = {
 }
 PROCESSES = {
     "kernels.triton.compile": "a tool for building wheels; its processes are forks of itself",
+    "kernels.triton.grid": "a tool for developers; its processes are forks of itself",
     "procs.killable": "a pipe of which only send_bytes and recv_bytes are used",
 }
 
@@ -60,6 +61,7 @@ REGEX = {
     "engine.text.grammar_text": "the beginning of each line; the library's error message, which is short",
     "engine.text.json_schema": "a few literal beginnings",
     "kernels.triton.compile": "the compiler's output",
+    "kernels.triton.grid": "the compiler's output",
     "kernels.triton.cubins": "names within our own archive",
     "api.app": "one class of characters, of bounded length",
     "api.http.origins": "one class of characters, of bounded length",

@@ -1,4 +1,5 @@
-"""The parts of the verification, the cheapest and most informative first. Each is a separate process, so that a part
+"""The parts of the verification, the most valuable first: whether kernels are right, then whether they give the same
+bits each time, then where the time of one row goes. Each is a separate process, so that a part
 which breaks the device's context, hangs or runs out of memory does not affect the others:
 `python -m pagewire.bench.gpu.parts NAME`.
 """
@@ -33,9 +34,14 @@ _TEXT = ("safetensors", "tokenizers", "jinja2", "huggingface_hub")
 _HTTP = (*_TEXT, "zmq", "uvloop", "starlette", "httptools", "uvicorn", "prometheus_client", "setproctitle", "psutil")
 
 PARTS = (
+    Part(name="sanitizer", title="Kernels under compute-sanitizer", module="sanitize", seconds=100),
+    Part(name="determinism", title="The same bits each time", module="determinism", seconds=30),
+    Part(name="nodes-0.6b", title="One row of Qwen3-0.6B, kernel by kernel", module="steps", function="nodes",
+         model="qwen3-0.6b", seconds=25, needs=_TEXT),
+    Part(name="nodes-8b", title="One row of Llama-3.1-8B, kernel by kernel", module="steps", function="nodes",
+         model="llama-3.1-8b", seconds=30, needs=_TEXT),
     Part(name="exactness", title="The worker against transformers", module="exactness", seconds=40,
          needs=("transformers", "safetensors")),
-    Part(name="determinism", title="The same bits each time", module="determinism", seconds=30),
     Part(name="attention", title="Attention", module="attention", seconds=40),
     Part(name="steps-0.6b", title="Steps of Qwen3-0.6B", module="steps", model="qwen3-0.6b", seconds=30, needs=_TEXT),
     Part(name="steps-8b", title="Steps of Llama-3.1-8B", module="steps", model="llama-3.1-8b", seconds=45, needs=_TEXT),

@@ -16,11 +16,12 @@ from ...ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, StepResult
 from ...procs.prepare import prepare
 from .figures import Figure, SkippedError
 from .setting import Setting
-from .timeline import busy_us, kernels_of, step_gaps_us
+from .timeline import busy_us, by_node, kernels_of, node_gaps_us, step_gaps_us
 
 _AHEAD = 2  # plans in flight
 _WARM_UP = 8  # steps; the third of a shape is recorded, on a GPU
-_STEP_MS = {"qwen3-0.6b": 0.9, "llama-3.1-8b": 4.2}  # most of a step of one row
+_STEP_MS = {"qwen3-0.6b": 0.9, "llama-3.1-8b": 4.0}  # most of a step of one row
+_MANY_MS = {"qwen3-0.6b": 8.0, "llama-3.1-8b": 13.0}  # and of 256 rows
 _PROMPT_MS = {"llama-3.1-8b": 25.0}  # most to the first token of a prompt of 1k
 _GAP_US = 50
 
@@ -117,7 +118,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
     yield Figure(name=f"step, prompt of {context}", value=ms, unit="ms", most=_PROMPT_MS.get(model))
     for rows in setting.choose((8, 64, 256), (2,)):
         ms = stepper.decode_ms(rows, context, setting.choose(100, 2))
-        yield Figure(name=f"step, {rows} × {context}", value=ms, unit="ms")
+        most = _MANY_MS.get(model) if rows == many else None
+        yield Figure(name=f"step, {rows} × {context}", value=ms, unit="ms", most=most)
     if not setting.smoke:
         yield from _of_device(stepper, many, context)
 
@@ -140,6 +142,26 @@ def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
     yield Figure(name="the longest of them", value=max(gaps), unit="µs")
     span = kernels[-1].end - kernels[0].start
     yield Figure(name="the device's time in which a kernel ran", value=100 * busy_us(kernels) / span, unit="%")
+
+
+def nodes(setting: Setting) -> Iterator[Figure]:
+    """A step of one row, kernel by kernel."""
+    context, num = setting.choose((1024, 50), (16, 2))
+    stepper = Stepper(setting, max_len=setting.choose(1280, 40), rows=1)
+    ms = stepper.decode_ms(1, context, num)
+    yield Figure(name=f"step, 1 × {context}", value=ms, unit="ms", most=_STEP_MS.get(setting.model))
+    if setting.smoke:
+        return
+    kernels = kernels_of(lambda: stepper.run([stepper.plan([1]) for _ in range(num)]))
+    found = by_node(kernels, num)
+    if not found:
+        raise SkippedError("torch's profiler saw no kernels.")
+    yield Figure(name="kernels of a step", value=len(kernels) / num, unit="")
+    yield Figure(
+        name="between two kernels of a step, median", value=statistics.median(node_gaps_us(kernels)), unit="µs"
+    )
+    for name, (count, us) in found.items():
+        yield Figure(name=f"{count:g} × {name[:60]}, each", value=us, unit="µs")
 
 
 def probe(setting: Setting) -> Iterator[Figure]:

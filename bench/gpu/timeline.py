@@ -1,6 +1,7 @@
 """When the device was busy, by torch's profiler."""
 
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -48,6 +49,20 @@ def step_gaps_us(kernels: Sequence[Interval], first: str = _FIRST_KERNEL) -> lis
             gaps.append(max(0.0, kernel.start - end))
         end = kernel.end if end is None else max(end, kernel.end)
     return gaps
+
+
+def by_node(kernels: Sequence[Interval], num_steps: int) -> dict[str, tuple[float, float]]:
+    """(launches of a step, microseconds of a launch) of each kernel, the one that takes most time first."""
+    found: dict[str, list[float]] = {}
+    for kernel in kernels:
+        found.setdefault(kernel.name, []).append(kernel.end - kernel.start)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return {name: (len(times) / num_steps, statistics.median(times)) for name, times in ordered}
+
+
+def node_gaps_us(kernels: Sequence[Interval], first: str = _FIRST_KERNEL) -> list[float]:
+    """The idle times between the kernels of a step."""
+    return [max(0.0, after.start - before.end) for before, after in pairwise(kernels) if first not in after.name]
 
 
 def busy_us(kernels: Sequence[Interval]) -> float:

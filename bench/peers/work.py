@@ -28,7 +28,9 @@ def _ids(rng: random.Random, num: int, vocab_size: int) -> list[int]:
     return [rng.randrange(_FIRST_WORD, vocab_size) for _ in range(num)]
 
 
-def _plain(streams: int, inputs: tuple[int, int], outputs: tuple[int, int]) -> Callable[..., list[Request]]:
+def plain(streams: int, inputs: tuple[int, int], outputs: tuple[int, int]) -> Callable[..., list[Request]]:
+    """inputs, outputs: the smallest and the largest number of tokens."""
+
     def make(rng: random.Random, vocab_size: int) -> list[Request]:
         lengths = [(rng.randint(*inputs), rng.randint(*outputs)) for _ in range(streams)]
         return [Request(_ids(rng, num_in, vocab_size), num_out) for num_in, num_out in lengths]
@@ -52,13 +54,13 @@ def workloads(*, quick: bool) -> list[Workload]:
     mixed = f"{least}–{double} in, {least}–{one} out"
     ranges = (least, double), (least, one)
     return [
-        Workload("W1", big, f"1 stream, {one} in, {one} out", _plain(1, (one, one), (one, one)), seed=1),
-        Workload("W2", big, f"{many} streams, {mixed}", _plain(many, *ranges), seed=2),
+        Workload("W1", big, f"1 stream, {one} in, {one} out", plain(1, (one, one), (one, one)), seed=1),
+        Workload("W2", big, f"{many} streams, {mixed}", plain(many, *ranges), seed=2),
         Workload("W3", big, f"{many} × {prefix} shared + 16 in, {least} out", _shared(many, prefix, 16, least), seed=3),
-        Workload("W4", small, f"{most} streams, {mixed}", _plain(most, *ranges), seed=4),
+        Workload("W4", small, f"{most} streams, {mixed}", plain(most, *ranges), seed=4),
     ]
 
 
 def warm_up(streams: int, vocab_size: int) -> list[Request]:
     """Short requests that share no prefix with a workload, so that they leave nothing useful in a prefix cache."""
-    return _plain(streams, (32, 32), (8, 8))(random.Random(0), vocab_size)
+    return plain(streams, (32, 32), (8, 8))(random.Random(0), vocab_size)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ...kernels.triton import limits
 from ..executors.mixers import MIXERS
 from ..models.program import (
     Activate,
@@ -31,6 +32,9 @@ from ..models.program import (
     Program,
     Rotate,
     Scale,
+    ScanDelta,
+    ScanLightning,
+    ScanMamba2,
     View,
 )
 
@@ -49,6 +53,19 @@ _NEEDS: dict[Kind, str] = {"norm": "rms_norm", "add norm": "rms_norm", "rotate":
 
 class UnknownLayerError(Exception):
     """The kernels cannot compute a program. The text says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device and the types that kernels are compiled for."""
+
+    architecture: int  # 90: sm_90
+    dtype: str  # of activations, as in `EngineConfig`
+    kv_dtype: str
+
+    def misfit(self, kernel: str, size: int) -> str:
+        """See `limits.misfit`."""
+        return limits.misfit(kernel, size, self.architecture, self.dtype, self.kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -106,12 +123,15 @@ def parts_of(
     return tuple(parts)
 
 
-def in_torch(program: Program) -> tuple[Op, ...]:
+def in_torch(program: Program, target: Target | None = None) -> tuple[Op, ...]:
     """The operations that torch computes. Raises UnknownLayerError if an operation of a program needs the lengths of
-    rows, and the kernels do not have it: then torch computes the whole program, on the host's numbers."""
+    rows, and the kernels do not have it, or not for the target: then torch computes the whole program, on the host's
+    numbers. target: None: any kernel fits."""
     for op in program.ops:
         if why := _lacks(op.args):
             raise UnknownLayerError(f"the kernels {why}")
+        if target is not None and (why := _misfit(op.args, target)):
+            raise UnknownLayerError(why)
     found = [op for part in parts_of(program) if part.kind == "torch" for op in part.ops]
     return tuple(op for op in found if not isinstance(op.args, Embed))
 
@@ -193,6 +213,44 @@ def _lacks(args: Args) -> str:
         case Attend():
             return _lacks_attention(args)
     return ""
+
+
+def _misfit(args: Args, target: Target) -> str:
+    """Why the kernels of an operation do not run on the target."""
+    names: tuple[str, ...]
+    types = target.dtype + (f" with {target.kv_dtype} KV" if target.kv_dtype != target.dtype else "")
+    match args:
+        case Attend():
+            names, size, what = limits.ATTENTION, args.head_dim, f"attention with heads of {args.head_dim} in {types}"
+        case AttendLatent():
+            names, size, what = limits.LATENT, args.rank, f"latent attention of rank {args.rank} in {types}"
+        case Mixture():
+            names, size, what = limits.EXPERTS, 0, f"the product of experts in {target.dtype}"
+        case ScanDelta():
+            names, size, what = ("scan_delta",), args.key_dim, f"the gated delta rule in {target.dtype}"
+        case ScanMamba2():
+            names, size, what = ("scan_mamba2",), args.state_dim, f"Mamba 2's scan in {target.dtype}"
+        case ScanLightning():
+            names, size, what = ("scan_lightning",), args.head_dim, f"linear attention in {target.dtype}"
+        case _:
+            return ""
+    reasons = (target.misfit(name, size) for name in names)
+    return next((f"the kernel of {what} {why}" for why in reasons if why), "")
+
+
+def unfused(program: Program, target: Target) -> str:
+    """Why products of few tokens run in the vendor's library, without norm and residual in their launch; empty: they
+    run in the kernel of `small_product.py`, or there are none."""
+    if not any(isinstance(op.args, Product | GatedProduct) for op in program.ops):
+        return ""
+    reasons = (target.misfit("small_product", columns) for columns in limits.SMALL_PRODUCT)
+    return next((f"the kernel for products of few tokens in {target.dtype} {why}" for why in reasons if why), "")
+
+
+def variant(target: Target) -> str:
+    """Why products whose bits depend on one row alone cannot run; empty: they can."""
+    reasons = (target.misfit("product", columns) for columns in limits.INVARIANT_PRODUCT)
+    return next((f"the kernel for such products in {target.dtype} {why}" for why in reasons if why), "")
 
 
 def _is_power(size: int) -> bool:

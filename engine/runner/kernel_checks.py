@@ -86,7 +86,7 @@ def _check_triton(
             tried = try_kernels(
                 config, served.program, queue=queue, dtype=served.dtype, shape=served.kv_shape,
                 is_kept=served.is_kept and not failed.keys() & _KEPT, fill=_filler(config, served),
-                without=frozenset(failed), journal=journal,
+                without=frozenset(failed) | served.left_out, journal=journal,
             )  # fmt: skip
         checks |= {check.kernel: check for check in tried if check.kernel not in failed}
         found = {check.kernel: check.problem for check in tried if check.problem and check.kernel not in failed}

@@ -213,7 +213,7 @@ def _on_device(
         num_programs=queue.num_programs,
         is_deterministic=config.deterministic,
         attention=attention,
-        without=checked.without,
+        without=checked.without | served.left_out,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # What torch's functions take in a step is taken twice: once by steps that are not recorded, and once, in a pool of

@@ -21,6 +21,7 @@ from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.cpu import available_memory
 from ..gpu import attention, rules
+from ..gpu.rules import Target
 from ..models.cut import cut, share
 from ..models.description import LatentAttention
 from ..models.families import pages
@@ -75,7 +76,13 @@ class Served:
     is_kept: bool  # quantized matrices stay as they are stored
     is_certain: bool = True  # False: only the weights show the shape of the KV
     why: str = ""  # why a GPU does not use the Triton kernels
+    unfused: str = ""  # why it does not use the one for products of few tokens
     attention: str = ""  # which attention is not that of the Triton kernels
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """GPU kernels that torch replaces because they do not fit the device."""
+        return frozenset({"small_product"} if self.unfused else ())
 
     @property
     def page(self) -> str:
@@ -105,6 +112,8 @@ class Served:
             parts = [f"Triton kernels, {dtype}", *filter(None, [self.attention])]
         if self.in_torch:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
+        if self.unfused:
+            parts.append(f"cuBLAS computes all products, because {self.unfused}")
         if scheme is not None:
             parts.append(scheme.note + ("" if self.is_kept or self.executor == "Triton" else ", widened"))
         if found is not None and found.skipped:
@@ -153,11 +162,13 @@ def how_served(
             spec=spec, executor="encoder", backend=None, dtype=dtype, program=None, kv_shape=no_kv(dtype), found=None,
             is_kept=False,
         )  # fmt: skip
-    why = _too_old(capability) or _why_not_triton(config, spec) or failed or None if has_triton else None
+    target = None if capability is None else Target(capability, config.dtype, config.kv_cache_dtype)
+    if has_triton and not _too_old(capability):
+        check_fp8(config.kv_cache_dtype, capability)
+    why = _too_old(capability) or _why_not_triton(config, spec, target) or failed or None if has_triton else None
     is_triton = has_triton and why is None
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
-        check_fp8(config.kv_cache_dtype, capability)
         backend = Backend.reference(dtype)
     elif config.attention_backend not in ("auto", "torch"):
         reason = why or "the device is no GPU"
@@ -170,6 +181,8 @@ def how_served(
     else:
         backend = choose_backend(config, device, spec.dtype)
     _check_deterministic(config, spec, backend, is_on_device=is_triton)
+    if config.deterministic and is_triton and target is not None and (variant := rules.variant(target)):
+        raise ConfigError(f"--deterministic: {variant}. Choose --dtype bfloat16.")
     check_positions(config, spec)
     if not is_native(spec):
         # Only here, since transformers takes seconds to import.
@@ -195,6 +208,7 @@ def how_served(
         found=_found(config, spec),
         is_kept=keeps_quantized(config, spec, None if is_triton else backend.ops, dtype),
         why=why or "",
+        unfused=rules.unfused(program, target) if is_triton and target is not None else "",
         attention=attention.note(config.attention_backend, program, dtype, DTYPES[config.kv_cache_dtype])
         if is_triton
         else "",
@@ -302,7 +316,7 @@ def top_k(spec: ModelSpec) -> int:
     return max((op.args.router.top_k for op in program_of(spec, 0, 1).ops if isinstance(op.args, Mixture)), default=0)
 
 
-def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
+def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None) -> str | None:
     """Why a model on a GPU cannot use the Triton kernels; None if it can."""
     if not is_native(spec):
         return f"{spec.architecture} runs in transformers"
@@ -311,7 +325,7 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     limit = config.model.regime_limit
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
-    return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size))
+    return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size), target)
 
 
 def _too_old(capability: int | None) -> str:
@@ -322,10 +336,10 @@ def _too_old(capability: int | None) -> str:
     return f"they need compute capability {needed}, and this GPU has {found}"
 
 
-def lacks_in_triton(program: Program) -> str | None:
-    """Why the Triton kernels cannot run a program; None: they can."""
+def lacks_in_triton(program: Program, target: Target | None = None) -> str | None:
+    """Why the Triton kernels cannot run a program; None: they can. target: None: on a device for which all compile."""
     try:
-        rules.in_torch(program)
+        rules.in_torch(program, target)
     except rules.UnknownLayerError as error:
         return str(error)
     return None

@@ -36,6 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from .cubins import pack
+from .limits import MAX_SHARED
 from .variant import Plan, Variant
 
 MODULES = (
@@ -65,9 +66,9 @@ MODULES = (
     "gated_norm",
 )
 ARCHITECTURES = (80, 90)  # checked by default, besides those of a variant; --arch takes others
-_NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has no kernel, but its table changes them
+# `tuned.py` has no kernel, but its table changes them.
+_NO_KERNELS = ("__init__.py", "compile.py", "cubins.py", "grid.py", "limits.py")
 _COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # always reported
-MAX_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB per program
 _MORE_REGISTERS = 1.1  # the growth beyond which a kernel is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -103,7 +104,7 @@ class Report:
         )
 
 
-class _NoDevice:
+class NoDevice:
     """Stands in for the driver of a GPU, so that a launch compiles the kernel and runs nothing."""
 
     _numbers = itertools.count()  # a new device id for each instance: Triton caches compiled kernels by device
@@ -153,7 +154,7 @@ def launched(variant: Variant, rows: int, architecture: int) -> list[str]:
         found.append(compile["specialization_data"])
         return True  # tells Triton not to compile
 
-    triton.runtime.driver.set_active(_NoDevice(architecture))
+    triton.runtime.driver.set_active(NoDevice(architecture))
     triton.knobs.runtime.jit_cache_hook = remember
     try:
         variant.launch(rows)
@@ -162,38 +163,51 @@ def launched(variant: Variant, rows: int, architecture: int) -> list[str]:
     return found
 
 
-def compile_variant(variant: Variant, architecture: int) -> dict[str, Files]:
-    """The files of each kernel by its name. A kernel from a shipped archive has only its .cubin and .json."""
-    found: dict[str, Files] = {}
+def compiled(launch: Callable[[], object], architecture: int) -> list[tuple[str, Files]]:
+    """The name and files of each kernel that a call launches, each specialisation once, in the order of the launches. A
+    kernel from a shipped archive has only its .cubin and .json."""
+    found: list[tuple[str, Files]] = []
 
     def remember(*, src: Any, metadata_group: dict[str, str], **_: object) -> None:
-        assert src.name not in found, src.name
-        found[src.name] = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+        found.append((src.name, {Path(path).suffix: Path(path) for path in metadata_group.values()}))
 
-    triton.runtime.driver.set_active(_NoDevice(architecture))
+    triton.runtime.driver.set_active(NoDevice(architecture))
     triton.knobs.compilation.listener = remember
     try:
-        variant.launch(variant.rows[0])
+        launch()
     finally:
         triton.knobs.compilation.listener = None
-    assert found.keys() == variant.plans.keys(), (found.keys(), variant.plans.keys())
     return found
+
+
+def compile_variant(variant: Variant, architecture: int) -> dict[str, Files]:
+    """The files of each kernel by its name."""
+    found = compiled(lambda: variant.launch(variant.rows[0]), architecture)
+    names = [name for name, _ in found]
+    assert set(names) == variant.plans.keys() and len(names) == len(variant.plans), (names, variant.plans.keys())
+    return dict(found)
+
+
+def disassembled(cubin: Path) -> tuple[int, int, str]:
+    """(registers and bytes of stack per thread, SASS)."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    resources = _RESOURCES.search(text)
+    assert resources is not None, text[:1000]
+    return int(resources[1]), int(resources[2]), text
 
 
 def report_of(files: Files, wanted: Iterable[str]) -> Report:
     """wanted: opcodes to count besides `_COUNTED`."""
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", str(files[".cubin"])]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    resources = _RESOURCES.search(text)
-    assert resources is not None, text[:1000]
+    registers, stack, text = disassembled(files[".cubin"])
     found = Counter(_OPCODE.findall(text))
     counts = {
         name: sum(n for opcode, n in found.items() if f"{opcode}.".startswith(f"{name}."))
         for name in sorted({*_COUNTED, *wanted})
     }
     return Report(
-        registers=int(resources[1]),
-        stack=int(resources[2]),
+        registers=registers,
+        stack=stack,
         shared=json.loads(files[".json"].read_text())["shared"],
         buffers=min(map(int, _BUFFERS.findall(files[".ttgir"].read_text())), default=1),
         opcodes={name: n for name, n in counts.items() if n},

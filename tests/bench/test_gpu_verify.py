@@ -12,8 +12,8 @@ import pytest
 from pagewire.bench.gpu import verify
 from pagewire.bench.gpu.figures import Figure, Outcome
 from pagewire.bench.gpu.parts import PARTS, Part
-from pagewire.bench.gpu.report import as_json, as_markdown
-from pagewire.bench.gpu.timeline import Interval, busy_us, read_trace, step_gaps_us
+from pagewire.bench.gpu.report import as_json, as_markdown, estimates_of, finished, write
+from pagewire.bench.gpu.timeline import Interval, busy_us, by_node, node_gaps_us, read_trace, step_gaps_us
 from pagewire.bench.gpu.tune import TABLE, rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_smoke_run_writes_its_results(tmp_path: Path) -> None:
-    parts = ["determinism", "attention", "steps-0.6b", "products", "steps-8b"]
+    parts = ["sanitizer", "determinism", "nodes-0.6b", "attention", "steps-0.6b", "products", "steps-8b"]
     script = str(ROOT / "bench" / "gpu" / "verify.sh")
     done = run(script, "--smoke", "--only", *parts, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,7 +44,9 @@ def test_a_smoke_run_writes_its_results(tmp_path: Path) -> None:
     assert set(by_name) == set(parts)
     verdicts = {name: part["verdict"] for name, part in by_name.items()}
     assert verdicts == {
+        "sanitizer": "met",
         "determinism": "met",
+        "nodes-0.6b": "measured",
         "attention": "measured",
         "steps-0.6b": "measured",
         "products": "measured",
@@ -180,19 +182,80 @@ def test_the_report_lists_every_figure_and_every_reason() -> None:
         Outcome(part="http", title="HTTP", seconds=3, failed="it | ended\nwith 1"),
     ]
     machine = {"device": {"name": "Some GPU", "driver_version": "1.2"}, "torch": "2.11", "date": "2026-01-01"}
-    text = as_markdown(outcomes, machine, smoke=False)
+    text = as_markdown(outcomes, machine, smoke=False, estimates={"steps: step": 1.1})
     assert text.startswith("# Some GPU, 2026-01-01\n")
     assert "driver_version 1.2, torch 2.11" in text
-    assert "| steps | step | 1.235 ms | ≤ 0.9 | missed |" in text
-    assert "| steps | copy | 10 GB/s |  |  |" in text
-    assert "| steps | share | 90 % | ≥ 85 | met |" in text
-    assert "| tests | no pytest | | | skipped |" in text
-    assert "| http | it / ended with 1 | | | failed |" in text
+    assert "| steps | step | 1.235 ms | ≤ 0.9 | 1.1 ms | missed |" in text
+    assert "| steps | copy | 10 GB/s |  |  |  |" in text
+    assert "| steps | share | 90 % | ≥ 85 |  | met |" in text
+    assert "| tests | no pytest | | | | skipped |" in text
+    assert "| http | it / ended with 1 | | | | failed |" in text
     assert "Targets: 1 met, 1 missed. Parts: 3, of which 1 failed and 1 were skipped. 5 s." in text
     content = json.loads(as_json(outcomes, machine, smoke=False))
     assert [part["verdict"] for part in content["parts"]] == ["missed", "skipped", "failed"]
     assert content["parts"][0]["figures"][0]["value"] == 1.23456
     assert "SMOKE" not in text and "SMOKE" in as_markdown(outcomes, machine, smoke=True)
+
+
+def test_what_was_measured_is_kept_by_a_later_run(tmp_path: Path) -> None:
+    """If commit and packages are the same, and the part neither failed nor was skipped."""
+    figure = Figure(name="step", value=1.5, unit="ms", most=2)
+    done = Outcome(part="steps", title="Steps", seconds=3, figures=(figure,))
+    others = [
+        Outcome(part="tests", title="Tests", seconds=0, skipped="2 s were left."),
+        Outcome(part="http", title="HTTP", seconds=1, failed="it ended with 1"),
+    ]
+    machine = {"device": {"name": "Some GPU"}, "torch": "2.11", "triton": "3.6", "commit": "abc", "date": "2026-01-01"}
+    write(tmp_path, "some", [done, *others], machine, smoke=False)
+    assert finished(tmp_path / "some.json", machine) == {"steps": done}
+    assert finished(tmp_path / "some.json", {**machine, "commit": "abd"}) == {}
+    assert finished(tmp_path / "none.json", machine) == {}
+
+
+def test_estimates_are_those_of_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "estimates.json"
+    path.write_text(json.dumps({"devices": {"H100": {"steps: step": 2.0}, "H200": {"steps: step": 1.0}}}))
+    assert estimates_of("NVIDIA H200", path) == {"steps: step": 1.0}
+    assert estimates_of("NVIDIA A100-SXM4-80GB", path) == {} == estimates_of("NVIDIA H200", tmp_path / "none")
+
+
+SANITIZER = """#!/bin/sh
+echo "========= ERROR SUMMARY: $ERRORS errors"
+exit $CODE
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize(("errors", "code", "found"), [(0, 0, 0), (3, 86, 3), (0, 86, 1)])
+def test_errors_of_the_sanitizer_are_counted(
+    errors: int, code: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in its place that prints what it prints."""
+    from pagewire.bench.gpu.sanitize import check
+
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER.replace("$ERRORS", str(errors)).replace("$CODE", str(code)))
+    tool.chmod(0o755)
+    assert check(str(tool), "memcheck", tmp_path / "log") == found
+
+
+@needs_triton
+def test_a_sanitizer_that_hangs_or_breaks_gives_no_result(tmp_path: Path) -> None:
+    from pagewire.bench.gpu.sanitize import check
+
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    assert check(str(tool), "racecheck", tmp_path / "log", limit_s=0.2) is None
+    tool.write_text("#!/bin/sh\necho no device >&2\nexit 3\n")
+    with pytest.raises(RuntimeError, match="racecheck ended with 3: no device"):
+        check(str(tool), "racecheck", tmp_path / "log")
+
+
+def test_the_most_valuable_parts_come_first() -> None:
+    names = [part.name for part in PARTS]
+    assert names[:4] == ["sanitizer", "determinism", "nodes-0.6b", "nodes-8b"]
+    assert sum(part.seconds for part in PARTS[:8]) < 540
 
 
 def test_no_two_parts_have_the_same_name_or_program() -> None:
@@ -236,6 +299,8 @@ def test_gaps_are_counted_between_steps_only() -> None:
     assert step_gaps_us(kernels) == [3, 0]
     assert busy_us(kernels) == 2 + 5 + 1 + 2
     assert step_gaps_us([]) == [] and busy_us([]) == 0
+    assert by_node(kernels, 3) == {"a": (2 / 3, 3), "_prepare_step": (1, 1.5), "b": (1 / 3, 2)}
+    assert node_gaps_us(kernels) == [3, 0, 6]
 
 
 def test_a_trace_gives_its_kernels_in_order_of_time(tmp_path: Path) -> None:

@@ -488,7 +488,9 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(each)
 
 
-WAITS = [wait for module in (queue_module, device_steps, runner_module) for wait in waits_of(module)]
+_TIMES_ONLY = ("DeviceSteps.warm_up: wait",)  # nothing is read after it
+_ALL = [wait for module in (queue_module, device_steps, runner_module) for wait in waits_of(module)]
+WAITS = [wait for wait in _ALL if wait.id not in _TIMES_ONLY]
 # What shows that a wait is needed: a case, and the policy.
 SHOWN_BY = {
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),

@@ -6,7 +6,16 @@ import pytest
 from decoders import decoders, llama, of_checkpoint
 from hypothesis import HealthCheck, given, settings
 
-from pagewire.engine.gpu.rules import UnknownLayerError, body_of, in_torch, kind_of, largest_group, parts_of
+from pagewire.engine.gpu.rules import (
+    Target,
+    UnknownLayerError,
+    body_of,
+    in_torch,
+    kind_of,
+    largest_group,
+    parts_of,
+    unfused,
+)
 from pagewire.engine.models.cut import cut
 from pagewire.engine.models.description import Alibi, Attention, Decoder, Reach
 from pagewire.engine.models.lower import lower
@@ -133,6 +142,48 @@ def test_attention_of_any_even_size_and_reach_has_kernels(fields: dict[str, obje
 def test_attention_that_the_kernels_lack_excludes_the_program(fields: dict[str, object], why: str) -> None:
     with pytest.raises(UnknownLayerError, match=why):
         in_torch(changed(lower(llama()), **fields))
+
+
+# Devices, by the table of `kernels/triton/limits.json`
+
+
+def why(program: Program, architecture: int, dtype: str = "bfloat16", kv_dtype: str = "") -> str:
+    """Why torch computes the whole program; empty: the kernels fit."""
+    try:
+        in_torch(program, Target(architecture, dtype, kv_dtype or dtype))
+    except UnknownLayerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_of_16_bits_fit_every_device(architecture: int, dtype: str) -> None:
+    wide = changed(lower(llama()), head_dim=256, value_dim=256)
+    for program in (lower(llama()), wide, of_kind("mixtral"), with_latents(512, 64)):
+        assert why(program, architecture, dtype) == "" == unfused(program, Target(architecture, dtype, dtype))
+
+
+def test_a_device_without_fp8_has_no_such_keys_and_values() -> None:
+    program = lower(llama())
+    found = why(program, 80, kv_dtype="fp8")
+    assert found.startswith(
+        "the kernel of attention with heads of 16 in bfloat16 with fp8 KV does not compile for sm_80"
+    )
+    assert why(program, 86, kv_dtype="fp8") and not why(program, 89, kv_dtype="fp8")
+
+
+def test_products_whose_tiles_are_too_large_are_left_to_the_library() -> None:
+    """float32 on devices with little shared memory."""
+    program = lower(llama())
+    found = unfused(program, Target(89, "float32", "float32"))
+    assert found.startswith("the kernel for products of few tokens in float32 needs ")
+    assert found.endswith("bytes of shared memory, and sm_89 has 101,376")
+    assert unfused(program, Target(90, "float32", "float32")) == ""
+
+
+def test_a_device_older_than_the_kernels_runs_torch() -> None:
+    assert "is written for sm_80 and newer, and this device is sm_75" in why(lower(llama()), 75)
 
 
 def with_latents(rank: int, rope_dim: int) -> Program:

@@ -44,6 +44,29 @@ def test_the_operations_in_torch_are_those_of_the_loaded_model(
         assert not found.in_torch
 
 
+def test_a_gpu_that_a_kernel_does_not_fit_takes_others(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    """By the table of what was compiled; the device is none of this machine's."""
+    config = resolved(checkpoint("llama"), dtype="float32")
+    spec = read_spec(Path(config.model.path))
+    small = how_served(config, spec, CPU, has_triton=True, capability=89)
+    assert small.executor == "Triton" and small.unfused.endswith("shared memory, and sm_89 has 101,376")
+    assert f"cuBLAS computes all products, because {small.unfused}" in small.note
+    large = how_served(config, spec, CPU, has_triton=True, capability=90)
+    assert large.executor == "Triton" and not large.unfused and "cuBLAS" not in large.note
+
+
+def test_deterministic_products_need_shared_memory(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    config = structs.replace(resolved(checkpoint("llama"), dtype="float32"), deterministic=True)
+    spec = read_spec(Path(config.model.path))
+    with pytest.raises(ConfigError, match=r"such products in float32 needs .* Choose --dtype bfloat16"):
+        how_served(config, spec, CPU, has_triton=True, capability=89)
+    assert how_served(config, spec, CPU, has_triton=True, capability=90).executor == "Triton"
+
+
 def test_the_lines_of_a_described_model(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
     config = resolved(checkpoint("llama"), cpu_kernels="torch")
     first, note, groups = served(config).lines(config)

@@ -50,11 +50,18 @@ def test_decode_attention_reads_pages_beyond_2_31_numbers() -> None:
     for pages, ids in ((small, list(range(5))), (large, places)):
         table = torch.tensor([ids[:3], [*ids[3:], 0]], dtype=torch.int32)
         workspace = workspace_decode(
-            rows=2, max_context=64, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, chunk=BLOCK, device="cpu"
+            rows=2,
+            max_context=64,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            num_programs=3,
+            chunk=BLOCK,
+            device="cpu",
         )
         plan_decode(torch.tensor(lens, dtype=torch.int32), workspace)
         out = torch.full_like(query, torch.nan)
-        decode_attention(out, query, *pages, table, workspace, scale=0.25, num_programs=3)
+        decode_attention(out, query, *pages, table, workspace, scale=0.25)
         outs.append(out)
     assert not outs[0].isnan().any() and torch.equal(*outs)
 
@@ -67,7 +74,7 @@ def test_attention_of_prompts_reads_pages_beyond_2_31_numbers() -> None:
         table = torch.tensor([ids[:3], [*ids[3:], 0]], dtype=torch.int32)
         work = torch.from_numpy(extend_work(lens.numpy(), lens.numpy(), tile_tokens(HEADS // KV_HEADS, 16)))
         out = torch.full_like(query, torch.nan)
-        extend_attention(out, query, *pages, table, lens.int(), work, scale=0.25, tile_rows=16)
+        extend_attention(out, query, *pages, table, lens.int(), work, scale=0.25, num_programs=3, tile_rows=16)
         outs.append(out)
     assert not outs[0].isnan().any() and torch.equal(*outs)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.kernels.triton.compile import MAX_SHARED, Report, failures, variants
+from pagewire.kernels.triton.compile import Report, failures, variants
+from pagewire.kernels.triton.limits import MAX_SHARED
 from pagewire.kernels.triton.variant import GRID, Plan
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -52,21 +52,21 @@ def split_product(module: ModuleType) -> Callable[[], Tensor]:
 
 
 def decode(module: ModuleType) -> Callable[[], Tensor]:
-    """Rows of one and of several chunks, one without keys, on fewer programs than there are chunks."""
-    contexts = [33, 0, 7, 80, 32, 97]
+    """Rows of one and of several chunks, on fewer programs than there are chunks."""
+    contexts = [33, 5, 7, 80, 32, 97]
     query, pages = torch.randn(len(contexts), 4, 16), torch.randn(2, 40, 2, 16, 16)
     table = torch.randperm(40).to(torch.int32)[: 7 * len(contexts)].repeat(2)[: 7 * len(contexts)].view(-1, 7)
     workspace = module.workspace_decode(
-        rows=8, max_context=128, heads=4, kv_heads=2, head_dim=16, chunk=32, device="cpu"
+        rows=8, max_context=128, heads=4, kv_heads=2, head_dim=16, num_programs=9, chunk=16, device="cpu"
     )
 
     def run() -> Tensor:
-        for memory in (workspace.partials, workspace.lses):
+        for memory in (workspace.partials, workspace.sums):
             memory.fill_(torch.nan)
         workspace.items.fill_(2**30)
         module.plan_decode(torch.tensor(contexts, dtype=torch.int32), workspace)
         out = torch.full_like(query, torch.nan)
-        module.decode_attention(out, query, *pages, table, workspace, scale=0.2, num_programs=9)
+        module.decode_attention(out, query, *pages, table, workspace, scale=0.2)
         return out
 
     return run
@@ -158,7 +158,7 @@ MUTANTS = {
         "decode",
         "decode_attention",
         [
-            (r"( +)(tl\.store\(partials \+ slot .*)\n", r"\1arrival = arrivals + row * UNITS + unit\n"
+            (r"( +)(tl\.store\(partials \+ item .*)\n", r"\1arrival = arrivals + row * UNITS + unit\n"
              r"\1arrived = tl.atomic_add(arrival, 1)\n\1\2\n"),
             (rf"if {ATOMIC} == count - 1", "if arrived == count - 1"),
         ],
