@@ -104,8 +104,6 @@ def test_logits_are_never_rounded(rows, is_deterministic):
     workspace = workspace_small_product([(N, K)], DEVICE)
     taken = DenseProduct(weight, None, workspace, fresh(DEVICE))
     product = InvariantProduct(weight, None) if is_deterministic else taken
-        InvariantProduct(weight, None) if is_deterministic else DenseProduct(weight, None, workspace, fresh(DEVICE))
-    )
     if rows > 16 and not is_deterministic and not products._sums_wide(DEVICE, torch.bfloat16):
         pytest.skip(f"torch sums no bfloat16 to float32 on {DEVICE}")
     x, bias = torch.randn(rows, K, device=DEVICE).bfloat16(), torch.randn(N, device=DEVICE).bfloat16()

@@ -22,7 +22,7 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.engine.steps.trial_journal import TrialJournal
 from pagewire.errors import ConfigError, StartError
 from pagewire.kernels.triton.decode_attention import decode_attention
-from pagewire.kernels.triton.moe import moe
+from pagewire.kernels.triton.moe import experts as multiply
 from pagewire.kernels.triton.quantized_product import quantized_product
 from pagewire.kernels.triton.rms_norm import rms_norm
 
@@ -191,7 +191,7 @@ def test_the_kernels_of_experts_and_latents(checkpoint, monkeypatch):
 
     folder = checkpoint("qwen3_moe-sparse", num_hidden_layers=2)
     assert load(folder).failed_kernels == ()
-    monkeypatch.setattr(experts, "moe", wrong(moe, 0))
+    monkeypatch.setattr(experts, "experts", wrong(multiply, 0))
     runner = load(folder)
     assert runner.failed_kernels == ("moe",)
     assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
