@@ -35,9 +35,10 @@ from .served import Served, how_served
 log = logging.getLogger(__name__)
 
 GPU_KERNELS = (
-    "decode_attention", "edit_logits", "extend_attention", "gated_norm", "latent_attention", "logprobs", "moe",
-    "norm_rotary_write", "open_rows", "prepare_step", "product", "quantized_product", "rms_norm", "sampling",
-    "scans", "silu_mul", "small_product",
+    "activations", "copy_pages", "decode_attention", "edit_logits", "edit_rows", "elementwise", "extend_attention",
+    "gated_norm", "latent_attention", "logprobs", "moe", "norm_rotary_write", "open_rows", "prepare_step", "product",
+    "quantized_product", "rms_norm", "rotate", "round_rows", "row_statistics", "sampling", "scans", "silu_mul",
+    "small_product", "widen",
 )  # fmt: skip
 """Modules of `kernels/triton` that a trial can blame."""
 _OTHER = "another rank's kernel"
@@ -157,7 +158,7 @@ def _filler(config: EngineConfig, served: Served) -> Callable[[Program, Sequence
             fill_random(program, sinks)
             return
         assert served.found is not None
-        with open_checkpoint(Path(config.model.path)) as reader:
+        with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
             for sink in sinks:
                 load_weights(reader, program, served.found, sink, scheme=served.spec.scheme)
 

@@ -21,6 +21,7 @@ from pagewire.engine.runner import kernel_checks
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.steps.trial_journal import TrialJournal
 from pagewire.errors import ConfigError, StartError
+from pagewire.kernels.triton import compile
 from pagewire.kernels.triton.decode_attention import decode_attention
 from pagewire.kernels.triton.moe import experts as multiply
 from pagewire.kernels.triton.quantized_product import quantized_product
@@ -247,6 +248,7 @@ def test_the_ranks_agree_on_what_failed():
         def all_reduce(self, x):
             x.add_(theirs)
 
+    assert tuple(sorted(compile.MODULES)) == kernel_checks.GPU_KERNELS  # a name that is not there stops all ranks
     theirs = torch.zeros(len(kernel_checks.GPU_KERNELS) + 1)
     theirs[kernel_checks.GPU_KERNELS.index("moe")] = 1
     found = kernel_checks._of_all_ranks({"rms_norm": "it differs"}, Two(), torch.device("cpu"))
