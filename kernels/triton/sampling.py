@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .noise import exponential, noise_key
 from .order import from_ordinal, to_ordinal
-from .variant import Plan, Variant, shaped
+from .variant import FEW_BYTES, Plan, Variant, shaped
 
 Kind = Literal["greedy", "sampled", "filtered"]
 """The most that any row of a batch needs: no noise; noise; noise and top_k, top_p or min_p."""
@@ -506,7 +506,8 @@ def _variant(kind: Kind, vocab: int) -> Variant:
         sample(picked, logits, logits, picked, picked, picked, columns, workspace, kind=kind)
 
     scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))
-    return Variant(name=f"sampling {kind} {vocab}", launch=launch, plans={"_scan_kernel": scan, "_pick_kernel": Plan()})
+    pick = Plan(stack=FEW_BYTES)
+    return Variant(name=f"sampling {kind} {vocab}", launch=launch, plans={"_scan_kernel": scan, "_pick_kernel": pick})
 
 
 # The vocabularies of Qwen3 and Llama-3.
