@@ -188,7 +188,7 @@ def test_a_backend_says_which_layers_it_lacks():
     sinks = Vector("sinks", ())
     assert lacks("flashinfer", _layer(), BF16, BF16) == lacks("flash-attn", _layer(softcap=3.0), BF16, BF16) == ""
     assert lacks("flash-attn", _layer(sinks=sinks), BF16, BF16) == "sinks"
-    assert lacks("flashinfer", _layer(head_dim=32), BF16, BF16) == "heads of 32 numbers"
+    assert lacks("flashinfer", _layer(head_dim=32, value_dim=32), BF16, BF16) == "heads of 32 numbers"
     assert lacks("flash-attn", _layer(), torch.float32, torch.float32) == "float32"
     assert lacks("flashinfer", _layer(), BF16, torch.float8_e4m3fn) == "a KV cache of fp8"
     assert lacks("torch", _layer(sinks=sinks), torch.float32, torch.float32) == ""

@@ -102,6 +102,11 @@ class Decoder:
     def logits(self, hidden):
         return hidden
 
+    vocabulary = None
+
+    def sampled_hidden(self, tokens):
+        return tokens
+
     def sampled_logits(self, tokens):
         return tokens
 
@@ -135,6 +140,9 @@ class State:
         if self.chosen:
             ids = self.chosen.pop(0)
             self.sampled[first : first + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+
+    def sample_of_parts(self, vocabulary, hidden, packet, first, shape):
+        self.sample(hidden, packet, first, shape)
 
     def accept(self, packet, ids, *, rows, most):
         for row, _, _, _, _, _, _, first_id, _, first, num, _ in self.records:

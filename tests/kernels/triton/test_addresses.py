@@ -100,7 +100,7 @@ def test_the_last_rows_of_a_matrix_beyond_2_31_numbers_are_multiplied() -> None:
     weight = virtual(n, k)
     weight[-tiles.block_n :] = torch.randn(tiles.block_n, k).half()
     x, out = torch.randn(1, k).half(), torch.zeros(1, n).half()
-    with scheduled(0, only=lambda index: index[0] == n // tiles.block_n - 1):
+    with scheduled(0, only=lambda index: index[1] == n // tiles.block_n - 1):
         small_product(x, weight, out, workspace_small_product([], "cpu"))
     expected = x.double() @ weight[-tiles.block_n :].double().t()
     torch.testing.assert_close(out[:, -tiles.block_n :].double(), expected, atol=0.1, rtol=1e-2)
