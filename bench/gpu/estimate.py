@@ -143,7 +143,7 @@ def _tensors(launch: "Launch") -> list["Tensor"]:
 
 
 def _own_product(launch: "Launch", step: Step, chunk: int) -> Work:
-    """`_small_product` and `_product`: each program reads its part of the weight."""
+    """`_product`: each program reads its part of the weight."""
     of = launch.arguments
     x, weight, out = launch.tensor("x"), launch.tensor("weight"), launch.tensor("out")
     n, k = of["N"], of["K"]
@@ -216,7 +216,6 @@ def _lookup(launch: "Launch", step: Step, chunk: int) -> Work:
 
 
 _RULES = {
-    "_small_product": _own_product,
     "_product": _own_product,
     "_decode_kernel": _decode,
     "_extend_kernel": _extend,

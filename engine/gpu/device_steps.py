@@ -271,6 +271,7 @@ class DeviceSteps:
         # One for each step that can be in flight, one for the next, and one with an empty packet for recording.
         slots = [_Slot(queue, limits, size) for _ in range(config.pipeline_depth + 2)]
         self._empty, self._free = slots[0].packet, deque(slots[1:])
+        self._emptied: Mark | None = None  # after the empty packet's last copy
         self._pending: deque[_Launched] = deque()  # to be collected
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
@@ -558,6 +559,8 @@ class DeviceSteps:
 
     def _send_empty(self) -> None:
         """A packet that every shape can be recorded with."""
+        if self._emptied is not None:
+            self._emptied.wait()  # its memory is still read by the last copy
         packet, none = self._empty, _NO_IDS
         _, num_step, _, _ = self._fill(packet, _NO_ROWS)
         if self._rows.has_states:
@@ -567,6 +570,7 @@ class DeviceSteps:
             self._fill_part(packet, number, Samples(none, none, none, none))
         used = packet.used(num_step, num_parts=len(packet.parts), has_tiles=True)
         self._queue.send(packet.whole[used], self._packet.whole[used])
+        self._emptied = self._queue.mark()
 
     def _fill(self, packet: HostPacket, step: _Rows) -> tuple[StepShape, int, NDArray[np.int32], NDArray[np.int64]]:
         """Writes the rows and tokens of the packet. Returns the shape of the pass, the length of the packet's last

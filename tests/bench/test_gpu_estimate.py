@@ -150,11 +150,11 @@ def test_the_estimate_of_a_step_follows_the_engines_walk() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # 28 layers: four products and attention with its write of keys; a product a layer more above 16 rows, in a library.
+    # 28 layers: four products, the head's and attention with its write of keys; a product a layer more above 16 rows, in a library.
     kernels = {name: {kernel: number for kernel, (number, _) in made[1].items()} for name, made in found.items()}
     one, many = kernels["step, 1 × 1024"], kernels["step, 256 × 1024"]
     assert one["_decode_kernel"] == many["_decode_kernel"] == one["_norm_rotary_write"] == 28
-    assert one["_small_product"] == 4 * 28 and many["aten.mm"] >= 4 * 28 and "_small_product" not in many
+    assert one["_product"] == 4 * 28 + 1 and many["aten.mm"] >= 4 * 28 and "_product" not in many
     assert kernels["step, prompt of 1024"]["_extend_kernel"] == 28
     times = [found[f"step, {rows} × 1024"][0] for rows in (1, 8, 32, 256)]
     assert times == sorted(times) and times[0] > 0.2, "more rows take longer"

@@ -498,6 +498,7 @@ SHOWN_BY = {
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
     "DeviceSteps.launch: wait": ("out_of_memory", "late"),
     "DeviceSteps._launch: follow": ("found_in_a_block", "early"),
+    "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
     "Runner.launch: synchronize": ("beside_a_connector", "late"),
     "Runner.take_transferred: synchronize": ("beside_a_connector", "late"),
@@ -578,13 +579,13 @@ def recordings_are_kept_asleep(patch: pytest.MonkeyPatch) -> None:
 
 def results_of_recordings_are_kept(patch: pytest.MonkeyPatch) -> None:
     """A result of recorded work is in the memory of all recordings."""
-    hidden = TritonDecoder.hidden
+    logits = TritonDecoder.sampled_logits
 
     def kept(self: TritonDecoder, tokens: Any) -> Any:
-        self._last_hidden = hidden(self, tokens)  # type: ignore[attr-defined]
-        return self._last_hidden  # type: ignore[attr-defined]
+        self._last_logits = logits(self, tokens).clone()  # type: ignore[attr-defined]
+        return self._last_logits  # type: ignore[attr-defined]
 
-    patch.setattr(TritonDecoder, "hidden", kept)
+    patch.setattr(TritonDecoder, "sampled_logits", kept)
 
 
 def pages_are_saved_late(patch: pytest.MonkeyPatch) -> None:
@@ -596,14 +597,14 @@ def pages_are_saved_late(patch: pytest.MonkeyPatch) -> None:
 
 def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
     """In recorded work."""
-    logits = TritonDecoder.logits
+    logits = TritonDecoder.sampled_logits
 
-    def read(self: TritonDecoder, hidden: Any) -> Any:
-        found = logits(self, hidden)
+    def read(self: TritonDecoder, tokens: Any) -> Any:
+        found = logits(self, tokens)
         assert bool(found.isfinite().any())
         return found
 
-    patch.setattr(TritonDecoder, "logits", read)
+    patch.setattr(TritonDecoder, "sampled_logits", read)
 
 
 # The mistake → the case that shows it, the policy, and what is reported; "": nothing, but the tokens are wrong.
