@@ -150,7 +150,7 @@ def test_the_estimate_of_a_step_follows_the_engines_walk() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # 28 layers: four products, the head's and attention with its write of keys; a product a layer more above 16 rows, in a library.
+    # 28 layers: four products and attention with its write of keys, and the head; above 16 rows in a library.
     kernels = {name: {kernel: number for kernel, (number, _) in made[1].items()} for name, made in found.items()}
     one, many = kernels["step, 1 × 1024"], kernels["step, 256 × 1024"]
     assert one["_decode_kernel"] == many["_decode_kernel"] == one["_norm_rotary_write"] == 28
