@@ -458,7 +458,7 @@ class OrderDevice:
         return "the host" if actor == _HOST else self._streams[actor - 1].name
 
     def _wait_for_current(self, why: str) -> None:
-        """As a copy to or from memory that is not pinned."""
+        """Waits for the current stream, which CUDA does for a copy to or from memory that is not pinned."""
         self._refuse_in_capture(why)
         self.num_waits += 1
         self._run_until(self._current, self._current.num_put)

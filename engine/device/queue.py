@@ -157,17 +157,18 @@ class Driver(Protocol):
         """Zeros in host memory from which and to which the device copies while the host continues."""
 
     def capture(self, work: Work, stream: Stream) -> Work:
-        """See `Queue.record`. All recordings share one pool of memory."""
+        """Records the work, which runs on this stream, without running it. All recordings share one pool of memory."""
 
     def reserve(self, num_bytes: int) -> None:
-        """See `Queue.reserve`."""
+        """Leaves the allocator with so many bytes in one free block, and the pool of recordings too, when the first of
+        them begins. Raises torch.OutOfMemoryError."""
 
     @property
     def blas_workspace(self) -> int:
-        """See `Queue.blas_workspace`."""
+        """Bytes that cuBLAS keeps for itself."""
 
     def num_programs(self, head_dim: int) -> int:
-        """See `Queue.num_programs`."""
+        """Programs of decode attention that all multiprocessors hold together."""
 
 
 class CudaDriver:

@@ -64,7 +64,7 @@ class Target:
     kv_dtype: str
 
     def misfit(self, kernel: str, size: int) -> str:
-        """See `limits.misfit`."""
+        """Why a kernel of this size does not run on the device, as the end of a sentence; empty: it runs."""
         return limits.misfit(kernel, size, self.architecture, self.dtype, self.kv_dtype)
 
 

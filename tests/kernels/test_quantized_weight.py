@@ -138,7 +138,7 @@ def _signed(n, k, group):
 
 
 def _nvfp4(n, k):
-    """As `engine/weights` reads it: the scales of the file times a factor, in float32."""
+    """A weight as `engine/weights` makes it: the scales of the file times a factor, in float32."""
     narrow = (torch.rand(k // 16, n) * 400).to(torch.float8_e4m3fn)
     factor = torch.rand(n) / 1000
     scales = narrow.float() * factor / 2

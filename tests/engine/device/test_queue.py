@@ -90,7 +90,7 @@ def test_recordings_share_a_pool_whose_memory_the_first_one_reserves(cuda: Cuda)
 
 
 def test_a_new_pool_is_made_when_all_recordings_were_dropped(cuda: Cuda) -> None:
-    """As before sleep: torch refuses a pool whose graphs are gone, if its memory was not given back yet."""
+    """Sleep drops all graphs. torch refuses their pool afterwards, if its memory was not given back yet."""
     driver = CudaDriver(torch.device("cpu"))
     driver.reserve(RESERVED)
     kept = [record(driver, nothing), record(driver, nothing)]

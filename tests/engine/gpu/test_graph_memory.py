@@ -119,7 +119,7 @@ def take(allocator: CachingAllocator, trace: Trace) -> None:
 
 
 def reserve(allocator: CachingAllocator, num_bytes: int) -> None:
-    """As `CudaQueue` does before the first eager step, and in the first recording."""
+    """Reserves memory in one piece, which `CudaQueue` does before the first eager step and in the first recording."""
     if num_bytes:
         allocator.free(allocator.malloc(num_bytes))
 

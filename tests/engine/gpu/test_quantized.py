@@ -11,7 +11,7 @@ import torch
 from runner_driver import Driver, Request, engine_config
 
 from pagewire.engine.device.queue import EagerQueue
-from pagewire.engine.gpu.products import QuantizedProduct
+from pagewire.engine.gpu.products import MAX_NARROW_ROWS, QuantizedProduct
 from pagewire.engine.runner.runner import Runner
 
 NUM_BLOCKS = 96
@@ -37,13 +37,31 @@ def test_greedy_tokens_are_the_best_of_the_dequantized_weights(kind, architectur
     rng = random.Random(kind)
     prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in (1, 20)]
     # Few tokens and rows, since the interpreter is slow. float16, which `resolve` would refuse for a CPU.
-    config = engine_config(quantized, max_num_batched_tokens=32, max_num_seqs=4)
+    check(quantized, widened, prompts, max_num_batched_tokens=32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["awq", "gptq-v2-ordered", "fp8-tensor"])
+def test_steps_of_many_tokens_take_widened_weights(kind, tmp_path):
+    """Or products of 8 bits, where the checkpoint has scales for them and torch has a product."""
+    sizes = {"num_hidden_layers": 1, "vocab_size": checkpoints.VOCAB_SIZE}
+    source = checkpoints.make_checkpoint(tmp_path / "float", "llama", **sizes)
+    quantized, widened = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    rng = random.Random(kind)
+    prompt = [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(MAX_NARROW_ROWS + 20)]
+    check(quantized, widened, [prompt], max_num_batched_tokens=512)
+
+
+def check(quantized, widened, prompts, *, max_num_batched_tokens):
+    config = engine_config(quantized, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=4)
     config = msgspec.structs.replace(config, dtype="float16", kv_cache_dtype="float16")
     queue = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))
     runner = Runner.load(config, queue=queue)
     runner.open_cache(NUM_BLOCKS)
     requests = [Request(prompt, max_new=4) for prompt in prompts]
-    Driver(runner, NUM_BLOCKS).run(requests, chunk=20, budget=32, rows=3)
+    Driver(runner, NUM_BLOCKS).run(
+        requests, chunk=5 * max_num_batched_tokens // 8, budget=max_num_batched_tokens, rows=3
+    )
     reference = checkpoints.load_reference(widened)
     for request in requests:
         with torch.inference_mode():
