@@ -58,8 +58,8 @@ transformers' config class has by default; other sizes and options of a family m
 """
 
 _SPEED = """\
-- **Speed**: decoding with the C program, beside a Llama of as many parameters; 1.1 × means 1.1 times its time.
-  The figures are from before the bench counted the states of recurrent layers, which these move as well.
+- **Speed**: decoding with the C program, beside a Llama that reads and writes as many numbers for a token (weights, and the
+  states of recurrent layers); 1.1 × means 1.1 times its time.
 """
 
 _TAIL = """\
