@@ -156,11 +156,23 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = ()
     kv_events: Annotated[
         str | None,
-        _doc("engine", "publish KV events for routers here, ipc:///path or tcp://127.0.0.1:port (ZeroMQ PUB)"),
+        _doc("engine", "publish KV events for routers here: ipc:///path or tcp://host:port (ZeroMQ XPUB)"),
     ] = None
     kv_events_replay: Annotated[
         str | None, _doc("engine", "resend KV events here to routers that missed some (ZeroMQ ROUTER)")
     ] = None
+    kv_events_host: Annotated[
+        str | None,
+        _doc("engine", "name of this engine in the topic of KV events, kv@HOST@MODEL (default: the machine's name)"),
+    ] = None
+    kv_events_key_file: Annotated[
+        str | None,
+        _doc("engine", "keys that subscribers of KV events over TCP must have (CURVE); made if there is no such file"),
+    ] = None
+    kv_events_insecure: Annotated[
+        bool,
+        _doc("engine", "let other machines get KV events without keys: whoever connects to --kv-events reads prompts"),
+    ] = False
     extension: Annotated[
         str | None, _doc("engine", "module:Class,option=value: adds data to each plan, with attention that reads it")
     ] = None

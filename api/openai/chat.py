@@ -152,7 +152,7 @@ class ChatReply(Reply):
             turn = self._choices[index].turn
             self._usage.add(index, chunk.usage)
             self._usage.add_reasoning(turn.num_reasoning)
-            assert chunk.finish in ("stop", "length"), f"a choice ended with {chunk.finish}"
+            assert chunk.finish != "abort", "the gateway turns an abort into an error"
             finish: FinishReason = "tool_calls" if turn.num_calls and chunk.finish == "stop" else chunk.finish
             last = ChatChunkChoice(index, ChatDelta(), finish_reason=finish, stop_reason=chunk.stop_reason)
             pieces.append(last)

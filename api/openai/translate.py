@@ -315,6 +315,7 @@ def _submits(
             truncate=request.truncate_prompt_tokens,
             constraint=constraint,
             bad_words=tuple(request.bad_words or ()),
+            cache_salt=request.cache_salt or "",
         )
         for prompt in prompts
     ]

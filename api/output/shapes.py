@@ -33,7 +33,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "cache_threshold"]
 
 
 # These stay JSON: the tokenizer process renders them. The schemas are for /openapi.json.

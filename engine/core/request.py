@@ -444,6 +444,12 @@ class Request:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def salt_name(self) -> str:
+        """What routers are told of its salt: the client's name for it, or one that says nothing of it; empty: none."""
+        salt = self.asked.salt
+        return self.asked.cache_salt or (sha256(b"name of a salt" + salt).hexdigest()[:16] if salt else "")
+
+    @property
     def blocks(self) -> list[int]:
         """Its block table in the first group, the only one of most models."""
         return self.tables[0].blocks if self.tables else []
