@@ -61,7 +61,9 @@ from .kv_mirror import KvMirror
 log = logging.getLogger("pagewire")
 
 NUM_KEPT = 10_000
-"""Batches that can be replayed; also how many are queued for one subscriber before further ones are dropped."""
+"""Batches that can be replayed."""
+
+_MAX_QUEUED = 10_000  # batches that wait for one subscriber; further ones are dropped
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
@@ -223,12 +225,12 @@ class _Sender(threading.Thread):
         self._wake.bind(_WAKE)
         self._pub = context.socket(zmq.XPUB)
         self._pub.xpub_verbose = True  # each subscriber is heard, also one of a topic that others have
-        _bind(self._pub, address, NUM_KEPT, "--kv-events", keys)
+        _bind(self._pub, address, _MAX_QUEUED, "--kv-events", keys)
         self._router: zmq.SyncSocket | None = None
         if replay is not None:
             self._router = context.socket(zmq.ROUTER)
             # Space for two replays, because ZeroMQ updates how far a client has read only after each half of the queue.
-            _bind(self._router, replay, 2 * (NUM_KEPT + 2), "--kv-events-replay", keys)
+            _bind(self._router, replay, 2 * (_MAX_QUEUED + 2), "--kv-events-replay", keys)
 
     def run(self) -> None:
         poller = zmq.Poller()

@@ -323,7 +323,6 @@ def test_what_is_published_is_read_by_every_router() -> None:
 
 def test_a_late_subscriber_is_told_all_blocks_with_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "_SNAPSHOT_BLOCKS", 10)
-    monkeypatch.setattr(kv_events, "NUM_KEPT", 20)
     chain = [number.to_bytes(32, "big") for number in range(35)]
 
     def block(i: int) -> Stored:
