@@ -154,6 +154,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
+    kv_peers: Annotated[
+        tuple[str, ...],
+        _doc(
+            "engine",
+            "hosts that a request's kv_transfer_params may name as where its KV is, such as prefill-0 or 10.1.*, where "
+            "* stands for anything (default: none)",
+        ),
+    ] = ()
     kv_events: Annotated[
         str | None,
         _doc("engine", "publish KV events for routers here: ipc:///path or tcp://host:port (ZeroMQ XPUB)"),

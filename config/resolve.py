@@ -35,6 +35,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
+    if options.kv_peers and not options.kv_connector:
+        raise ConfigError("--kv-peers names hosts to load KV from; give --kv-connector p2p,peer=… or shared,… as well.")
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
@@ -156,6 +158,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         ("--quantization", options.quantization is not None),
         ("--load-format dummy", options.load_format == "dummy"),
         ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-peers", bool(options.kv_peers)),
         ("--kv-events", options.kv_events is not None),
         ("--extension", options.extension is not None),
         ("--speculative", options.speculative is not None),
