@@ -37,6 +37,8 @@ from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
 from .openai.endpoints import OpenAIEndpoints
+from .openai.generate import GenerateEndpoints
+from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
@@ -81,7 +83,11 @@ def create_app(
         "Responses": ResponsesEndpoints(service).routes(),
         "Anthropic's messages": AnthropicEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
-        "Tokens": TokenizeEndpoints(service).routes(),
+        "Tokens": [
+            *TokenizeEndpoints(service).routes(),
+            *RenderEndpoints(service).routes(),
+            *GenerateEndpoints(service).routes(),
+        ],
         "Files and batches": batches.routes(),
         "The server": AboutEndpoints(service).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),

@@ -171,3 +171,15 @@ def test_shared_storage_and_the_cache_threshold(start: Callable[..., Engine], fo
     assert text(second) == wanted and decode.tier.num_hit_tokens > 0
     # The next turn of that conversation meets the client's threshold at once.
     assert text(decode.ask({**BODY, "cache_hit_threshold": 0.8})) == wanted
+
+
+def test_generate_continues_a_rendered_chat_with_the_same_tokens(start: Callable[..., Engine]) -> None:
+    engine = start()
+    chat = engine.ask({**BODY, "return_token_ids": True}).json
+    rendered = engine.ask(BODY, "/v1/chat/completions/render").json
+    assert rendered["token_ids"] == chat["prompt_token_ids"]
+    answer = engine.ask(rendered, "/inference/v1/generate").json
+    assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+    assert answer["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"]
+    shown = engine.ask({**rendered, "output_mode": "text"}, "/inference/v1/generate").json
+    assert shown["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
