@@ -115,9 +115,14 @@ MANIFESTS: dict[str, Schema] = {
         ),
     ),
 }
-ROUTING = """
-roundrobin session prefixaware kvaware disaggregated_prefill disaggregated_prefill_orchestrated
-""".split()
+ROUTING = [
+    "roundrobin",
+    "session",
+    "prefixaware",
+    "kvaware",
+    "disaggregated_prefill",
+    "disaggregated_prefill_orchestrated",
+]
 PRODUCTION_STACK = only(
     "servingEngineSpec routerSpec",
     servingEngineSpec=only("enableEngine", enableEngine={"type": "boolean"}),
