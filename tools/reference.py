@@ -307,7 +307,7 @@ def metrics() -> str:
         "# Metrics",
         "",
         "What `/metrics` shows. [Metrics, logs and traces](../metrics.md) says how they are counted and used. Under",
-        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`, and some have vLLM's old name, too.",
+        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`; some have vLLM's old name, too.",
         "",
         "## Of a server",
         "",
