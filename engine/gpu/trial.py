@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...errors import StartError
+from ...errors import BrokenDeviceError
 from ..attention.kv_cache import KvShape
 from ..device.queue import Queue
 from ..executors.reference import Registers as TorchRegisters
@@ -53,7 +53,7 @@ def try_kernels(
 ) -> tuple[Check, ...]:
     """program: one that `rules.in_torch` does not refuse. shape: of its KV. is_kept: quantized matrices stay as they
     are stored. without: kernels that are known to fail and not tried.
-    Raises StartError if a kernel broke the device for this process."""
+    Raises BrokenDeviceError if a kernel broke the device for this process."""
     small, config = trial.trial_program(program), trial.trial_config(config)
     report = trial.report_for(dtype, shape.dtype)
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
@@ -142,15 +142,12 @@ class _TrialDecoder(TritonDecoder):
         self._journal.begin(kernel)
 
     def check_device(self) -> None:
-        """Raises StartError if this process cannot use its device any more."""
+        """Raises BrokenDeviceError if this process cannot use its device any more."""
         try:
             self._queue.mark().wait()
         except RuntimeError as error:
             self._journal.confirm()
-            raise StartError(
-                f"The check of the GPU kernel {self.trying} broke the device for this process "
-                f"({trial.summary_of(error)}). The next start leaves that kernel out."
-            ) from error
+            raise BrokenDeviceError(self.trying, trial.summary_of(error)) from error
 
     def _kernel_of(self, part: Part, step: Pass, tokens: int) -> str:
         """The module of the part's kernel; empty: torch's."""

@@ -14,18 +14,25 @@ import pytest
 import quantized_checkpoints
 import torch
 from defaults import COMPILED, machine
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from runner_driver import Driver, Request, engine_config
 
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import Metrics
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner import kernel_checks
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.steps.trial_journal import TrialJournal
-from pagewire.errors import ConfigError, StartError
+from pagewire.errors import BrokenDeviceError, ConfigError, StartError
+from pagewire.ipc.messages import Message, Ping, Snapshot
 from pagewire.kernels.triton import compile
 from pagewire.kernels.triton.decode_attention import decode_attention
 from pagewire.kernels.triton.moe import experts as multiply
 from pagewire.kernels.triton.quantized_product import quantized_product
 from pagewire.kernels.triton.rms_norm import rms_norm
+from pagewire.procs.core import CoreActor
+from pagewire.procs.worker import Worker
 
 NUM_BLOCKS = 96
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
@@ -227,7 +234,9 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoin
 
     monkeypatch.setattr(kernel_checks, "TrialJournal", Kept)
     monkeypatch.setattr(walk, "rms_norm", breaking)
-    with pytest.raises(StartError, match=r"GPU kernel rms_norm broke the device .* The next start leaves that kernel"):
+    with pytest.raises(
+        BrokenDeviceError, match=r"GPU kernel rms_norm broke the device .* The next process leaves that"
+    ):
         load(folder, queue=queue)
     (file,) = (tmp_path / "cache" / "pagewire").glob("trial-*")
     os.close(journals[0]._fd)  # as the system does when the process ends
@@ -239,6 +248,39 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoin
     assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
     file.unlink()
     assert load(folder).failed_kernels == ()
+
+
+def test_the_metrics_page_names_a_kernel_that_failed_in_a_worker(checkpoint, monkeypatch):
+    """The second worker after one whose device a kernel broke; its cache folder keeps nothing."""
+    from pagewire.engine.gpu import walk
+
+    monkeypatch.setattr(walk, "rms_norm", None)  # it is not tried
+    monkeypatch.setattr(kernel_checks, "_cache_folder", lambda: None)
+    queue, read = EagerQueue(torch.device("cpu")), Runner.load
+    monkeypatch.setattr(Runner, "load", lambda config, **given: read(config, queue=queue, is_checked=True, **given))
+    with machine(COMPILED):
+        config = engine_config(checkpoint("qwen3", num_hidden_layers=1), cpu_kernels="torch", **SMALL)
+    worker, core, gateway = (
+        Worker(config, broken_kernels=("rms_norm",)),
+        CoreActor(config),
+        Gateway(lambda message: None),
+    )
+
+    def post(receiver: str, message: Message) -> None:
+        if receiver == "core":
+            core.handle([message])  # type: ignore[list-item]  # the topology says which messages a process gets
+        elif isinstance(message, Snapshot):
+            gateway.handle([message])
+
+    core.start(post)
+    worker.start(post)
+    core.handle([Ping()])
+    (family,) = [each for each in families_of(Metrics(gateway, config)) if each.name == "pagewire:kernel_fallbacks"]
+    assert [(sample.labels["kernel"], sample.value) for sample in family.samples] == [("rms_norm", 1.0)]
+
+
+def families_of(metrics: Metrics) -> list[Metric]:
+    return list(text_string_to_metric_families(metrics.render().decode()))
 
 
 def test_the_ranks_agree_on_what_failed():
