@@ -194,7 +194,7 @@ class Walker:
                 matrix = ProductMatrix(values, anywhere, wide, in_scratch)
             self.weights.matrices[each.key] = (matrix,)
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
-        self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
+        self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []
         self._latents: list[LatentLayer] = []
@@ -282,9 +282,8 @@ class Walker:
         """The byte of the scratch behind the registers."""
         return walk.places.size * self._dtype.itemsize * tokens
 
-    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
-        """The module of the kernel that computes it for so many tokens; empty: torch does."""
-        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+    def product_of(self, args: Product | GatedProduct) -> ProductOf:
+        return self._products[args.matrix.key]
 
     def run(self, step: Pass, tokens: int) -> None:
         walk = self._of(tokens)
@@ -345,7 +344,7 @@ class Walker:
                     (returned if is_returned else in_scratch).add(view.register)
         return in_scratch, returned - in_scratch
 
-    def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
+    def _make_product(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
         bias, weight = self._loaded.vector(args.bias), self._loaded.take(args.matrix)
         if is_gated and bias is not None:
@@ -363,7 +362,7 @@ class Walker:
     def _quantized(self, weight: QuantizedWeight, bias: Tensor | None, is_gated: bool) -> QuantizedProduct:
         product = QuantizedProduct(
             weight, bias, self._small, self.scratch.take, dtype=self._dtype,
-            has_narrow_inputs=self._loaded.has_narrow_inputs,
+            has_narrow_inputs=self._loaded.has_narrow_inputs, without=self._without,
         )  # fmt: skip
         self.scratch.expect(*product.taken(self._limits.tokens, self._dtype.itemsize, is_gated=is_gated))
         self._leave_to_torch(product.left_to_torch(self._dtype.itemsize))
@@ -480,7 +479,7 @@ class Walker:
     def _product(self, part: Part) -> Launch:
         op = part.ops[1 if part.kind == "norm product" else 0]
         assert isinstance(op.args, Product | GatedProduct)
-        product, is_gated = self._products[op.args.matrix.key], isinstance(op.args, GatedProduct)
+        product, is_gated = self.product_of(op.args), isinstance(op.args, GatedProduct)
         first, out = op.outs[0], View(op.outs[0].register, op.outs[0].first, sum(view.width for view in op.outs))
         assert first.first == 0, first
         if part.kind == "product":

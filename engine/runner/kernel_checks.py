@@ -42,7 +42,7 @@ GPU_KERNELS = (
 )  # fmt: skip
 """Modules of `kernels/triton` that a trial can blame."""
 _OTHER = "another rank's kernel"
-_KEPT = {"quantized_product"}  # without them matrices are widened while they are loaded
+_KEPT = {"quantized_product", "widen"}  # without them matrices are widened while they are loaded
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def _check_triton(
         with torch.inference_mode():
             tried = try_kernels(
                 config, served.program, queue=queue, dtype=served.dtype, shape=served.kv_shape,
-                is_kept=served.is_kept and not failed.keys() & _KEPT, fill=_filler(config, served),
+                is_kept=served.is_kept and not failed.keys() & _KEPT, has_narrow_inputs=served.has_narrow_inputs,
+                fill=_filler(config, served),
                 without=frozenset(failed) | served.left_out, journal=journal,
             )  # fmt: skip
         checks |= {check.kernel: check for check in tried if check.kernel not in failed}

@@ -189,9 +189,8 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     served = checked.served
     assert served.program is not None
-    program, shape, dtype, scheme = served.program, served.kv_shape, served.dtype, served.spec.scheme
-    has_narrow_inputs = scheme is not None and scheme.has_narrow_inputs
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=has_narrow_inputs)
+    program, shape, dtype = served.program, served.kv_shape, served.dtype
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
     fill(loaded)
     groups = shape.groups(config.block_size)
     limits = limits_of(

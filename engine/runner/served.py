@@ -85,6 +85,11 @@ class Served:
         return frozenset({"small_product"} if self.unfused else ())
 
     @property
+    def has_narrow_inputs(self) -> bool:
+        """The checkpoint was made for activations of 8 bits."""
+        return self.spec.scheme is not None and self.spec.scheme.has_narrow_inputs
+
+    @property
     def page(self) -> str:
         """The file that describes the family; empty if transformers computes the model."""
         if self.program is None:
