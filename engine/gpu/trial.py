@@ -124,9 +124,9 @@ class _TrialDecoder(TritonDecoder):
         step = self.begin(packet, state, shape)
         self._queue.mark().wait()
         num = len(expected.step.ids)
-        for found, wanted in ((step.step.ids, expected.step.ids), (step.step.positions, expected.step.positions)):
-            is_same = torch.equal(found[:num].long(), wanted)
-            self._report.add("prepare_step", problem="" if is_same else "its ids or positions are not the step's")
+        for name in ("ids", "positions", "places"):
+            is_same = torch.equal(getattr(step.step, name)[:num].long(), getattr(expected.step, name))
+            self._report.add("prepare_step", problem="" if is_same else f"its {name} are not the step's")
         for number, (part, launch) in enumerate(self._walk.parts(shape.tokens)):
             kernel = self._kernel_of(part, step, shape.tokens)
             key = kernel, part.kind, tuple(map(trial.signature, part.ops)), shape.tile_rows

@@ -29,7 +29,7 @@ from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
-from ..executors.rotary import inverse_frequencies
+from ..executors.rotary import inverse_frequencies, regime_lengths
 from ..executors.weights import Weights
 from ..models.description import Alibi, Reach, Rope
 from ..models.program import (
@@ -121,7 +121,7 @@ class Pass:
 
     registers: Registers
     scratch: Scratch
-    step: Step  # ids and positions: [tokens] int32
+    step: Step  # ids, positions and places: [tokens] int32
     cache: KvCache
     slots: Tensor  # [tables, tokens] int32
     tables: Tensor  # [tables, rows, blocks] int32
@@ -472,7 +472,7 @@ class Walker:
 
         def launch(step: Pass) -> None:
             x = step.registers.get(op.ins[0])
-            rotate(x, table, step.step.positions, heads=args.heads, first=args.first)
+            rotate(x, table, step.step.places, heads=args.heads, first=args.first)
 
         return launch
 
@@ -548,9 +548,9 @@ class Walker:
                     torch.cat([step.registers.get(view) for view in op.ins], dim=1, out=states)
                 else:
                     states = step.registers.get(joined)
-                positions = self._zeros[: len(query)] if rope is None else step.step.positions
+                places = self._zeros[: len(query)] if rope is None else step.step.places
                 norm_rotary_write(
-                    states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
+                    states, pair, eps, rotary, places, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
             tables, attended = step.tables[table], step.registers.into(out).view(-1, args.heads, args.value_dim)
@@ -606,12 +606,18 @@ class Walker:
         return max(_LEAST_ROWS, needed)
 
     def _rotary_of(self, rope: Rope | None, head_dim: int) -> Tensor:
-        """None: nothing turns, at position 0."""
+        """Of all places, as `executors.rotary.RotaryTable` has them. None: nothing turns, at place 0."""
         key = rope, head_dim
         if key not in self._rotary:
-            angles = torch.zeros(0) if rope is None else inverse_frequencies(rope)
-            scale, max_len = (1.0, 1) if rope is None else (rope.cos_scale, self._max_len)
-            self._rotary[key] = rotary_table(angles.to(self._loaded.device), scale, max_len, head_dim)
+            device = self._loaded.device
+            if rope is None:
+                parts = [rotary_table(torch.zeros(0, device=device), 1.0, 1, head_dim)]
+            else:
+                parts = [
+                    rotary_table(inverse_frequencies(rope, regime).to(device), rope.cos_scale, length, head_dim)
+                    for regime, length in enumerate(regime_lengths(self._max_len, self._program.regime_limit))
+                ]
+            self._rotary[key] = torch.cat(parts)
         return self._rotary[key]
 
     def _decode_of(self, args: Attend) -> DecodeWorkspace:
