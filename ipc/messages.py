@@ -728,12 +728,15 @@ class Serving(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=True):
-    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors."""
+    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors.
+    `broken_kernel`: the GPU kernel whose check broke the device of the process, or empty. The next process can serve
+    without it."""
 
     name: str
     summary: str
     trace: str
     exit_code: int
+    broken_kernel: str = ""
 
 
 class Serve(Struct, frozen=True, array_like=True, tag=True):
