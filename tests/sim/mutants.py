@@ -15,6 +15,7 @@ from pagewire.engine.core.constraints import Constraints
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.kv_connector import Held, Item
 from pagewire.engine.core.loads import Loads
+from pagewire.engine.core.micro_batches import Turn
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache, _Lookup, key_at
@@ -273,7 +274,9 @@ def _take_every_request(self: Scheduler, message):
 
 
 def _no_limit_in_flight(self: Scheduler) -> StepPlan | None:
-    return self._send(self._planner.build())
+    in_flight = self._in_flight
+    applied = in_flight[0].step - 1 if in_flight else self.step
+    return self._send(self._planner.build(Turn(self.step + 1, applied, len(in_flight))))
 
 
 def _never_removed(self: PrefixCache):

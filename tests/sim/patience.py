@@ -43,7 +43,7 @@ class Patience:
         """The request was accepted."""
         self._num_arrived += 1
         rank = (client.ask.priority if self._by_priority else 0, self._num_arrived)
-        cost = (self._scheduler.depth + 1) * client.size
+        cost = (self._scheduler.max_in_flight + self._scheduler.micro_batches.num_stages) * client.size
         before = 0
         for rid, wait in self._waits.items():
             if wait.rank < rank:
