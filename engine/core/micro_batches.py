@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from .cost import CostModel
 from .plan_builder import PlanBuilder
-from .request import Request
+from .request import Request, State
 
 _LEAST = 1e-9  # of a share: less is a rounding error
 
@@ -76,10 +76,13 @@ class MicroBatches:
         return [request for request, (step, _) in self._queue.items() if step <= self._latest]
 
     def sent(self, step: int, builder: PlanBuilder) -> None:
-        """A plan was sent. The rows that sample in it go to the end of the queue."""
+        """A plan was sent. The rows that sample in it go to the end of the queue, unless they were preempted for others
+        after they were planned."""
         if self.num_stages == 1:
             return
         for request in chain(builder.decodes, compress(builder.others, builder.sample)):
+            if request.state is not State.RUNNING:
+                continue
             self.leave(request)
             num = request.num_planned
             self._context += num

@@ -25,6 +25,7 @@ from .stats import Counters
 
 _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
 _MIN_CHUNKS = 4  # of a prompt, for each stage; fewer if its chunks would get too short
+_ROUNDING = 1 + 1e-9  # sums in another order
 _MAX_CONSTANT = 0.1  # of a step's time: the part that does not depend on its chunk, from which on chunks get too short
 
 
@@ -355,8 +356,8 @@ class Planner:
         """The longest that a step with a chunk of a prompt from `start` to `end` may take; None: no limit.
 
         A row is in every P-th plan of P stages at most, so each of these plans may take a P-th of the latency target.
-        Stages that compute chunks of one prompt wait for the longest, so all chunks take the same time: that of the
-        first, if it uses all of the budget, or less, so that the first chunk has left the last stage before too long.
+        Stages that compute chunks of one prompt wait for the longest, so all chunks take the same time, whatever rows
+        are beside them: that of a first chunk which uses all of the budget, or less, so that there are enough chunks.
         """
         num_stages, target = self._micro_batches.num_stages, self._itl_target_ms
         if num_stages == 1:
@@ -368,7 +369,8 @@ class Planner:
         constant = cost.predict(NO_WORK)
         whole = cost.predict_more(with_chunk(NO_WORK, start, end - start))
         even = max(constant + whole / (_MIN_CHUNKS * num_stages), constant / _MAX_CONSTANT)
-        even = min(even, cost.predict(with_chunk(NO_WORK, 0, self.budget)))
+        even = min(even, cost.predict(with_chunk(NO_WORK, 0, self.budget)) * _ROUNDING)
+        even += cost.predict_more(builder.work._replace(prefill=0, pairs=0))
         return even if share is None else min(even, share)
 
     def _goes_before(self, waiting: Request, running: Request) -> bool:
