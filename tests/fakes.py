@@ -84,7 +84,7 @@ class StagedGroups(Groups):
         self.num_stages = num_stages
 
 
-def hidden_of(groups: Groups, values: Iterable[bytes], state: int) -> int:
+def hidden_of(groups: Groups, values: Iterable[bytes | bytearray], state: int) -> int:
     """What a stage hands to the next one of a position. `values`: what its groups store of the position. `state`: after
     it."""
     return crc32(b"".join(values), 0 if groups.state is None else state)
@@ -263,7 +263,7 @@ class FakeRow:
         self.read_state_from: array[int] | None = bytes_to_ids(message.state_from)  # by the next pass; None: `state`
         self.first_state = 0  # the position before the last pass
         self.states: list[int] = []  # after each position of the last pass, and before it
-        self.stored: list[list[bytes]] = []  # what the groups have stored of each position of the last pass
+        self.stored: list[list[bytes]] = []  # for the next stage: what the groups have stored of each of its positions
         self.sampling = message.sampling
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
@@ -274,6 +274,8 @@ class FakeRow:
 
 class FakeWorker:
     """Runs plans at once, in order. Raises AssertionError if a plan breaks the contract."""
+
+    has_next = False  # another stage computes from what this one stores
 
     def __init__(
         self,
@@ -492,7 +494,7 @@ class FakeWorker:
     def _compute(self, state: FakeRow, start: int, end: int) -> bytes:
         """Writes what each group stores of these positions. Returns all that is read to compute the last of them."""
         inputs = self._inputs(state, start, end)
-        state.stored = [[] for _ in inputs]
+        state.stored = [[] for _ in inputs] if self.has_next else []
         for group in range(self.groups.num_tables):
             shape = self.groups.shapes[group]
             first = read_from(shape, start)
@@ -500,14 +502,15 @@ class FakeWorker:
             for position in range(start, end):
                 skip = KV_BYTES * (read_from(shape, position) - first)
                 value = next_value(shape.kind, [page[skip:] for page in before], inputs[position - start])
-                state.stored[position - start].append(value)
+                if self.has_next:
+                    state.stored[position - start].append(value)
                 parts = zip(self._slot(state, group, position), before, shelved(value, len(before)), strict=True)
                 for slot, page, part in parts:
                     page += part
                     self.memory[slot : slot + KV_BYTES] = part
         state.first_state, state.states = start, [self._read_state(state)]
-        for value in inputs:
-            state.states.append(next_kv(state.states[-1], value))
+        for number in inputs:
+            state.states.append(next_kv(state.states[-1], number))
         state.num_computed = end
         self._write_state(state.state, state.states[-1])
         return self._reads(state, end)

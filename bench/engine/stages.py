@@ -1,9 +1,9 @@
 """Micro-batches in virtual time: how busy P stages are under the real scheduler, and how long rows wait for tokens.
 
-Either clients send one request after another, of random lengths, or a batch of equal requests comes at once. Each stage
-takes a P-th of the time of a step, which grows with its rows and the positions of prompts; plans, ids and results take a
-moment between processes. No clock is read and nothing is computed, so the figures do not depend on the machine. `all
-eligible` is the scheduler without shares: each plan takes every row whose token is P plans old.
+Either clients send one request after another, of random lengths, or a batch of equal requests comes at once. Each
+stage takes a P-th of the time of a step, which grows with its rows and the positions of prompts; plans, ids and results
+take a moment between processes. No clock is read and nothing is computed, so the figures do not depend on the machine.
+`all eligible` is the scheduler without shares: each plan takes every row whose token is P plans old.
 
 `python -m pagewire.bench.engine.stages` prints tokens per second, the share of the stages' time without work (while
 plans are in flight), and percentiles of the time between two tokens of a row.

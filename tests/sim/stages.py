@@ -55,6 +55,7 @@ class Stage(FakeWorker):
     def __init__(self, place: int, num_stages: int, speculate: int, **worker: object) -> None:
         super().__init__(**worker)  # type: ignore[arg-type]
         self.is_first, self.is_last = place == 0, place == num_stages - 1
+        self.has_next = not self.is_last
         self._speculate_most = speculate
         self._given: dict[int, tuple[int, list[int]]] = {}  # what the stage before has handed on of the plan
         self._drafts: dict[int, list[int]] = {}  # row → draft tokens for its next plan
