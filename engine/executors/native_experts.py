@@ -2,10 +2,13 @@
 
 from typing import cast
 
+import torch
+
 from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.experts import CHOSEN, NEAR, SIGMOID, SOFTMAX, NativeExperts
 from ...kernels.cpu.structs import RouterFields
 from ..models.program import Mixture
+from .experts import expert_table
 from .weights import Weights
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_of_chosen": CHOSEN, "sparsemixer": NEAR}
@@ -41,8 +44,9 @@ def native_experts(args: Mixture, weights: Weights, **between: float) -> NativeE
     def stack(key: str) -> tuple[PackedMatrix, ...]:
         return tuple(cast(PackedMatrix, matrix) for matrix in weights.matrices[key])
 
+    places = expert_table(args, torch.device("cpu"))
     return NativeExperts(
-        stack(args.gate_up.key), stack(args.down.key), router_fields(args, weights),
+        stack(args.gate_up.key), stack(args.down.key), router_fields(args, weights), places=places,
         gate_up_bias=weights.vector(args.gate_up_bias), down_bias=weights.vector(args.down_bias),
         scales_input=args.router.on == "input", zero_scale=args.router.zero_scale, **between,
     )  # fmt: skip

@@ -502,7 +502,7 @@ class Walker:
         (op,) = part.ops
         args = op.args
         assert isinstance(args, Mixture)
-        sizes = args.num_experts, args.router.top_k, args.down.rows, args.down.columns
+        sizes = args.num_slots, args.router.top_k, args.down.rows, args.down.columns
         if sizes not in self._moe:
             self._moe[sizes] = workspace_moe(
                 max_tokens=self._limits.tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
@@ -514,7 +514,7 @@ class Walker:
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
-            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens)
+            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens, step.step.positions)
 
         return launch
 

@@ -197,7 +197,7 @@ def how_served(
             kv_shape=replace(shape or likely, dtype=DTYPES[config.kv_cache_dtype]), found=None, is_kept=False,
             is_certain=shape is not None, why=why or "",
         )  # fmt: skip
-    program = program_of(spec, rank, config.tensor_parallel_size)
+    program = program_of(spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel)
     return Served(
         spec=spec,
         executor="Triton" if is_triton else "C" if backend.is_compiled else "torch",
@@ -277,11 +277,11 @@ def group_names(groups: CacheGroups) -> list[str]:
     return [each.kind + (f" of {each.span}" if each.span else "") for each in lifetimes]
 
 
-def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
+def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False) -> Program:
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
     first_id, _ = share(spec.decoder.vocab, rank, size)
-    return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
+    return lower(cut(spec.decoder, rank, size, deals_experts=deals_experts), ranks=size, first_id=first_id)
 
 
 def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
@@ -325,7 +325,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None
     limit = config.model.regime_limit
     if limit is not None and config.max_model_len > limit:
         return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
-    return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size), target)
+    size, deals_experts = config.tensor_parallel_size, config.enable_expert_parallel
+    return lacks_in_triton(program_of(spec, 0, size, deals_experts=deals_experts), target)
 
 
 def _too_old(capability: int | None) -> str:
