@@ -65,7 +65,7 @@ def workspace_moe(
     return MoeWorkspace(
         weights=buffer((max_tokens, top_k), torch.float32),
         experts=buffer((max_tokens, top_k), torch.int32),
-        counts=buffer((-(-num_assigned // _PAIRS), _lanes(num_experts)), torch.int32),
+        counts=buffer((-(-num_assigned // _PAIRS), triton.next_power_of_2(num_experts)), torch.int32),
         assignments=buffer((max(_max_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
         block_experts=buffer((_max_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
         num_blocks=buffer((1,), torch.int32),
@@ -77,12 +77,6 @@ def workspace_moe(
 def _max_blocks(num_assigned: int, num_experts: int, rows: int) -> int:
     """The most blocks of `rows` assignments: every expert that has any may waste part of its last block."""
     return min(num_assigned, num_assigned // rows + num_experts)
-
-
-def _lanes(num_experts: int) -> int:
-    """Of a vector with a number for each expert. Some operations on vectors need two numbers at least."""
-    lanes: int = triton.next_power_of_2(num_experts)
-    return max(2, lanes)
 
 
 class _Tiles(NamedTuple):
@@ -394,7 +388,7 @@ def align(
 ) -> None:
     """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` from `.experts`, and adds to `load`, [experts]
     int64, how many assignments each has. num_all: experts of all ranks, if there are more than `num_experts`."""
-    lanes, num_parts = _lanes(num_experts), triton.cdiv(num_assigned, _PAIRS)
+    lanes, num_parts = triton.next_power_of_2(num_experts), triton.cdiv(num_assigned, _PAIRS)
     counts = None
     if num_parts > 1:
         counts = workspace.counts
