@@ -8,11 +8,13 @@ from typing import Any
 import checkpoints
 import families
 import gguf_files
+import numpy as np
 import pytest
 import quantized_checkpoints
 from runner_driver import GREEDY, Request
 from thread_ranks import tokens_of
 
+from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Sampling
 
@@ -39,7 +41,20 @@ def check(folder: Path, size: int, **flags: Any) -> None:
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.long)])
 def test_uneven_parts_of_separate_experts(kernels: str, tmp_path: Path) -> None:
     folder = checkpoints.make_checkpoint(tmp_path, "qwen3_moe", **THREE)
-    check(folder, 3, cpu_kernels=kernels)
+    flags: dict[str, Any] = {"dtype": "float32", "cpu_kernels": kernels}
+    expected = tokens_of(folder, requests, **flags)
+    loads: list[dict[int, bytes]] = []
+
+    def take_load(runner: Runner) -> None:
+        loads.append(runner.take_expert_load())
+        assert not any(any(load) for load in runner.take_expert_load().values()), "it was taken"
+
+    assert tokens_of(folder, requests, size=3, at_end=take_load, **flags, **DEALT) == expected
+    tokens = sum(len(request.prompt) + request.max_new - 1 for request in requests())
+    for layer in (0, 2):
+        load = np.array([np.frombuffer(each[layer], np.int64) for each in loads])
+        assert load.sum() == 3 * tokens, "each token has three experts"
+        assert sorted(tuple(np.flatnonzero(own)) for own in load) == [(0, 1, 2), (3, 4, 5), (6, 7)]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -69,9 +69,16 @@ def of_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
 
 
 def tokens_of(
-    folder: Path, requests: Callable[[], list[Request]], *, size: int = 1, in_triton: bool = False, **flags: Any
+    folder: Path,
+    requests: Callable[[], list[Request]],
+    *,
+    size: int = 1,
+    in_triton: bool = False,
+    at_end: Callable[[Runner], None] = lambda _: None,
+    **flags: Any,
 ) -> list[list[int]]:
-    """The outputs of requests, which all ranks must agree on. flags: of `serve`."""
+    """The outputs of requests, which all ranks must agree on. at_end: called with each rank's runner. flags: of
+    `serve`."""
     if size > 1:
         flags["tensor_parallel_size"] = size
     config = engine_config(folder, **flags)
@@ -83,6 +90,7 @@ def tokens_of(
         loaded.open_cache(200)
         asked = requests()
         Driver(loaded, 200).run(asked, chunk=23)
+        at_end(loaded)
         return [request.output for request in asked]
 
     if size == 1:

@@ -1,5 +1,7 @@
 """A mixture of experts in torch: which experts a token has, and the sum of their results."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -48,39 +50,50 @@ def _sparsemixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Ten
     return torch.cat(weights, dim=1), torch.cat(chosen, dim=1)
 
 
-def place(places: Tensor, chosen: Tensor, positions: Tensor) -> Tensor:
-    """The slots of chosen experts on this rank; -1: another rank computes them. places: [experts, 3], slot, turn and
-    turns; chosen: [tokens, top_k]; positions: [tokens]."""
-    slots, turn, turns = places[chosen].unbind(-1)
-    return slots.where(positions[:, None] % turns == turn, -1)
+@dataclass(frozen=True)
+class OwnExperts:
+    """The experts of a layer that this rank has, if ranks share them out."""
+
+    places: Tensor  # [all experts of the router, 3] int32: slot, turn and turns
+    load: Tensor  # [slots] int64: how many assignments each has had so far
+    experts: tuple[int, ...]  # of the slots
+
+    def place(self, chosen: Tensor, positions: Tensor) -> Tensor:
+        """The slots of chosen experts; -1: another rank computes them. chosen: [tokens, top_k]; positions: [tokens]."""
+        slots, turn, turns = self.places[chosen].unbind(-1)
+        return slots.where(positions[:, None] % turns == turn, -1)
 
 
-def expert_table(args: Mixture, device: torch.device) -> Tensor | None:
-    """The table that `place` reads; None: this rank has all experts."""
+def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
+    """None: every rank has all experts of the layer, or a part of each."""
     if not args.places:
         return None
     rows = table(args.places, args.num_slots, args.router.zero_experts)
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    places = torch.tensor(rows, dtype=torch.int32, device=device)
+    (stack,) = {weight.only for weight in args.down.weights}
+    return OwnExperts(places, torch.zeros(args.num_slots, dtype=torch.int64, device=device), stack)
 
 
 def mixture(
-    args: Mixture, weights: Weights, x: Tensor, logits: Tensor, places: Tensor | None = None,
+    args: Mixture, weights: Weights, x: Tensor, logits: Tensor, own: OwnExperts | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [tokens, hidden]; logits: the router's product; places: of `expert_table`; positions: [tokens], of the tokens
-    in their sequences, if there are places."""
+    """x: [tokens, hidden]; logits: the router's product; positions: [tokens], of the tokens in their sequences, needed
+    where ranks share out the experts."""
     scales, chosen = route(args.router, logits, weights.vector(args.correction))
     if (expert_scale := weights.vector(args.expert_scale)) is not None:
         scales = scales * expert_scale.float()[chosen]
     if args.router.rounds_weights:
         scales = scales.to(x.dtype)
     slots = chosen
-    if places is not None:
+    if own is not None:
         assert positions is not None, "experts of several ranks take turns by the tokens' positions"
-        slots = place(places, chosen, positions)
+        slots = own.place(chosen, positions)
     # A token and one of its experts are an assignment; `order` sorts those of this rank by expert.
     num_elsewhere, *counts = (slots.view(-1) + 1).bincount(minlength=args.num_slots + 1).tolist()
     order = slots.view(-1).argsort(stable=True)[num_elsewhere:]
+    if own is not None:
+        own.load.add_(torch.tensor(counts[: args.num_slots]))
     states = x.index_select(0, order // args.router.top_k)
     if args.router.on == "input":
         states = states * scales.reshape(-1)[order, None].to(x.dtype)

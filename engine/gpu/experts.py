@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...kernels.triton.moe import MoeWorkspace, experts
 from ...kernels.triton.moe import route as route_in_triton
-from ..executors.experts import expert_table, place, route
+from ..executors.experts import own_experts, route
 from ..models.description import Router
 from ..models.program import Mixture
 from .weights import Loaded
@@ -21,10 +21,7 @@ class Experts:
         self._gate_up_bias, self._down_bias = loaded.vector(args.gate_up_bias), loaded.vector(args.down_bias)
         self._correction, self._scale = loaded.vector(args.correction), loaded.vector(args.expert_scale)
         self._has_router = _has_kernel(args.router, args)
-        self._places = expert_table(args, loaded.device)
-        self.load: Tensor | None = None  # assignments of each so far, if ranks share out the experts
-        if args.places:
-            self.load = torch.zeros(args.num_slots, dtype=torch.int64, device=loaded.device)
+        self.own = own_experts(args, loaded.device)
 
     def __call__(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor, positions: Tensor) -> None:
         """x, out: [tokens, hidden]; logits: the router's product; num_tokens: [1] int32, the tokens that are no
@@ -33,8 +30,8 @@ class Experts:
         if self._has_router:
             renormalize = router.renorm or router.score == "softmax_of_chosen"
             route_in_triton(
-                logits, num_tokens, self._workspace, top_k=router.top_k, renormalize=renormalize, places=self._places,
-                positions=None if self._places is None else positions,
+                logits, num_tokens, self._workspace, top_k=router.top_k, renormalize=renormalize, 
+                places=None if self.own is None else self.own.places, positions=None if self.own is None else positions,
             )  # fmt: skip
         else:
             x = self._route(x, logits, num_tokens, positions)
@@ -42,7 +39,7 @@ class Experts:
             out, x, self._gate_up, self._down, self._workspace, act=args.act, has_gate=args.has_gate, limit=args.limit,
             sharpness=args.sharpness, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias,
             is_weighted=router.on == "output", zero_scale=router.zero_scale if router.zero_experts else None,
-            num_all=args.num_experts, load=self.load,
+            num_all=args.num_experts, load=None if self.own is None else self.own.load,
         )  # fmt: skip
 
     def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor) -> Tensor:
@@ -56,7 +53,7 @@ class Experts:
         tokens = len(x)
         is_real = torch.arange(tokens, device=x.device)[:, None] < num_tokens
         workspace.weights[:tokens] = scales
-        slots = chosen if self._places is None else place(self._places, chosen, positions)
+        slots = chosen if self.own is None else self.own.place(chosen, positions)
         workspace.experts[:tokens] = torch.where(is_real, slots, -1)
         if router.on == "input":
             return (x[:, None] * scales[:, :, None].to(x.dtype)).flatten(0, 1)
@@ -68,7 +65,7 @@ class Experts:
             return 0
         args, router = self._args, self._args.router
         inputs = router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
-        placing = 64 * router.top_k if self._places is not None else 0
+        placing = 64 * router.top_k if self.own is not None else 0
         return 8 * 4 * args.num_experts + inputs + placing
 
 

@@ -114,6 +114,8 @@ class Served:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
         if self.unfused:
             parts.append(f"cuBLAS computes all products, because {self.unfused}")
+        if shares := _expert_shares(self.program):
+            parts.append(shares)
         if scheme is not None:
             parts.append(scheme.note + ("" if self.is_kept or self.executor == "Triton" else ", widened"))
         if found is not None and found.skipped:
@@ -275,6 +277,14 @@ def group_names(groups: CacheGroups) -> list[str]:
     """full, window of 1024, chunk of 8192, state."""
     lifetimes = [group.lifetime for group in groups.groups]
     return [each.kind + (f" of {each.span}" if each.span else "") for each in lifetimes]
+
+
+def _expert_shares(program: Program | None) -> str:
+    """How many whole experts this rank has; empty: it has all, or a part of each."""
+    ops = () if program is None else program.ops
+    found = [op.args for op in ops if isinstance(op.args, Mixture) and op.args.places]
+    shares = dict.fromkeys(f"{args.num_slots} of {args.num_experts}" for args in found)
+    return f"{' or '.join(shares)} experts of a layer on this rank, whole" if shares else ""
 
 
 def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False) -> Program:

@@ -62,6 +62,7 @@ class Layer:
         ours, self._specified = ([(gate_up[i], down[i]) for gate_up, down in pairs] for i in range(2))
         router = RouterFields(num=EXPERTS, top_k=TOP_K, score=SOFTMAX, groups=1, renormalize=True, scale=1.0)
         self._pairs, self._router = ours, router
+        self.load = torch.zeros(EXPERTS, dtype=torch.int64)
         self._experts = NativeExperts(*zip(*ours, strict=True), router)
 
     def part(self, own, rows):
@@ -69,11 +70,9 @@ class Layer:
         part = copy(self)
         pairs = [self._pairs[expert] for expert in own]
         places = torch.tensor(rows, dtype=torch.int32)
-        part._experts = NativeExperts(*zip(*pairs, strict=True), self._router, places=places)
+        part.load = torch.zeros(len(own), dtype=torch.int64)
+        part._experts = NativeExperts(*zip(*pairs, strict=True), self._router, places=places, load=part.load)
         return part
-
-    def take_load(self):
-        return self._experts.load.clone()
 
     def forward(self, x, logits, positions=None, adds=None):
         """adds: what the result is added to."""
@@ -144,7 +143,7 @@ def test_the_parts_of_ranks_with_whole_experts_add_up(level):
             rows = slice(first, first + count)
             assert torch.equal(part.forward(x[rows], logits[rows], positions[rows]), out[rows])
         total += out
-        loads[list(own)] += part.take_load()
+        loads[list(own)] += part.load
     torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
     chosen = reference.route(logits, TOP_K, True)[1]
     again = torch.cat([chosen, chosen[:1], chosen[7:19], chosen[69:]])
