@@ -11,9 +11,10 @@ import gguf_files
 import numpy as np
 import pytest
 import quantized_checkpoints
-from runner_driver import GREEDY, Request
+from runner_driver import GREEDY, Request, engine_config
 from thread_ranks import tokens_of
 
+from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Sampling
@@ -44,12 +45,17 @@ def test_uneven_parts_of_separate_experts(kernels: str, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"dtype": "float32", "cpu_kernels": kernels}
     expected = tokens_of(folder, requests, **flags)
     loads: list[dict[int, bytes]] = []
+    weights: list[int] = []
 
     def take_load(runner: Runner) -> None:
+        weights.append(runner.memory.weights)
         loads.append(runner.take_expert_load())
         assert not any(any(load) for load in runner.take_expert_load().values()), "it was taken"
 
     assert tokens_of(folder, requests, size=3, at_end=take_load, **flags, **DEALT) == expected
+    planned = forecast(engine_config(folder, tensor_parallel_size=3, **flags, **DEALT)).memory.weights
+    assert planned == pytest.approx(max(weights), rel=0.02), "the plan is that of the ranks with most experts"
+    assert min(weights) < 0.9 * planned
     tokens = sum(len(request.prompt) + request.max_new - 1 for request in requests())
     for layer in (0, 2):
         load = np.array([np.frombuffer(each[layer], np.int64) for each in loads])
