@@ -99,6 +99,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tensor_parallel_size: Annotated[
         int, _doc("engine", "ranks that split the model, each with its own process and device", ge=1, le=64)
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "deal whole experts to the ranks of --tensor-parallel-size, instead of a part of each expert to every rank",
+        ),
+    ] = False
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -516,6 +523,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kernels,
             self.cpu_level,
             self.tensor_parallel_size,
+            self.enable_expert_parallel,
         )
 
     @property

@@ -40,6 +40,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
+    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
+            "number of ranks, or leave it out."
+        )
     if options.tensor_parallel_size > 1 and (options.kv_connector or options.extension is not None):
         flag = "--kv-connector" if options.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
