@@ -1,5 +1,5 @@
-"""An engine on two machines, which are addresses of this one: a lead and followers, with a proxy between them that holds
-back or cuts what they say. Streams go on over every loss that a spare or a follower that returns can make good."""
+"""An engine on two machines, which are addresses of this one: a lead and followers, with a proxy between them that
+holds back or cuts what they say. Streams go on over every loss that a spare or a returning follower makes good."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,15 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 from proxy import Proxy
-from test_launches import END_S, OpenRequest, open_stream
 from waiting import until
 
-from pagewire.tools.servers import PAGEWIRE, Server, free_port
+from pagewire.tests.e2e.test_launches import END_S, OpenRequest, open_stream
+from pagewire.tools.servers import Server, free_port
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
 HANG_S = 4.0
-TOKENS = 1500
+TOKENS = 400
 
 
 class Machines:
