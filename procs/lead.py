@@ -45,7 +45,7 @@ from .remote import RemoteProcess
 from .supervisor import START_REPORT_S, STOP_GRACE_S, Child, Supervisor
 from .topology import RENDEZVOUS, kind, lost_with, receivers
 
-_SAME_DEATH_S = 0.3  # within which ends of ranks belong together; a follower reports at once
+_SAME_DEATH_S = 1.0  # within which ends of ranks belong together; a follower reports at once
 
 
 def make_lead(config: ServerConfig) -> "Lead":
@@ -145,7 +145,7 @@ class Lead(Supervisor):
     def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
         """Tells the followers of this epoch, and counts their new processes among the children."""
         self._begun = self._epoch
-        self._moved.clear()
+        self._moved.difference_update(lost)
         addresses = self._fleet.addresses
         if any(name in lost for name in self._ranks):  # a new port, where no rank of an earlier group comes
             first = next((m.bound for m in self._fleet.machines if m.bound and "worker" in m.actors), None)
@@ -194,9 +194,10 @@ class Lead(Supervisor):
 
     async def _spawn(self, actors: Sequence[str]) -> None:
         if self._begun < self._epoch:  # a replacement: `_gather` has begun the first epoch
-            await self._complete(self._service.outage_wait, "--outage-wait", drains=True)
-            if not self._fleet.is_complete:
-                return
+            if any(name in self._remote for name in actors):
+                await self._complete(self._service.outage_wait, "--outage-wait", drains=True)
+                if not self._fleet.is_complete:
+                    return
             self._begin_elsewhere(actors, self._reason)
         if here := [name for name in actors if name not in self._remote]:
             await super()._spawn(here)
