@@ -399,10 +399,17 @@ class Planner:
             if short > 0 or not table.free_rows:
                 self._interrupt_for(request, short)  # a later plan admits it
                 return
+            better = found
             if loads is not None and not request.wants_all:
-                better = loads.match(request, found)
-                if better is None:
+                asked = loads.match(request, found)
+                if asked is None:
                     return
+                better = asked
+            if request.misses(better.num):
+                self._outputs.add_item(request.as_opened())
+                table.end(request, request.terminal("cache_threshold"))
+                continue
+            if loads is not None and not request.wants_all:
                 short = self._short(request, better) + self._pool.num_idle(better.pinned)
                 if better.wanted and short <= 0:
                     self._start(request, better, 0)

@@ -303,7 +303,9 @@ class Scheduler:
         events = self.prefix.take_events()
         if self.connector is not None:
             for event in self.connector.take_events():
-                events.append(event_of_tier(self.block_size, event, self.pool.groups.told(event.group)))
+                groups = self.pool.groups
+                told, shape = groups.told(event.group), groups.shape_told(event.group)
+                events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
