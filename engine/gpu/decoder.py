@@ -6,7 +6,7 @@ rotary embedding and KV write, attention, output projection and residual, norm a
 More tokens take cuBLAS and a norm that adds the residual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ...kernels.triton.decode_attention import plan_decode
 from ...kernels.triton.extend_attention import max_tiles, tile_tokens
 from ...kernels.triton.prepare_step import prepare_step
 from ..attention.kv_cache import KvCache, KvShape
+from ..executors.experts import OwnExperts
 from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
@@ -85,6 +86,11 @@ class TritonDecoder:
         self._walk.allocate(least=hidden + logits)
         self._vocab = program.vocab
         self._cache: KvCache | None = None
+
+    @property
+    def own_experts(self) -> Mapping[int, OwnExperts]:
+        """By layer, if ranks share them out."""
+        return self._walk.own_experts
 
     @property
     def num_ranks(self) -> int:
