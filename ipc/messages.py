@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 

@@ -131,9 +131,7 @@ class Supervisor:
         self._weight_fds = list(weight_fds)
         self._template: Template | None = None
         self._unstarted: list[str] = []  # actors that no process was started for yet
-        self._broken_kernels: dict[
-            str, None
-        ] = {}  # their check broke a device: workers leave them out
+        self._broken_kernels: dict[str, None] = {}  # their check broke a device: workers leave them out
         self._mailbox_fds: dict[str, int] = {}  # listening sockets of mailboxes that other machines reach
 
     def weights_for(self, config: EngineConfig) -> list[int]:

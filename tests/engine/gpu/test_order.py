@@ -364,11 +364,12 @@ def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("policies", "drafts"), [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)]
+    ("policies", "drafts"),
+    [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)],
 )
 def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoint: Any) -> None:
-    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each rank
-    finds by itself."""
+    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each
+    rank finds by itself."""
     kind, changes = ("llama", LLAMA) if drafts else ("qwen3", PLAIN)
     flags: dict[str, Any] = {**SMALL, "speculative": "ngram"} if drafts else SMALL
     requests = [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))]
