@@ -170,13 +170,33 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
+    kv_peers: Annotated[
+        tuple[str, ...],
+        _doc(
+            "engine",
+            "hosts that a request's kv_transfer_params may name as where its KV is, such as prefill-0 or 10.1.*, where "
+            "* stands for anything (default: none)",
+        ),
+    ] = ()
     kv_events: Annotated[
         str | None,
-        _doc("engine", "publish KV events for routers here, ipc:///path or tcp://127.0.0.1:port (ZeroMQ PUB)"),
+        _doc("engine", "publish KV events for routers here: ipc:///path or tcp://host:port (ZeroMQ XPUB)"),
     ] = None
     kv_events_replay: Annotated[
         str | None, _doc("engine", "resend KV events here to routers that missed some (ZeroMQ ROUTER)")
     ] = None
+    kv_events_host: Annotated[
+        str | None,
+        _doc("engine", "name of this engine in the topic of KV events, kv@HOST@MODEL (default: the machine's name)"),
+    ] = None
+    kv_events_key_file: Annotated[
+        str | None,
+        _doc("engine", "keys that subscribers of KV events over TCP must have (CURVE); made if there is no such file"),
+    ] = None
+    kv_events_insecure: Annotated[
+        bool,
+        _doc("engine", "let other machines get KV events without keys: whoever connects to --kv-events reads prompts"),
+    ] = False
     extension: Annotated[
         str | None, _doc("engine", "module:Class,option=value: adds data to each plan, with attention that reads it")
     ] = None
@@ -364,6 +384,18 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
     ] = 60.0
+    nnodes: Annotated[
+        int,
+        _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
+    ] = 1
+    join_address: Annotated[
+        str | None,
+        _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
+    ] = None
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

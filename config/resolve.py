@@ -35,10 +35,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
-    if options.kv_events_replay is not None and options.kv_events is None:
-        raise ConfigError("--kv-events-replay repeats what --kv-events publishes; give that address as well.")
-    if options.kv_events is not None and not options.enable_prefix_caching:
-        raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
+    if options.kv_peers and not options.kv_connector:
+        raise ConfigError("--kv-peers names hosts to load KV from; give --kv-connector p2p,peer=… or shared,… as well.")
+    _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
@@ -69,8 +68,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    num_ranks = options.tensor_parallel_size * options.data_parallel_size
-    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()
+    nnodes = _check_nnodes(config)
+    num_ranks = options.tensor_parallel_size // nnodes * options.data_parallel_size  # of this machine
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=model,
@@ -93,6 +93,16 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
 
 _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of them
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
+
+
+def _check_nnodes(config: Config) -> int:
+    """The number of machines. Raises ConfigError."""
+    nnodes, num_ranks = config.service.nnodes, config.engine.tensor_parallel_size
+    if num_ranks % nnodes:
+        raise ConfigError(f"--nnodes {nnodes} does not divide the {num_ranks} ranks: each machine runs as many.")
+    if nnodes > 1 and config.cpu.cpu_bind not in ("auto", "none"):
+        raise ConfigError("--cpu-bind names CPUs of one machine: leave it out with --nnodes.")
+    return nnodes
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:
@@ -129,6 +139,30 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     )
 
 
+def _check_kv_events(names: Sequence[str], options: EngineOptions) -> None:
+    if options.kv_events is None:
+        for flag, is_asked in (
+            ("--kv-events-replay", options.kv_events_replay is not None),
+            ("--kv-events-host", options.kv_events_host is not None),
+            ("--kv-events-key-file", options.kv_events_key_file is not None),
+            ("--kv-events-insecure", options.kv_events_insecure),
+        ):
+            if is_asked:
+                raise ConfigError(f"{flag} is about what --kv-events publishes; give that address as well.")
+        return
+    if not options.enable_prefix_caching:
+        raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
+    if options.kv_events_insecure and options.kv_events_key_file is not None:
+        raise ConfigError("--kv-events-insecure is for subscribers without keys; leave it or --kv-events-key-file out.")
+    if "@" in (options.kv_events_host or ""):
+        raise ConfigError("--kv-events-host must not contain @, which separates the parts of the topic kv@HOST@MODEL.")
+    if "@" in names[0]:
+        raise ConfigError(
+            f"--kv-events: the model's name {names[0]!r} contains @, which separates the parts of the topic "
+            "kv@HOST@MODEL; give another one with --served-model-name."
+        )
+
+
 def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
     """Refuses options that do not apply to an encoder, which computes each text in one step and keeps no KV."""
     for flag, is_asked in (
@@ -136,6 +170,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         ("--quantization", options.quantization is not None),
         ("--load-format dummy", options.load_format == "dummy"),
         ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-peers", bool(options.kv_peers)),
         ("--kv-events", options.kv_events is not None),
         ("--extension", options.extension is not None),
         ("--speculative", options.speculative is not None),

@@ -21,10 +21,10 @@ from msgspec import Struct, structs
 
 from ..config.config import EngineConfig, HttpConfig
 from ..engine.parallel.rank import RankInfo
-from ..errors import CheckpointError, ConfigError, PagewireError
+from ..errors import BrokenDeviceError, CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
-from ..ipc.epochs import Epochs
+from ..ipc.epochs import Epochs, counter_of
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -67,6 +67,8 @@ class Launch(Struct, frozen=True):
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
     weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
+    broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
+    mailbox_fd: int = -1  # a listening socket for its mailbox, which outlives it; -1: it binds its address itself
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -96,7 +98,10 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous, launch.memory_fd)
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
-        worker = Worker(launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress)
+        worker = Worker(
+            launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress,
+            broken_kernels=launch.broken_kernels,
+        )  # fmt: skip
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
@@ -177,7 +182,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config, keys=launch.keys, epoch=launch.epoch)
+            actor = CoreActor(config, keys=launch.keys, epoch=counter_of(launch.epoch))
         case "grammar":
             from .grammar import GRAMMAR_BYTES, GrammarActor
 
@@ -186,7 +191,8 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .limits import CpuLimit
             from .tokenizer import TokenizerActor
 
-            actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True, is_replacement=launch.epoch > 1)
+            is_replacement = counter_of(launch.epoch) > 1
+            actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True, is_replacement=is_replacement)
         case "detokenizer":
             from .detokenizer import DetokenizerActor
 
@@ -195,7 +201,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .api import ApiActor
 
             assert launch.http is not None, name
-            first_rid = api_index(index(name), launch.epoch, launch.num_apis)
+            first_rid = api_index(index(name), counter_of(launch.epoch), launch.num_apis)
             actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
@@ -241,7 +247,7 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     python_s = process_age_s()
     code = 0
     try:
-        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)])
+        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)], fd=launch.mailbox_fd)
         if kind(name) == "worker":
             run_worker(name, launch, epochs, inbox, post, on_ready)
         else:
@@ -256,7 +262,8 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
             summary = type(error).__name__ if is_ready else escaped(f"{type(error).__name__}: {error}")
             trace = "".join(traceback.format_tb(error.__traceback__))
         with contextlib.suppress(ChannelFull):
-            post("supervisor", Fault(name, summary, trace, code))
+            broken = error.kernel if isinstance(error, BrokenDeviceError) else ""
+            post("supervisor", Fault(name, summary, trace, code, broken))
     context.close()
     return code
 

@@ -7,7 +7,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
@@ -52,13 +52,16 @@ class Worker:
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
         progress: Callable[[int, int], None] | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> None:
         """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all."""
+        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
+        them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
         self._progress = progress
+        self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._num_answered = 0
         self._num_reported = 0  # of these plans, those whose experts' load was reported
@@ -77,8 +80,9 @@ class Worker:
 
         self._post = post
         self._runner = Runner.load(
-            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd
-        )
+            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
+            broken_kernels=self._broken_kernels,
+        )  # fmt: skip
         self._offer()
 
     def _offer(self) -> None:

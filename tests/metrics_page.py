@@ -25,7 +25,8 @@ def page(prefix: str = "pagewire") -> str:
     core = replace(core, groups=groups, failed_kernels=("rms_norm",))
     core = replace(core, expert_tokens=(40, 20), expert_imbalance={0: 1.5, 2: 1.25})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
-    return Metrics(gateway, replace(CONFIG, served_model_names=(MODEL,)), prefix=prefix).render().decode()
+    config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))
+    return Metrics(gateway, config, prefix=prefix).render().decode()
 
 
 def families(text: str) -> dict[str, Metric]:

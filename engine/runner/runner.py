@@ -8,7 +8,7 @@ other state of a request is the core's.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,12 +90,14 @@ class Runner:
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
         is_checked: bool | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
         the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
-        serve; None: unless a queue is given. Raises ConfigError, CheckpointError, and StartError if the ranks do not
-        meet, or with `--strict-kernels` if kernels fail."""
+        serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
+        that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
+        not meet, or with `--strict-kernels` if kernels fail."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
@@ -109,7 +111,7 @@ class Runner:
         with torch.inference_mode():
             model = load_model(
                 config, spec, device, queue or device.queue(), group, progress, shared,
-                is_checked=queue is None if is_checked is None else is_checked,
+                is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared)
