@@ -24,6 +24,11 @@ def deal(num_experts: int, ranks: int) -> Slots:
     return tuple(tuple(range(ends[rank], ends[rank + 1])) for rank in range(ranks))
 
 
+def room(num_experts: int, own: Sequence[int], num_spares: int) -> int:
+    """Slots for replicas of a rank that was dealt `own`: no more than there are experts that it lacks."""
+    return min(num_spares, num_experts - len(own))
+
+
 def place(load: Sequence[int], base: Slots, num_spares: int) -> Slots:
     """The experts of `base`, and for each rank up to `num_spares` replicas that relieve the busiest rank. load: tokens
     of each expert. A replica takes an equal share of them. The same input gives the same result."""
@@ -93,7 +98,7 @@ class Balancer:
         if sum(load) < _LEAST_TOKENS * len(load):
             return None
         base = deal(len(load), self._num_ranks)
-        now = self._slots.get(layer, tuple((*own, *[-1] * self._num_spares) for own in base))
+        now = self._slots.get(layer, tuple((*own, *[-1] * room(len(load), own, self._num_spares)) for own in base))
         wanted = place(load, base, self._num_spares)
         if max(_totals(load, wanted)) > (1 - _LEAST_GAIN) * max(_totals(load, now)):
             return None

@@ -11,7 +11,7 @@ embedding and head are divided in order.
 from dataclasses import replace
 
 from ...errors import ConfigError
-from ..core.expert_placement import deal
+from ..core.expert_placement import deal, room
 from .cut_mixers import cut_delta_net, cut_lightning, cut_mamba1, cut_mamba2, cut_short_conv
 from .description import (
     Attention,
@@ -211,7 +211,8 @@ class _Ranks:
         gate = None if mlp.gate is None else some(mlp.gate)
         experts = replace(mlp, gate=gate, up=some(mlp.up), down=some(mlp.down))
         where = places(moe.num_experts, slots, self._rank)
-        return replace(moe, experts=experts, places=where, num_replicas=self._num_replicas)
+        num_replicas = room(moe.num_experts, own, self._num_replicas)
+        return replace(moe, experts=experts, places=where, num_replicas=num_replicas)
 
     def _norm(self, norm: Norm | None, dim: int, first: int, last: int) -> Norm | None:
         """Of the heads [first, last), which have `dim` elements each. A norm over all heads becomes one over these and

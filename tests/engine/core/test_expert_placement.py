@@ -83,6 +83,10 @@ def test_one_layer_after_the_other_and_once_in_a_window() -> None:
     assert balancer.next(loads) == first
 
 
+def test_a_rank_has_no_more_slots_than_experts_that_it_lacks() -> None:
+    assert Balancer(2, 9).next(loads_of([[400, 20, 20, 20]])) == PlaceExperts(0, ((0, 1, 2, -1), (2, 3, 0, -1)))
+
+
 def test_few_tokens_and_small_gains_change_nothing() -> None:
     assert Balancer(2, 1).next(loads_of([[40, 0, 0, 0]])) is None
     assert Balancer(2, 1).next(loads_of([[110, 100, 90, 80]])) is None
