@@ -23,6 +23,7 @@ from ..ipc.messages import (
     Leave,
     OpenCache,
     Ping,
+    PlaceExperts,
     Reset,
     Sleep,
     Slept,
@@ -136,6 +137,11 @@ class Worker:
                 self._report_load()
         self.poll()
 
+    def place_experts(self, message: PlaceExperts) -> None:
+        """From the next plan on the ranks have these experts of a layer. Steps in flight end first."""
+        self.answer(wait=True)
+        self._started().place_experts(message)
+
     def rest(self) -> None:
         """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
         are then of the same steps."""
@@ -234,6 +240,8 @@ def _take(
             worker.sleep()
         case Wake():
             worker.wake()
+        case PlaceExperts():
+            worker.place_experts(message)
         case Ping():
             on_ping()
             worker.rest()

@@ -1,6 +1,6 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,17 @@ from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
 from ..executors.experts import OwnExperts
+from ..executors.native import NativeModel
 from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
+from ..models.program import Matrix, Vector
 from ..parallel.collectives import Group
-from ..weights.loader import Sink, load_weights
+from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
+from .expert_replicas import ExpertReplicas
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
@@ -54,6 +57,7 @@ class HostModel:
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
+    replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     graphs = 0
     head_major = False
 
@@ -89,6 +93,7 @@ def load_model(
         return _on_device(config, checked, queue, group, fill)
     backend, dtype = served.backend, served.dtype
     own_experts: Mapping[int, OwnExperts] = {}
+    replicas: ExpertReplicas | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -103,8 +108,14 @@ def load_model(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group,
         )  # fmt: skip
-        weights, own_experts = loaded.num_bytes, reference.own_experts
+        own_experts = reference.own_experts
+        if config.expert_replicas:
+            read = partial(_read, config, served)
+            replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
+        weights = loaded.num_bytes
         model = backend.model(reference, Vocabulary(served.program, loaded, group), served.kv_shape)
+        if replicas is not None and isinstance(model, NativeModel):
+            replicas.native = model
     else:
         # Only here, since transformers takes seconds to import.
         from ..executors.transformers_fallback import load_fallback
@@ -122,6 +133,7 @@ def load_model(
         note=served.note,
         failed_kernels=checked.failed,
         own_experts=own_experts,
+        replicas=replicas,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -244,6 +256,13 @@ def _on_device(
         note=served.note,
         failed_kernels=checked.failed,
     )
+
+
+def _read(config: EngineConfig, served: Served, targets: Sequence[Matrix | Vector], sink: Sink) -> None:
+    """Gives some weights of the checkpoint to the sink."""
+    assert served.found is not None
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
+        load_targets(reader, targets, served.found, sink, scheme=served.spec.scheme)
 
 
 def _fill(config: EngineConfig, served: Served, progress: Callable[[int, int], None] | None, sink: Sink) -> None:

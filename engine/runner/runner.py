@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import GroupShape, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import GroupShape, PlaceExperts, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
 from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
@@ -77,7 +76,6 @@ class Runner:
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
-        self._taken_load: dict[int, Tensor] = {}  # by layer, what `take_expert_load` has reported so far
         self._parked = Parked()
         self._is_warm = False
         self._is_faulted = False  # until a plan whose `after_fault` is set
@@ -338,14 +336,15 @@ class Runner:
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
         experts, or there are none. A GPU ends the step that runs first."""
-        found: dict[int, bytes] = {}
-        for layer, own in self._model.own_experts.items():
-            load = own.load.cpu()
-            by_expert = torch.zeros(len(own.places), dtype=torch.int64)
-            by_expert[list(own.experts)] = load - self._taken_load.get(layer, torch.zeros_like(load))
-            self._taken_load[layer] = load.clone()
-            found[layer] = by_expert.numpy().tobytes()
-        return found
+        with torch.inference_mode():
+            return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
+
+    def place_experts(self, message: PlaceExperts) -> bool:
+        """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
+        rank could not read their weights, and nothing changes on any."""
+        assert isinstance(self._model, HostModel) and self._model.replicas is not None, "no room for replicas"
+        with torch.inference_mode():
+            return self._model.replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
         """Closes the KV connector."""
