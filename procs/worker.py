@@ -48,13 +48,15 @@ class Worker:
         *,
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
+        keeper: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all."""
+        """`weights_fd`: a memfd for its packed weights, or for their index; -1: none. `keeper`: the address of the
+        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
+        self._keeper = keeper
         self._progress = progress
         self._runner: Runner | None = None
         self._num_answered = 0
@@ -72,7 +74,11 @@ class Worker:
 
         self._post = post
         self._runner = Runner.load(
-            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd
+            self._config,
+            rank_info=self._rank_info,
+            progress=self._progress,
+            weights_fd=self._weights_fd,
+            keeper=self._keeper,
         )
         self._offer()
 

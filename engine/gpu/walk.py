@@ -70,12 +70,11 @@ from .products import (
     ProductMatrix,
     QuantizedProduct,
     fresh,
-    interleave,
 )
 from .products import Product as ProductOf
 from .rules import Kind, Part, body_of, largest_group, parts_of
 from .scratch import Scratch
-from .weights import Loaded
+from .weights import Loaded, interleave
 
 _LEAST_ROWS = 16  # of an attention tile
 _PLACE = 128  # numbers: a register's place per token is a multiple of it, so that pointers are aligned for any tokens
@@ -351,8 +350,7 @@ class Walker:
         if is_gated and bias is not None:
             bias = interleave(bias)
         if not isinstance(weight, Tensor):
-            return self._quantized(weight.interleave() if is_gated else weight, bias, is_gated)
-        weight = interleave(weight) if is_gated else weight
+            return self._quantized(weight, bias, is_gated)
         return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated)
 
     def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool) -> DenseProduct:
