@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from pagewire.procs import interpreter
 
 
 class RunningKeeper:
-    def __init__(self, address: Path) -> None:
+    def __init__(self, address: Path, environment: Mapping[str, str]) -> None:
         self.address = str(address)
         self._lifeline, self._held = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -24,7 +24,7 @@ class RunningKeeper:
             listening.listen()
             fds = (listening.fileno(), self._lifeline)
             command = [*interpreter.COMMAND, "pagewire.procs.weight_keeper", *map(str, fds)]
-            self.process = subprocess.Popen(command, pass_fds=fds, env=interpreter.environment())
+            self.process = subprocess.Popen(command, pass_fds=fds, env=environment)
 
     def held(self) -> int:
         """Bytes of the memfds that it has open."""
@@ -50,8 +50,8 @@ class RunningKeeper:
 
 
 @contextlib.contextmanager
-def running_keeper(folder: Path) -> Iterator[RunningKeeper]:
-    keeper = RunningKeeper(folder / "keeper")
+def running_keeper(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[RunningKeeper]:
+    keeper = RunningKeeper(folder / "keeper", environment or interpreter.environment())
     try:
         yield keeper
     finally:

@@ -79,8 +79,8 @@ class HostMemory:
         try:
             fd = os.memfd_create("pagewire-kept-weights")
             os.ftruncate(fd, num_bytes)
-        except OSError as error:
-            raise AllocationError(f"memfd_create: {error.strerror}") from error
+        except (OSError, OverflowError) as error:
+            raise AllocationError(f"memfd_create: {error}") from error
         return Allocation(fd, num_bytes)
 
     def free(self, allocation: Allocation) -> None:

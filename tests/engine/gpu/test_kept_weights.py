@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not hasattr(os, "memfd_create"), reason="the host's memory takes the place of a GPU's"
 )
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
+SIZES: dict[str, Any] = {"num_hidden_layers": 1}
 NUM_BLOCKS = 32
 PROMPTS = ([5, 6, 7, 8], [9] * 5)
 _HEAD = 4096  # bytes of a segment before its index
@@ -68,9 +69,12 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KeptDevice:
     return device
 
 
-def load(folder: Path, place: Place | None, **flags: Any) -> Runner:
+def load(folder: Path, place: Place | None, *, half: bool = False, **flags: Any) -> Runner:
+    """half: in float16, which `resolve` would refuse for a CPU."""
     with machine(COMPILED):
         config = engine_config(folder, **SMALL, **flags)
+    if half:
+        config = structs.replace(config, dtype="float16", kv_cache_dtype="float16")
     given = {} if place is None else {"weights_fd": place.fd, "keeper": place.keeper.address}
     return Runner.load(config, is_checked=False, **given)
 
@@ -150,22 +154,19 @@ FORMATS = ("awq", "gptq-v2-ordered", "int8", "mxfp4", "nvfp4", "fp8-channel", "f
 def test_quantized_weights_are_kept(
     kind: str, place: Place, device: KeptDevice, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
-    folder, _ = quantize_checkpoint(checkpoint("qwen3", **sizes), tmp_path, kind)
-    expected = weights_of(load(folder, None))
-    first = load(folder, place)
+    folder, _ = quantize_checkpoint(checkpoint("qwen3", **SIZES), tmp_path, kind)
+    expected = weights_of(load(folder, None, half=True))
+    first = load(folder, place, half=True)
     assert first.weights_fit and not is_open(place.fd) and "widened" not in first.notes[0]
     kinds = {parts.kind for stack in place.index().matrices.values() for parts in stack}
     assert kinds - {"Tensor"}, "some are as they are stored"
     damage(folder)
-    second = load(folder, place)
+    second = load(folder, place, half=True)
     assert second.weights_fit and second.memory == first.memory
     assert are_equal(weights_of(first), expected) and are_equal(weights_of(second), expected)
 
 
 # ── the memory of a keeper ───────────────────────────────────────────────────────────────────────────────────────────
-
-SIZES: dict[str, Any] = {"num_hidden_layers": 1}
 
 
 @pytest.fixture
