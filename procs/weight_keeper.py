@@ -71,27 +71,27 @@ class _Holder:
         self._kept: list[Held] = []
         self._token = b""
 
-    def serve(self, connection: socket.socket) -> bool:
+    def serve(self, worker: socket.socket) -> bool:
         """Answers a request. False: the connection has ended."""
         try:
-            data = connection.recv(MAX_MESSAGE)
+            data = worker.recv(MAX_MESSAGE)
         except OSError:
             data = b""
         if not data:
-            self._free(self._asked.pop(connection, []))
+            self._free(self._asked.pop(worker, []))
             return False
         fd = -1
         try:
-            answer, fd = self._answer(connection, _decode(data))
+            answer, fd = self._answer(worker, _decode(data))
         except (AllocationError, msgspec.MsgspecError) as error:
             answer = Answer(problem=str(error))
         with contextlib.suppress(OSError):  # it has ended; the next call sees that
-            socket.send_fds(connection, [_encode(answer)], [fd] if fd >= 0 else [])
+            socket.send_fds(worker, [_encode(answer)], [fd] if fd >= 0 else [])
         return True
 
-    def _answer(self, connection: socket.socket, request: Request) -> tuple[Answer, int]:
+    def _answer(self, worker: socket.socket, request: Request) -> tuple[Answer, int]:
         """With a descriptor that stays ours, or -1. Raises AllocationError."""
-        asked = self._asked.setdefault(connection, [])
+        asked = self._asked.setdefault(worker, [])
         match request:
             case Allocate():
                 if request.kind not in self._memories:

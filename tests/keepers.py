@@ -14,6 +14,8 @@ from pagewire.engine.device.kept_memory import KeptMemory, host_memory
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.procs import interpreter
 
+_MEMFD = "pagewire-kept-weights"
+
 
 class RunningKeeper:
     def __init__(self, address: Path, environment: Mapping[str, str]) -> None:
@@ -31,8 +33,13 @@ class RunningKeeper:
         total = 0
         for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                total += fd.stat().st_size if "pagewire-kept-weights" in os.readlink(fd) else 0
+                total += fd.stat().st_size if _MEMFD in os.readlink(fd) else 0
         return total
+
+    def contents(self) -> list[bytes]:
+        """Of these memfds."""
+        found = [fd for fd in Path(f"/proc/{self.process.pid}/fd").iterdir() if _MEMFD in os.readlink(fd)]
+        return [fd.read_bytes() for fd in sorted(found, key=lambda fd: int(fd.name))]
 
     def kill(self) -> None:
         self.process.kill()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from defaults import COMPILED, machine
+from family_kinds import EXPERTS, make_kind
 from keepers import KeptDevice, RunningKeeper, running_keeper
 from msgspec import structs
 from quantized_checkpoints import quantize_checkpoint
@@ -48,7 +49,7 @@ class Place(NamedTuple):
     keeper: RunningKeeper
     fd: int
 
-    def index(self) -> Index:
+    def segment(self) -> Index:
         data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
         return msgspec.msgpack.decode(data[_HEAD:], type=Index)
 
@@ -96,7 +97,9 @@ def weights_of(runner: Runner) -> list[Tensor]:
     """Copies of all that the walk over the program reads, as bytes, before its first step."""
     assert isinstance(runner._model, DeviceModel)
     walk = runner._model.decoder._walk
-    found = sleep._tensors([walk.weights, walk._products, walk._experts, walk._latents], set())
+    users = [*walk._products.values(), *walk._experts]
+    held = [{name: value for name, value in vars(each).items() if name != "_workspace"} for each in users]
+    found = sleep._tensors([walk.weights.vectors, walk.weights.matrices, walk._latents, held], set())
     return [tensor.contiguous().view(-1).view(torch.uint8).clone() for tensor in found]
 
 
@@ -114,35 +117,55 @@ def damage(folder: Path) -> None:
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-KINDS = {
-    "qwen3": {"num_hidden_layers": 1},  # tied embeddings, norms of heads
-    "llama-biased": {"num_hidden_layers": 1},  # gated products with a bias
-    "qwen3_moe-sparse": {},
-    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "deepseek_v3": {},
-}
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint("qwen3", **SIZES), tmp_path / "model")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_replaces_another_one_reads_no_tensor(
-    kind: str, place: Place, device: KeptDevice, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(checkpoint(kind, **KINDS[kind]), tmp_path / "model")
+def test_a_worker_that_replaces_another_one_reads_no_tensor(folder: Path, place: Place, device: KeptDevice) -> None:
     alone, expected = serve(folder, None)
     first, tokens = serve(folder, place)
     assert tokens == expected and first.weights_fit and not is_open(place.fd)
-    assert first.notes[0] == alone.notes[0] + "; a keeper process holds the weights for a worker that replaces this one"
-    held = place.keeper.held()
-    kept = place.index().kept
-    assert kept is not None and held == sum(kept.sizes) == first.memory.weights, "what is counted is what is held"
-    assert alone.memory.weights <= held <= alone.memory.weights + 600 * 512
     damage(folder)
     second, tokens = serve(folder, place)
     assert tokens == expected and second.weights_fit and second.memory == first.memory
-    assert second.notes[0].endswith("; the weights are mapped from the keeper") and place.keeper.held() == held
-    assert device.found == [] or device.found[-1] == held
     assert serve(folder, None)[1] != expected, "a runner that reads the checkpoint notices"
+    suffixes = ("", "; a keeper process holds the weights for a worker that replaces this one")
+    suffixes += ("; the weights are mapped from the keeper",)
+    assert [each.notes[0] for each in (alone, first, second)] == [alone.notes[0] + suffix for suffix in suffixes]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES,  # tied embeddings, norms of heads
+    "llama-biased": SIZES,  # gated products with a bias
+    "qwen3_moe-sparse": {},
+    "mixtral": {},
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "DeepseekV3Config": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # latent attention, experts with a correction
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_the_walk_reads_is_kept(
+    kind: str, place: Place, device: KeptDevice, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    if kind.endswith("Config"):
+        changes = next(changes for name, changes in EXPERTS if name == kind)
+        folder = make_kind(tmp_path / "model", kind, changes | KINDS[kind])
+    else:
+        folder = shutil.copytree(checkpoint(kind, **KINDS[kind]), tmp_path / "model")
+    alone = load(folder, None)
+    expected, first = weights_of(alone), load(folder, place)
+    assert are_equal(weights_of(first), expected) and first.weights_fit and not is_open(place.fd)
+    held, kept = place.keeper.held(), place.segment().kept
+    assert kept is not None and held == sum(kept.sizes) == first.memory.weights, "what is counted is what is held"
+    assert alone.memory.weights <= held <= alone.memory.weights + 4096 + 1024 * len(expected)
+    damage(folder)
+    second = load(folder, place)
+    assert second.weights_fit and second.memory == first.memory and place.keeper.held() == held
+    assert are_equal(weights_of(second), expected)
+    assert not are_equal(weights_of(load(folder, None)), expected), "a runner that reads the checkpoint notices"
 
 
 FORMATS = ("awq", "gptq-v2-ordered", "int8", "mxfp4", "nvfp4", "fp8-channel", "fp8-block")
@@ -158,7 +181,7 @@ def test_quantized_weights_are_kept(
     expected = weights_of(load(folder, None, half=True))
     first = load(folder, place, half=True)
     assert first.weights_fit and not is_open(place.fd) and "widened" not in first.notes[0]
-    kinds = {parts.kind for stack in place.index().matrices.values() for parts in stack}
+    kinds = {parts.kind for stack in place.segment().matrices.values() for parts in stack}
     assert kinds - {"Tensor"}, "some are as they are stored"
     damage(folder)
     second = load(folder, place, half=True)
@@ -167,11 +190,6 @@ def test_quantized_weights_are_kept(
 
 
 # ── the memory of a keeper ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
-    return shutil.copytree(checkpoint("qwen3", **SIZES), tmp_path / "model")
 
 
 @pytest.fixture
@@ -190,7 +208,7 @@ def test_weights_lie_in_several_allocations(
 ) -> None:
     monkeypatch.setattr(kept_weights, "_ALLOCATION_BYTES", 1 << 14)
     first = load(folder, place)
-    kept = place.index().kept
+    kept = place.segment().kept
     assert kept is not None and len(kept.sizes) > 3 and are_equal(weights_of(first), expected)
     assert place.keeper.held() == sum(kept.sizes) == first.memory.weights
     damage(folder)
@@ -207,9 +225,9 @@ def test_the_kv_cache_has_the_same_size_after_a_replacement(folder: Path, place:
 
 def test_an_engine_that_sleeps_frees_the_memory(folder: Path, place: Place, expected: list[Tensor]) -> None:
     first = opened(folder, place)
-    held, index = place.keeper.held(), place.index()
+    held, index = place.keeper.held(), place.segment()
     assert first.sleep() >= held > 0 and place.keeper.held() == 0
-    assert first.wake() and place.keeper.held() == held and place.index() == index
+    assert first.wake() and place.keeper.held() == held and place.segment() == index
     assert are_equal(weights_of(first), expected)
     damage(folder)
     second = load(folder, place)
@@ -378,7 +396,7 @@ def replace_segment(place: Place, data: bytes) -> None:
 
 
 def damaged_weights(place: Place) -> None:
-    kept = place.index().kept
+    kept = place.segment().kept
     assert kept is not None
     with Keeper(place.keeper.address) as keeper:
         fd, _ = keeper.open(kept.token, 0)
@@ -396,7 +414,7 @@ def index_of_other_sizes(place: Place) -> None:
 
 def rewrite_kept(place: Place, change: Callable[[Any], Any]) -> None:
     """With the right key and digest."""
-    index = place.index()
+    index = place.segment()
     key = os.pread(place.fd, 40, 0)[8:]
     copy = new_segment()
     SegmentWriter(copy).finish(key, structs.replace(index, kept=change(index.kept)))
