@@ -15,7 +15,8 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 import msgspec
@@ -60,6 +61,21 @@ class WeightKeeper:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.exited
+
+
+async def while_it_runs(use: Callable[[str], str]) -> str:
+    """What `use` returns for the address of a keeper, which ends afterwards. Raises OSError."""
+    lifeline, held = os.pipe()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pagewire-") as folder:
+            keeper = await WeightKeeper.start(0, f"{folder}/keeper", lifeline, interpreter.environment())
+            try:
+                return use(keeper.address)
+            finally:
+                await keeper.end()
+    finally:
+        os.close(lifeline)
+        os.close(held)
 
 
 class _Holder:

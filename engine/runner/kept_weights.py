@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...config.config import EngineConfig
 from ...kernels.stored import Stored
 from ..device.allocations import AllocationError, memory_of
+from ..device.base import choose_device
 from ..device.keeper import Keeper, Received
 from ..device.kept_memory import KeptMemory, Mapped
 from ..gpu.weights import Loaded
+from ..parallel.rank import RankInfo
 from ..steps.trial_journal import TrialJournal
 from ..weights.loader import Sink
 from ..weights.segment import (
@@ -212,27 +215,14 @@ class KeptWeights:
     # The keeper.
 
     def _try(self, keeper: Keeper) -> None:
-        """Writes to an allocation through one mapping and reads it through another. Raises AllocationError."""
+        """Raises AllocationError."""
         journal = self._journal
         if journal is not None and (crashed := journal.crashed()):
             raise AllocationError(f"processes ended when they tried it; remove {crashed[_TRIED]} to try it again")
         if journal is not None:
             journal.begin(_TRIED)
         try:
-            fd, num_bytes = keeper.allocate(self._memory.kind, _PATTERN)
-            try:
-                first = self._memory.map(fd, num_bytes)
-                second = self._memory.map(fd, num_bytes)
-            finally:
-                os.close(fd)
-            pattern = torch.arange(_PATTERN).to(torch.uint8)
-            first.bytes[:_PATTERN].copy_(pattern)
-            found = second.bytes[:_PATTERN].to("cpu", copy=True)
-            first.close()
-            second.close()
-            keeper.drop(kept=False)
-            if not torch.equal(found, pattern):
-                raise AllocationError("two mappings of the same memory hold different bytes")
+            try_memory(keeper, self._memory)
         finally:
             if journal is not None:
                 journal.close()
@@ -290,6 +280,38 @@ class _Writer:
         taken = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._used, self._left = self._used + taken, self._left - taken
         return part
+
+
+def try_memory(keeper: Keeper, memory: KeptMemory) -> None:
+    """Writes to an allocation through one mapping and reads it through another. Raises AllocationError."""
+    fd, num_bytes = keeper.allocate(memory.kind, _PATTERN)
+    try:
+        first = memory.map(fd, num_bytes)
+        second = memory.map(fd, num_bytes)
+    finally:
+        os.close(fd)
+    pattern = torch.arange(_PATTERN).to(torch.uint8)
+    first.bytes[:_PATTERN].copy_(pattern)
+    found = second.bytes[:_PATTERN].to("cpu", copy=True)
+    first.close()
+    second.close()
+    keeper.drop(kept=False)
+    if not torch.equal(found, pattern):
+        raise AllocationError("two mappings of the same memory hold different bytes")
+
+
+def try_keeper(config: EngineConfig, address: str) -> str:
+    """Why the weights on this machine's device cannot outlive a worker; empty: they can. For `pagewire doctor --gpu`.
+    Raises ConfigError."""
+    memory = choose_device(config, rank_info=RankInfo()).kept_memory
+    if memory is None:
+        return "this device has no memory that outlives a process"
+    try:
+        with Keeper(address) as keeper:
+            try_memory(keeper, memory)
+    except AllocationError as error:
+        return str(error)
+    return ""
 
 
 def sum_of(memory: Tensor) -> int:
