@@ -25,12 +25,13 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Why a sequence ended: an eos or stop token or a stop string; a length limit; cancelled by its client."""
+FinishReason = Literal["stop", "length", "abort", "cache_threshold"]
+"""Why a sequence ended: an eos or stop token or a stop string; a length limit; cancelled by its client; too little of
+its prompt was found in caches (`Enqueue.cache_hit_threshold`)."""
 
 
 def ids_to_bytes(ids: "list[int] | array[int]") -> bytes:
@@ -226,6 +227,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     resume_ids: bytes = b""  # this and the next two: as in `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
     attempt: int = 0
+    cache_salt: str = ""  # this and the next two: as in `Enqueue`
+    awaits_kv: bool = False
+    cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -253,6 +257,10 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     attempt: int = 0  # submissions before this one; a sequence accepted before is not refused for a full queue
     # How many leading tokens of the prompt later prompts are likely to share: where a recurrent state is worth keeping.
     marks: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    cache_salt: str = ""  # what the client calls its part of `salt`; routers are told of it
+    awaits_kv: bool = False  # another engine computes the prompt and may not have begun: wait a while for its KV
+    # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
+    cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -720,12 +728,15 @@ class Serving(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=True):
-    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors."""
+    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors.
+    `broken_kernel`: the GPU kernel whose check broke the device of the process, or empty. The next process can serve
+    without it."""
 
     name: str
     summary: str
     trace: str
     exit_code: int
+    broken_kernel: str = ""
 
 
 class Serve(Struct, frozen=True, array_like=True, tag=True):

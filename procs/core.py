@@ -91,7 +91,7 @@ class CoreActor:
             record=self._record,
         )
         if self._config.kv_events is not None:
-            self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
+            self._kv_events = KvEventPublisher.of(self._config, self._config.kv_events, self._keys)
         if self._config.client_address is not None:
             self._clients = ClientPort(self._config, self._config.client_address, keys=self._keys)
         return Facts()

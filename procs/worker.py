@@ -7,7 +7,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
@@ -50,14 +50,17 @@ class Worker:
         weights_fd: int = -1,
         keeper: str = "",
         progress: Callable[[int, int], None] | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> None:
         """`weights_fd`: a memfd for its packed weights, or for their index; -1: none. `keeper`: the address of the
-        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all."""
+        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all.
+        `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
         self._keeper = keeper
         self._progress = progress
+        self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._num_answered = 0
 
@@ -74,12 +77,9 @@ class Worker:
 
         self._post = post
         self._runner = Runner.load(
-            self._config,
-            rank_info=self._rank_info,
-            progress=self._progress,
-            weights_fd=self._weights_fd,
-            keeper=self._keeper,
-        )
+            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
+            keeper=self._keeper, broken_kernels=self._broken_kernels,
+        )  # fmt: skip
         self._offer()
 
     def _offer(self) -> None:

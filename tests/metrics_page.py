@@ -24,7 +24,8 @@ def page(prefix: str = "pagewire") -> str:
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
     core = replace(core, groups=groups, failed_kernels=("rms_norm",))
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
-    return Metrics(gateway, replace(CONFIG, served_model_names=(MODEL,)), prefix=prefix).render().decode()
+    config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))
+    return Metrics(gateway, config, prefix=prefix).render().decode()
 
 
 def families(text: str) -> dict[str, Metric]:

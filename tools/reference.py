@@ -277,7 +277,9 @@ def engine_metrics() -> list[Metric]:
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",))
     gateway.handle([core, Pulse("core", nothing)])
-    return list(text_string_to_metric_families(Metrics(gateway, config().engine).render().decode()))
+    engine = config().engine
+    engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well
+    return list(text_string_to_metric_families(Metrics(gateway, engine).render().decode()))
 
 
 def router_metrics() -> list[Metric]:
@@ -305,7 +307,7 @@ def metrics() -> str:
         "# Metrics",
         "",
         "What `/metrics` shows. [Metrics, logs and traces](../metrics.md) says how they are counted and used. Under",
-        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`.",
+        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`, and some have vLLM's old name, too.",
         "",
         "## Of a server",
         "",

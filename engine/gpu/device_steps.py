@@ -607,6 +607,7 @@ class DeviceSteps:
             num_behind=num_behind,
             num_samples=nums,
             num_prompt=rows.num_prompt[picked],
+            rotary_firsts=rows.regime[picked] * (self._config.model.regime_limit or 0),
         )
         self._num_sent[picked] = num_blocks
         if num_decode == len(picked):  # also if there are no rows

@@ -1,6 +1,6 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,17 +68,19 @@ def load_model(
     kept: KeptWeights | None = None,
     *,
     is_checked: bool = True,
+    broken_kernels: Collection[str] = (),
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
     kernels' weights are packed, if they are packed. kept: where those of the Triton kernels are kept. is_checked:
-    kernels are tried before they serve. Raises ConfigError, CheckpointError, and StartError with `--strict-kernels`."""
+    kernels are tried before they serve, but not `broken_kernels`. Raises ConfigError, CheckpointError,
+    BrokenDeviceError, and StartError with `--strict-kernels`."""
     torch_device = device.torch_device
     served = how_served(
         config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
     )
     checked = Checked(served, config)
     if is_checked:
-        checked = check_kernels(config, spec, served, device, queue, group)
+        checked = check_kernels(config, spec, served, device, queue, group, broken_kernels)
         served, config = checked.served, checked.config
     if served.backend is None:
         return _load_encoder(config, served, device)
@@ -195,9 +197,8 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     served = checked.served
     assert served.program is not None
-    program, shape, dtype, scheme = served.program, served.kv_shape, served.dtype, served.spec.scheme
-    has_narrow_inputs = scheme is not None and scheme.has_narrow_inputs
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=has_narrow_inputs)
+    program, shape, dtype = served.program, served.kv_shape, served.dtype
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
     if kept is None:
         fill(loaded)
     else:

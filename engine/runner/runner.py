@@ -8,7 +8,7 @@ other state of a request is the core's.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,13 +96,15 @@ class Runner:
         weights_fd: int = -1,
         keeper: str = "",
         is_checked: bool | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
         the weights that the C kernels pack, or with a keeper for the index of what it keeps; -1: this process keeps
         them. keeper: the address of the process that holds a GPU's weights. is_checked: kernels are tried before they
-        serve; None: unless a queue is given. Raises ConfigError, CheckpointError, and StartError if the ranks do not
-        meet, or with `--strict-kernels` if kernels fail."""
+        serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
+        that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
+        not meet, or with `--strict-kernels` if kernels fail."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
@@ -120,7 +122,7 @@ class Runner:
         with torch.inference_mode():
             model = load_model(
                 config, spec, device, queue or device.queue(), group, progress, shared, kept,
-                is_checked=queue is None if is_checked is None else is_checked,
+                is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared, kept=kept)

@@ -85,6 +85,11 @@ class Served:
         return frozenset({"small_product"} if self.unfused else ())
 
     @property
+    def has_narrow_inputs(self) -> bool:
+        """The checkpoint was made for activations of 8 bits."""
+        return self.spec.scheme is not None and self.spec.scheme.has_narrow_inputs
+
+    @property
     def page(self) -> str:
         """The file that describes the family; empty if transformers computes the model."""
         if self.program is None:
@@ -322,9 +327,6 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
-    limit = config.model.regime_limit
-    if limit is not None and config.max_model_len > limit:
-        return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
     return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size), target)
 
 
