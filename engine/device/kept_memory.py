@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class Mapped:
         except RuntimeError as error:
             self.close()
             raise AllocationError(f"torch does not take the memory: {error}") from error
+        if self.bytes.data_ptr() != self._address:
+            self.close()
+            raise AllocationError("torch has copied the memory instead of taking it")
 
     def unmap(self) -> None:
         """No work that uses it may be under way. Raises AllocationError."""
@@ -71,7 +75,7 @@ def host_memory() -> KeptMemory:
 
 def cuda_memory(number: int) -> KeptMemory:
     """Of a GPU, which is this process's current device."""
-    return KeptMemory(f"cuda:{number}", _at_cuda)
+    return KeptMemory(f"cuda:{number}", partial(_at_cuda, number))
 
 
 def _at_host(address: int, num_bytes: int) -> Tensor:
@@ -87,5 +91,5 @@ class _CudaArray:
         }  # fmt: skip
 
 
-def _at_cuda(address: int, num_bytes: int) -> Tensor:
-    return torch.as_tensor(_CudaArray(address, num_bytes))
+def _at_cuda(number: int, address: int, num_bytes: int) -> Tensor:
+    return torch.as_tensor(_CudaArray(address, num_bytes), device=f"cuda:{number}")  # else torch copies it to the host

@@ -8,7 +8,7 @@ keeper's allocations, and the segment has only the index. Whatever does not work
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config.config import EngineConfig
 from ...kernels.stored import Stored
 from ..device.allocations import AllocationError, memory_of
-from ..device.base import choose_device
+from ..device.base import choose_device, is_out_of_memory
 from ..device.keeper import Keeper, Received
 from ..device.kept_memory import KeptMemory, Mapped
 from ..gpu.weights import Loaded
@@ -76,23 +76,27 @@ class KeptWeights:
 
     def load(self, key: bytes, loaded: Loaded, fill: Callable[[Sink], None]) -> None:
         """Fills `loaded`: from the keeper, or with `fill`, which reads the checkpoint. Raises what `fill` raises."""
+        keeper: Keeper | None = None
         with contextlib.ExitStack() as stack:
             try:
                 keeper = stack.enter_context(Keeper(self._address))
                 self.num_found = keeper.num_kept()
-                self._try(keeper)
+                with self._remembered():
+                    try_memory(keeper, self._memory)
                 with locked(self._fd):
                     if is_open(self._fd):
                         keeper.drop(kept=True)
                         fill(loaded)
                         self._fill(keeper, key, loaded)
                         return
-                self._map(keeper, key, loaded)
+                with self._remembered():
+                    self._map(keeper, key, loaded)
             except AllocationError as error:
                 log.warning(
                     "the weights stay in the worker, and one that replaces it reads the checkpoint again: %s", error
                 )
                 if not loaded.matrix_keys:
+                    self._forget(keeper)
                     fill(loaded)
             except (_Unusable, NotLockableError) as error:
                 why = str(error) or "the segment of their index cannot be locked"
@@ -196,14 +200,15 @@ class KeptWeights:
         self.num_padding = sum(kept.sizes) - loaded.num_bytes
         self.note = "; the weights are mapped from the keeper"
 
-    def _forget(self, keeper: Keeper) -> None:
-        """Frees what is mapped and kept."""
+    def _forget(self, keeper: Keeper | None) -> None:
+        """Frees what is mapped and kept, before there are other weights."""
         with contextlib.suppress(AllocationError):
             for mapped in self._mapped:
                 mapped.close()
         self._mapped.clear()
-        with contextlib.suppress(AllocationError):
-            keeper.drop(kept=True)
+        if keeper is not None:
+            with contextlib.suppress(AllocationError):
+                keeper.drop(kept=True)
 
     def _stored(self, parts: StoredParts) -> Stored:
         tensors = tuple(None if part is None else self._tensor(part) for part in parts.tensors)
@@ -214,18 +219,28 @@ class KeptWeights:
 
     # The keeper.
 
-    def _try(self, keeper: Keeper) -> None:
-        """Raises AllocationError."""
+    @contextlib.contextmanager
+    def _remembered(self) -> Iterator[None]:
+        """Later processes do without the keeper, if processes end in this context. Raises AllocationError then."""
         journal = self._journal
-        if journal is not None and (crashed := journal.crashed()):
+        if journal is None:
+            yield
+            return
+        if crashed := journal.crashed():
             raise AllocationError(f"processes ended when they tried it; remove {crashed[_TRIED]} to try it again")
-        if journal is not None:
-            journal.begin(_TRIED)
+        journal.begin(_TRIED)
         try:
-            try_memory(keeper, self._memory)
-        finally:
-            if journal is not None:
-                journal.close()
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                journal.confirm()  # the device is broken for this process
+                raise
+            journal.close()
+            raise AllocationError(str(error)) from error
+        except BaseException:
+            journal.close()
+            raise
+        journal.close()
 
     def _received(self, received: Received, num_bytes: int | None = None) -> Mapped:
         """Maps an allocation. num_bytes: that it must have. Raises AllocationError."""

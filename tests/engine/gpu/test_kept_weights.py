@@ -26,7 +26,7 @@ from pagewire.engine.device.allocations import AllocationError
 from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.kept_memory import KeptMemory
 from pagewire.engine.gpu.device_steps import DeviceModel
-from pagewire.engine.runner import kept_weights
+from pagewire.engine.runner import kept_weights, loading
 from pagewire.engine.runner import runner as runner_module
 from pagewire.engine.runner.kernel_checks import cache_folder, machine_key
 from pagewire.engine.runner.runner import Runner
@@ -263,7 +263,7 @@ def refuses_after(patch: pytest.MonkeyPatch, num: int) -> list[int]:
     return made
 
 
-def no_memory(kind: str) -> Any:
+def no_memory(*_: object) -> Any:
     raise AllocationError("out of memory")
 
 
@@ -449,3 +449,30 @@ def test_a_process_that_died_in_the_first_use_of_the_memory(
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code, str(cache_folder()), key], check=False)
     assert are_equal(weights_of(load(folder, place)), expected) and stays(caplog, "processes ended when they tried it")
+
+
+def test_what_a_worker_cannot_use_is_freed_first(
+    folder: Path, place: Place, device: KeptDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the device would hold the weights twice."""
+    load(folder, place)
+    assert place.keeper.held() > 0
+    held: list[int] = []
+    filled = loading._fill
+    monkeypatch.setattr(loading, "_fill", lambda *args: (held.append(place.keeper.held()), filled(*args)))
+    monkeypatch.setattr(kept_weights, "try_memory", no_memory)
+    load(folder, place)
+    assert held == [0] and stays(caplog, "out of memory")
+
+
+def test_a_mapping_that_breaks_the_device_is_remembered(
+    folder: Path, place: Place, device: KeptDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(kept_weights, "try_memory", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        load(folder, place)
+    (file,) = cache_folder().glob("trial-*-keeper-*")
+    assert file.read_text().rstrip().endswith("!"), "one such process is enough"
