@@ -459,7 +459,12 @@ def test_what_a_worker_cannot_use_is_freed_first(
     assert place.keeper.held() > 0
     held: list[int] = []
     filled = loading._fill
-    monkeypatch.setattr(loading, "_fill", lambda *args: (held.append(place.keeper.held()), filled(*args)))
+
+    def fill(*args: Any) -> None:
+        held.append(place.keeper.held())
+        filled(*args)
+
+    monkeypatch.setattr(loading, "_fill", fill)
     monkeypatch.setattr(kept_weights, "try_memory", no_memory)
     load(folder, place)
     assert held == [0] and stays(caplog, "out of memory")
