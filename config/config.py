@@ -99,6 +99,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tensor_parallel_size: Annotated[
         int, _doc("engine", "ranks that split the model, each with its own process and device", ge=1, le=64)
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "deal whole experts to the ranks of --tensor-parallel-size, instead of a part of each expert to every rank",
+        ),
+    ] = False
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -368,6 +375,18 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
     ] = 60.0
+    nnodes: Annotated[
+        int,
+        _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
+    ] = 1
+    join_address: Annotated[
+        str | None,
+        _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
+    ] = None
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -516,6 +535,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kernels,
             self.cpu_level,
             self.tensor_parallel_size,
+            self.enable_expert_parallel,
         )
 
     @property

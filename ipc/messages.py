@@ -429,6 +429,15 @@ class Transferred(Struct, frozen=True, array_like=True, tag=True):
     load_ms: float = 0.0  # spent loading them
 
 
+class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core: which experts tokens chose since the rank's last report. Sent by every rank after each 1,000 steps
+    and when it becomes idle, if ranks have whole experts."""
+
+    rank: int
+    num_steps: int  # that the rank has run so far
+    tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
+
+
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -679,6 +688,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     is_asleep: bool = False  # after `Sleep`
     groups: tuple[GroupSnapshot, ...] = ()  # in the order of the cache's groups, and then "none"
     failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
+    expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
+    expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -814,7 +825,7 @@ class Swapped(Struct, frozen=True, array_like=True, tag=True):
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Leave | Stop
+    | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
 ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Leave | Stop

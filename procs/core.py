@@ -12,6 +12,7 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
+from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
@@ -25,6 +26,7 @@ from ..ipc.messages import (
     Constrain,
     Constrained,
     Enqueue,
+    ExpertLoad,
     Facts,
     Failed,
     Leave,
@@ -77,6 +79,7 @@ class CoreActor:
         self._workers = workers(config.tensor_parallel_size)
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
+        self._expert_loads = ExpertLoads(config.tensor_parallel_size)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -106,6 +109,8 @@ class CoreActor:
                 self._oldest_plan_at = started
                 self.scheduler.apply(message)
                 num_steps += 1
+            elif isinstance(message, ExpertLoad):
+                self._expert_loads.take(message)
             else:
                 self._take(message)
         if self._scheduler is not None:
@@ -143,7 +148,7 @@ class CoreActor:
                 self._report()
             case Reset():
                 self._reset(message)
-            case StepResult() | Leave() | Stop():
+            case StepResult() | ExpertLoad() | Leave() | Stop():
                 pass
             case _:
                 assert_never(message)
@@ -393,6 +398,8 @@ class CoreActor:
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,
+            expert_tokens=self._expert_loads.tokens,
+            expert_imbalance=self._expert_loads.imbalance,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

@@ -18,6 +18,7 @@ from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import (
     CacheOffer,
+    ExpertLoad,
     Facts,
     Leave,
     OpenCache,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
+_LOAD_STEPS = 1000  # between reports of the experts' load
 
 
 class Worker:
@@ -63,6 +65,8 @@ class Worker:
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._num_answered = 0
+        self._num_reported = 0  # of these plans, those whose experts' load was reported
+        self._num_seen = 0  # of these plans, those at the last `rest`
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -130,7 +134,23 @@ class Worker:
             wait = False
             if self._rank_info.rank == 0:
                 self._post("core", result)
+            if self._num_answered % _LOAD_STEPS == 0:
+                self._report_load()
         self.poll()
+
+    def rest(self) -> None:
+        """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
+        are then of the same steps."""
+        if self._num_answered == self._num_seen:
+            self._report_load()
+        self._num_seen = self._num_answered
+
+    def _report_load(self) -> None:
+        """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""
+        if self._config.enable_expert_parallel and self._num_answered > self._num_reported:
+            self._num_reported = self._num_answered
+            tokens = self._started().take_expert_load()
+            self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
 
     def sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""
@@ -218,6 +238,7 @@ def _take(
             worker.wake()
         case Ping():
             on_ping()
+            worker.rest()
         case Reset():
             if "core" in message.lost:
                 worker.reset()

@@ -98,6 +98,13 @@ class Metrics:
             names = ",".join(config.served_model_names)
             adapters = {"max_lora": 1, "running_lora_adapters": names, "waiting_lora_adapters": ""}
             page.family("gauge", "lora_requests_info", text, [(adapters, self._started)])
+        if core.expert_imbalance:
+            text = (
+                "Tokens of the rank whose experts had most of them, in relation to the mean rank's, in each layer over "
+                "the last 1,000 steps; 1: all ranks had as many."
+            )
+            layers = [({"layer": str(layer)}, ratio) for layer, ratio in sorted(core.expert_imbalance.items())]
+            page.family("gauge", "expert_imbalance", text, layers)
 
     def _totals(self, page: "_Page", core: Snapshot) -> None:
         page.counter("prompt_tokens", "Prompt tokens of sequences that were started.", core.num_prompt_tokens)
@@ -115,6 +122,13 @@ class Metrics:
         page.counter("spec_decode_num_drafts", "How often draft tokens were made for a sequence.", core.num_drafts)
         page.counter("spec_decode_num_draft_tokens", "Draft tokens.", core.num_draft_tokens)
         page.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", core.num_accepted_tokens)
+        if core.expert_tokens:
+            page.counters(
+                "expert_tokens",
+                "Tokens that the experts of a rank computed, counted for each of a token's experts in each layer.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.expert_tokens)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",

@@ -209,10 +209,7 @@ def measure(architecture: str, *, threads: int, context: int, steps: int, repeat
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as llama:
         num = moved(make(Path(folder), tiny(architecture)), positions)
         make(Path(llama), tiny(_LLAMA, intermediate_size=width_of_equal_llama(num, positions)))
-        both = [
-            Decoding(Path(each), threads=threads, context=context, num_steps=num_steps)
-            for each in (folder, llama)
-        ]
+        both = [Decoding(Path(each), threads=threads, context=context, num_steps=num_steps) for each in (folder, llama)]
         for each in both:
             each.decode(steps)
         for _ in range(repeat):

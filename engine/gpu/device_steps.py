@@ -11,7 +11,7 @@ propose covers the positions of the steps in between.
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
+from ..executors.experts import OwnExperts
 from ..steps.draft_states import DraftStates, within
 from ..steps.logprobs import PromptScores, prompt_scores, row_logprobs
 from ..steps.ngram import draft
@@ -69,6 +70,11 @@ class DeviceModel:
     temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
+
+    @property
+    def own_experts(self) -> Mapping[int, OwnExperts]:
+        """By layer, if ranks share them out."""
+        return self.decoder.own_experts
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
         return DeviceSteps(config=config, model=self, cache=cache)
@@ -342,7 +348,7 @@ class DeviceSteps:
         if len(step.rows):
             self._run(sent.shape, step)
             for each, target in zip(scores, attached[3:], strict=True):
-                prompt.append((each.index, *each.compute(target, self._logits_of, self._vocab_size)))
+                prompt.append((each.index, *self._score(each, target)))
             pooled = self._pooler.states(
                 step.rows, step.starts, step.counts, step.order, rows.num_prompt, self._hidden_of
             )
@@ -672,8 +678,16 @@ class DeviceSteps:
     def _hidden_of(self, first: int, last: int) -> Tensor:
         return self._decoder.hidden(torch.arange(first, last, dtype=torch.int32, device=self._queue.device))
 
-    def _logits_of(self, first: int, last: int) -> Tensor:
-        return self._decoder.logits(self._hidden_of(first, last))
+    def _score(self, scores: PromptScores, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`PromptScores.compute` in the scratch of samplings. targets: on the device."""
+        shape = len(targets), 1 + min(scores.num_best, self._vocab_size)
+        ids, values = (torch.empty(shape, dtype=of, device=targets.device) for of in (torch.int32, torch.float32))
+        for at in range(0, len(targets), self._limits.scored):
+            own = slice(at, at + self._limits.scored)
+            first, num = scores.first + at, len(targets[own])
+            tokens = torch.arange(first, first + num, dtype=torch.int32, device=targets.device)
+            self._state.score(self._decoder.sampled_logits(tokens), targets[own], ids[own], values[own])
+        return ids, values
 
     def _read(self, step: _Launched) -> Sampled:
         """Waits for a step's results and takes them from its slot. Steps are read in the order of their launches."""

@@ -25,6 +25,7 @@ from ...kernels.triton.rms_norm import layer_norm, rms_norm
 from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
+from ..executors.experts import OwnExperts
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
@@ -195,7 +196,7 @@ class Walker:
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
         self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
-        self._experts: list[Experts] = []
+        self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
         self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
         self._slopes: dict[Alibi, Tensor] = {}
@@ -499,19 +500,20 @@ class Walker:
         (op,) = part.ops
         args = op.args
         assert isinstance(args, Mixture)
-        sizes = args.num_experts, args.router.top_k, args.down.rows, args.down.columns
+        sizes = args.num_slots, args.router.top_k, args.down.rows, args.down.columns
         if sizes not in self._moe:
             self._moe[sizes] = workspace_moe(
                 max_tokens=self._limits.tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
-        self._experts.append(experts)
+        if experts.own is not None:
+            self.own_experts[op.layer] = experts.own
         self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
-            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens)
+            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens, step.step.positions)
 
         return launch
 

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from ..checkpoint.spec import ModelSpec
 from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
+from ..executors.experts import OwnExperts
 from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
@@ -53,6 +54,7 @@ class HostModel:
     workspace: int  # bytes, estimated
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
+    own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
     graphs = 0
     head_major = False
 
@@ -89,6 +91,7 @@ def load_model(
         assert queue is not None
         return _on_device(config, checked, queue, group, fill, kept)
     backend, dtype = served.backend, served.dtype
+    own_experts: Mapping[int, OwnExperts] = {}
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -103,7 +106,7 @@ def load_model(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group,
         )  # fmt: skip
-        weights = loaded.num_bytes
+        weights, own_experts = loaded.num_bytes, reference.own_experts
         model = backend.model(reference, Vocabulary(served.program, loaded, group), served.kv_shape)
     else:
         # Only here, since transformers takes seconds to import.
@@ -121,6 +124,7 @@ def load_model(
         weights=weights,
         note=served.note,
         failed_kernels=checked.failed,
+        own_experts=own_experts,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -144,12 +148,14 @@ def _load_encoder(config: EngineConfig, served: Served, device: Device) -> "Enco
 
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
     """Bytes that a step of a `HostModel` may take besides weights and KV, estimated."""
+    # A rank with whole experts computes all of a step's tokens with them at most.
+    share = 1 if config.enable_expert_parallel else config.tensor_parallel_size
     per_layer = max((kv_shape.tile_bytes(tile, config.block_size) for tile in kv_shape.layers), default=0)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
+        intermediate_size=spec.intermediate_size // share,
         num_experts_per_tok=top_k(spec),
         vocab_size=spec.vocab_size,
         itemsize=DTYPES[config.activations].itemsize,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...ipc.messages import GroupShape, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
@@ -81,6 +82,7 @@ class Runner:
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
+        self._taken_load: dict[int, Tensor] = {}  # by layer, what `take_expert_load` has reported so far
         self._parked = Parked()
         self._is_warm = False
         self._is_faulted = False  # until a plan whose `after_fault` is set
@@ -349,6 +351,18 @@ class Runner:
         failed = sorted(connector.get_block_ids_with_load_errors())
         num_blocks, load_ms = connector.take_load_cost()
         return Transferred(tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms)
+
+    def take_expert_load(self) -> dict[int, bytes]:
+        """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
+        experts, or there are none. A GPU ends the step that runs first."""
+        found: dict[int, bytes] = {}
+        for layer, own in self._model.own_experts.items():
+            load = own.load.cpu()
+            by_expert = torch.zeros(len(own.places), dtype=torch.int64)
+            by_expert[list(own.experts)] = load - self._taken_load.get(layer, torch.zeros_like(load))
+            self._taken_load[layer] = load.clone()
+            found[layer] = by_expert.numpy().tobytes()
+        return found
 
     def close(self) -> None:
         """Closes the KV connector."""

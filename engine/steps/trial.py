@@ -172,7 +172,7 @@ def signature(op: Op) -> tuple[object, ...]:
     return (_shape(op.args), *(view.width for view in (*op.ins, *op.outs)))
 
 
-_NAMES = {"key", "name", "layer", "tile", "decay"}  # fields that tell layers of a kind apart
+_NAMES = {"key", "name", "layer", "tile", "decay", "only", "places"}  # fields that tell layers of a kind apart
 
 
 def _shape(value: object) -> object:
