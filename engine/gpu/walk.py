@@ -196,6 +196,7 @@ class Walker:
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
         self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
+        self._experts: list[Experts] = []  # so that sleep finds their weights
         self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
         self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
@@ -507,6 +508,7 @@ class Walker:
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
+        self._experts.append(experts)
         if experts.own is not None:
             self.own_experts[op.layer] = experts.own
         self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))

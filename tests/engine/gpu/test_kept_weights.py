@@ -156,6 +156,8 @@ def test_all_that_the_walk_reads_is_kept(
     else:
         folder = shutil.copytree(checkpoint(kind, **KINDS[kind]), tmp_path / "model")
     alone = load(folder, None)
+    storages = sleep.storages_of(alone._model, torch.device("cpu"), torch.empty(0))
+    assert sum(storage.nbytes() for storage in storages) >= alone.memory.weights, "sleep finds all of it"
     expected, first = weights_of(alone), load(folder, place)
     assert are_equal(weights_of(first), expected) and first.weights_fit and not is_open(place.fd)
     held, kept = place.keeper.held(), place.segment().kept
