@@ -51,15 +51,17 @@ class Worker:
         *,
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
+        keeper: str = "",
         progress: Callable[[int, int], None] | None = None,
         broken_kernels: Collection[str] = (),
     ) -> None:
-        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
-        them."""
+        """`weights_fd`: a memfd for its packed weights, or for their index; -1: none. `keeper`: the address of the
+        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all.
+        `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
+        self._keeper = keeper
         self._progress = progress
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
@@ -81,7 +83,7 @@ class Worker:
         self._post = post
         self._runner = Runner.load(
             self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
-            broken_kernels=self._broken_kernels,
+            keeper=self._keeper, broken_kernels=self._broken_kernels,
         )  # fmt: skip
         self._offer()
 

@@ -26,10 +26,11 @@ from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
 from .expert_replicas import ExpertReplicas
+from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
-from .shared_weights import SharedWeights
+from .shared_weights import SharedWeights, segment_key
 
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
@@ -70,13 +71,15 @@ def load_model(
     group: Group,
     progress: Callable[[int, int], None] | None,
     shared: SharedWeights | None = None,
+    kept: KeptWeights | None = None,
     *,
     is_checked: bool = True,
     broken_kernels: Collection[str] = (),
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
-    kernels' weights are packed, if they are packed. is_checked: kernels are tried before they serve, but not
-    `broken_kernels`. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError with `--strict-kernels`."""
+    kernels' weights are packed, if they are packed. kept: where those of the Triton kernels are kept. is_checked:
+    kernels are tried before they serve, but not `broken_kernels`. Raises ConfigError, CheckpointError,
+    BrokenDeviceError, and StartError with `--strict-kernels`."""
     torch_device = device.torch_device
     served = how_served(
         config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
@@ -90,7 +93,7 @@ def load_model(
     fill = partial(_fill, config, served, progress)
     if served.executor == "Triton":
         assert queue is not None
-        return _on_device(config, checked, queue, group, fill)
+        return _on_device(config, checked, queue, group, fill, kept)
     backend, dtype = served.backend, served.dtype
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
@@ -193,7 +196,12 @@ def offered_pages(config: EngineConfig, groups: CacheGroups, num_pages: int) -> 
 
 
 def _on_device(
-    config: EngineConfig, checked: Checked, queue: Queue, group: Group, fill: Callable[[Sink], None]
+    config: EngineConfig,
+    checked: Checked,
+    queue: Queue,
+    group: Group,
+    fill: Callable[[Sink], None],
+    kept: KeptWeights | None,
 ) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.attention import host_attention
@@ -209,7 +217,10 @@ def _on_device(
     assert served.program is not None
     program, shape, dtype = served.program, served.kv_shape, served.dtype
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
-    fill(loaded)
+    if kept is None:
+        fill(loaded)
+    else:
+        kept.load(segment_key(config, group.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
@@ -248,12 +259,12 @@ def _on_device(
         limits=limits,
         queue=queue,
         kv_shape=shape,
-        weights=triton.weights,
+        weights=triton.weights + (kept.num_padding if kept is not None else 0),
         workspace=triton.nbytes + state.nbytes + packet + left + queue.blas_workspace,
         graphs=left + num_graphs(limits) * _GRAPH_BYTES,
         temporary=temporary,
         attention=attention,
-        note=served.note,
+        note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
     )
 

@@ -29,6 +29,8 @@ from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
+from .kept_weights import KeptWeights, journal_in
+from .kernel_checks import cache_folder, machine_key
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .shared_weights import SharedWeights
@@ -55,9 +57,12 @@ class Runner:
         group: Group,
         timings: dict[str, float],
         shared: SharedWeights | None = None,
+        kept: KeptWeights | None = None,
     ) -> None:
         self.timings = timings  # part of the start → seconds
-        self.weights_fit = shared is None or shared.fits  # False: the segment for packed weights held something else
+        segments = [each for each in (shared, kept) if each is not None]
+        self.weights_fit = all(each.fits for each in segments)  # False: the segment for weights held something else
+        self._kept = kept
         self._config = config
         self._model = model
         self._device = device
@@ -89,12 +94,14 @@ class Runner:
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
+        keeper: str = "",
         is_checked: bool | None = None,
         broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
-        the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
+        the weights that the C kernels pack, or with a keeper for the index of what it keeps; -1: this process keeps
+        them. keeper: the address of the process that holds a GPU's weights. is_checked: kernels are tried before they
         serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
         that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
         not meet, or with `--strict-kernels` if kernels fail."""
@@ -107,14 +114,18 @@ class Runner:
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
-        shared = SharedWeights(weights_fd) if weights_fd >= 0 else None
+        shared = SharedWeights(weights_fd) if weights_fd >= 0 and not keeper else None
+        kept = None
+        if keeper and weights_fd >= 0 and device.kept_memory is not None:
+            journal = journal_in(cache_folder(), machine_key(device.torch_device, group.rank))
+            kept = KeptWeights(weights_fd, keeper, device.kept_memory, trim=device.trim, journal=journal)
         with torch.inference_mode():
             model = load_model(
-                config, spec, device, queue or device.queue(), group, progress, shared,
+                config, spec, device, queue or device.queue(), group, progress, shared, kept,
                 is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
-        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared)
+        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared, kept=kept)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,7 +180,10 @@ class Runner:
         if self._config.kv_cache_memory is not None:
             num_pages = memory.num_pages(self._config.kv_cache_memory)
         else:
-            budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
+            budget = self._device.cache_memory(
+                taken=memory.weights + memory.workspace + memory.graphs,
+                found=0 if self._kept is None else self._kept.num_found,
+            )
             num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
         return offered_pages(self._config, memory.groups, num_pages)
 
@@ -290,6 +304,7 @@ class Runner:
         cache.drop()
         if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
             num_bytes += self._parked.park(storages_of(self._model, self._device.torch_device, cache.storage))
+            num_bytes += self._kept.park() if self._kept is not None else 0
         self._device.trim()
         return num_bytes
 
@@ -297,6 +312,8 @@ class Runner:
         """Allocates and restores what `sleep` freed. False: there is too little memory, and it is still asleep."""
         assert self._cache is not None, "wake before open_cache"
         try:
+            if self._kept is not None:
+                self._kept.restore()
             self._parked.restore()
             self._cache.restore()
             self._opened().restore()
