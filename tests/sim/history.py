@@ -8,13 +8,13 @@ is left, every request must have been answered, and every block and row must be 
 Longer than 500 lines, because all kinds of events share one state and one clock.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from random import Random
 from unittest.mock import patch
 
-from fakes import EOS, VOCAB, Content, FakeRow, FakeWorker, next_token
+from fakes import EOS, VOCAB, Content, FakeRow, FakeWorker, allowed_by_row, next_token
 from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
@@ -66,6 +66,8 @@ class History:
             {} for _ in (self._setting.tier.kinds if self._setting.tier else ())
         ]
         self._mail: list[Mail] = []
+        self._plans: deque[StepPlan] = deque()  # sent and not run: the first waits for masks of late rows
+        self._late: dict[int, dict[int, Sequence[int] | None]] = {}  # step → late row → the tokens that it may sample
         self._is_awake = False  # a wake-up of the core is scheduled
         self._routed: set[tuple[str, int | None, bytes]] = (
             set()
@@ -229,6 +231,9 @@ class History:
             self._handle(message)
         if scheduler.deadlines:
             scheduler.expire(self.now)
+        self._tell_late()
+        if scheduler.lateness not in self._setting.latenesses or self.rng.random() < 0.1:
+            scheduler.set_lateness(self.rng.choice(self._setting.latenesses))
         if (sampled := scheduler.constraints.take()) is not None:
             self._ask_grammar(lambda: self._grammar.hear(sampled))
         while self._plan():
@@ -319,6 +324,37 @@ class History:
                     self._post(masks)
 
         self._later(self._masked_until - self.now, answer)
+        if self.rng.random() < self._setting.take_back_rate:
+            self._later(self.rng.random() * 0.01, lambda: self._take_back(scheduler))
+
+    def _take_back(self, scheduler: Scheduler) -> None:
+        """The masks for which plans wait take too long."""
+        rids = scheduler.late() if scheduler is self._scheduler else []
+        if rids:
+            self.counts["taken back"] += len(rids)
+            self._say(f"{rids} are taken back")
+            scheduler.take_back(rids)
+            for _ in rids:
+                self._patience.change_regime()
+            if self._fairness is not None:
+                self._fairness.start_again()
+            check(scheduler, self._setting.max_num_seqs)
+            self._wake(0.0)
+
+    def _tell_late(self) -> None:
+        for message in self._scheduler.take_late_masks():
+            self._say(
+                f"late rows of step {message.step}: {list(bytes_to_ids(message.rows))} masked, free: "
+                f"{list(bytes_to_ids(message.free))}"
+            )
+            late = self._late.setdefault(message.step, {})
+            answers: dict[int, Sequence[int] | None] = {
+                **allowed_by_row(bytes_to_ids(message.rows), message.bits),
+                **dict.fromkeys(bytes_to_ids(message.free)),
+            }
+            assert not late.keys() & answers.keys(), "two answers for a late row"
+            late |= answers
+        self._run_plans()
 
     def _plan(self) -> bool:
         """Makes the next plan, runs it on the worker and schedules its result. False: there is no plan."""
@@ -339,12 +375,9 @@ class History:
         copies = bytes_to_ids(plan.copies)
         others = set().union(*scheduler.pool._rest.values())
         writes_are_exclusive(scheduler, [page for page in copies[1::2] if page not in others])
-        core_knew = not self._worker.is_faulted or plan.after_fault
-        result = self._worker.run(plan)
-        if self._worker.is_faulted:
-            self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
-            if core_knew:
-                self._faults.add(plan.step)
+        self.counts["late rows"] += len(plan.late_rows) // 4
+        self._plans.append(plan)
+        self._run_plans()
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self.counts["copies"] += len(copies) // 2
@@ -362,9 +395,20 @@ class History:
                 self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
                 if self.rng.random() < 0.3:
                     self._later(self.rng.random() * 0.01, self._lose_worker)
-        self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
-        self._on_worker(self._busy_until - self.now, lambda: self._finish(result))
         return True
+
+    def _run_plans(self) -> None:
+        """The worker runs the plans that it was sent, up to one whose late rows have no masks yet."""
+        while self._plans and not self._worker.waits(self._plans[0], self._late.get(self._plans[0].step, ())):
+            plan = self._plans.popleft()
+            core_knew = not self._worker.is_faulted or plan.after_fault
+            result = self._worker.run(plan, self._late.pop(plan.step, {}))
+            if self._worker.is_faulted:
+                self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
+                if core_knew:
+                    self._faults.add(plan.step)
+            self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
+            self._on_worker(self._busy_until - self.now, lambda result=result: self._finish(result))
 
     def _describe(self, plan: StepPlan | None) -> str:
         scheduler = self._scheduler
@@ -437,6 +481,8 @@ class History:
         worker.memory[:] = self.rng.randbytes(len(worker.memory))
         worker.fail_seeds = self._fail_seeds
         self._faults.clear()
+        self._plans.clear()
+        self._late.clear()
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
             for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
@@ -547,7 +593,10 @@ class History:
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_content(self) -> None:
-        """Every block with a key has the content that its key names. Not checked after a step without memory."""
+        """Every block with a key has the content that its key names. Not checked after a step without memory, and while
+        plans wait for masks."""
+        if self._plans:
+            return
         worker, pool = self._worker, self._scheduler.pool
         if not self._setting.tier:  # a tier may read blocks with the next plan
             for page in pool._empty:

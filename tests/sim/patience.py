@@ -138,7 +138,10 @@ class FirstInQueue:
         self._scheduler = scheduler
         self._first = running[0] if running else None
         self._known = set(map(id, scheduler.table.running))
-        self._working = next((r for r in running if r.has_work), None)
+        works = [r for r in running if r.num_planned < min(r.num_total, r.num_due)]
+        if scheduler.lateness == "never":
+            works = [r for r in works if not _waits_for_mask(r)]
+        self._working = works[0] if works and not _waits_for_mask(works[0]) else None
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
             interrupts(r.queue_key, self._working.queue_key, len(r.ids))
@@ -170,3 +173,8 @@ class FirstInQueue:
         ended += [r for r, _ in loads if r.state is State.ENDED]
         behind = working.num_in_flight > 0 and scheduler.pool.groups.moving  # blocks behind its windows return
         assert coming or ended or table.held or behind, f"{working.rid} is the first and not in the plan"
+
+
+def _waits_for_mask(request: Request) -> bool:
+    """Whether a plan that computes something of it would be late with it."""
+    return not request.is_masked and request.num_planned == request.num_total - 1
