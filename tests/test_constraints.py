@@ -14,6 +14,7 @@ from runner_driver import engine_config
 from pagewire.config.config import EngineConfig
 from pagewire.engine.core import trace
 from pagewire.engine.core.planner import Lateness
+from pagewire.engine.steps.host_steps import HostSteps
 from pagewire.ipc.messages import (
     Cancel,
     Chunk,
@@ -317,6 +318,26 @@ def test_late_masks_change_no_token(
     assert outputs[0] == outputs[1] == outputs[2]
     if flags:
         assert service.engine.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("part", ["_pass", "_sample"])
+def test_late_masks_and_steps_without_memory_change_no_token(
+    part: str, serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = late_outputs(serve(), "never", monkeypatch)
+    own, num_calls = getattr(HostSteps, part), 0
+
+    def short(self: HostSteps, *args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 11 == 0:
+            raise MemoryError
+        return own(self, *args)
+
+    monkeypatch.setattr(HostSteps, part, short)
+    service = serve(pipeline_depth=3)
+    assert late_outputs(service, "always", monkeypatch) == expected
+    assert service.engine.scheduler.counters.num_out_of_memory > 5
 
 
 def test_requests_whose_masks_take_too_long_are_taken_back(
