@@ -11,8 +11,7 @@ propose covers the positions of the steps in between.
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -316,7 +315,7 @@ class DeviceSteps:
 
     def launch(self, plan: StepPlan) -> None:
         slot = self._free.popleft()
-        with self._dropping(slot):
+        try:
             step = self._pass(plan, slot)
             self._pending.append(step)
             self._unknown.append(step)
@@ -324,29 +323,30 @@ class DeviceSteps:
                 step.passed = self._queue.mark()
             else:
                 self._sample(step)
+        except Exception:
+            self._drop(slot)
+            raise
 
     def sample(self, masks: Mapping[int, bytes]) -> None:
         step = self._pending[-1]
         assert step.passed is not None and step.done is None, "no plan waits for masks"
-        with self._dropping(step.slot):
+        try:
             self._rows.mask_late(masks)
             step.resumed = self._queue.mark()
             self._send_masks(step.slot)
             self._sample(step)
-
-    @contextmanager
-    def _dropping(self, slot: _Slot) -> Iterator[None]:
-        """A step whose launch raises is dropped, and its slot is free."""
-        try:
-            yield
         except Exception:
-            self._queue.mark().wait()  # the copies from the slot have ended
-            self._free.append(slot)
-            for steps in (self._pending, self._unknown):
-                if steps and steps[-1].slot is slot:
-                    steps.pop()
-            self._learn(0)  # the device may have sampled ids that do not count
+            self._drop(step.slot)
             raise
+
+    def _drop(self, slot: _Slot) -> None:
+        """Drops the step of this slot, which has raised an error."""
+        self._queue.mark().wait()  # the copies from the slot have ended
+        self._free.append(slot)
+        for steps in (self._pending, self._unknown):
+            if steps and steps[-1].slot is slot and steps[-1].done is None:
+                steps.pop()
+        self._learn(0)  # the device may have sampled ids that do not count
 
     def _pass(self, plan: StepPlan, slot: _Slot) -> _Launched:
         """Launches all of a step but its samples."""

@@ -185,6 +185,29 @@ def recurrent_drafts(make: Make) -> Tokens:
     return found
 
 
+def late(make: Make) -> Tokens:
+    """Masks that come after the pass, beside a row without one. Each token has another mask."""
+    loop = make("qwen3", **PLAIN)
+    loop.scheduler.set_lateness("always")
+    loop.mask_of = _few
+    requests = [
+        ask(rid, prompt, 6, asked={"constraint": Constraint()} if rid else None, temperature=0.5 * rid, seed=rid)
+        for rid, prompt in enumerate(prompts_of(8, 9, 20, 5))
+    ]
+    found = loop.serve(requests)
+    assert loop.num_late > 5
+    for rid in (1, 2):
+        assert all(_few(rid, num)[token >> 3] >> (token & 7) & 1 for num, token in enumerate(found[rid]))
+    return found
+
+
+def _few(rid: int, num: int) -> bytes:
+    """A mask that allows three tokens."""
+    rng = random.Random(10 * rid + num)
+    tokens = rng.sample(range(checkpoints.VOCAB_SIZE), 3)
+    return sum(1 << token for token in tokens).to_bytes(4 * -(-checkpoints.VOCAB_SIZE // 32), "little")
+
+
 def out_of_memory(make: Make) -> Tokens:
     """Some steps in a row fail after they were launched, so that a slot is used again before anything is collected."""
     num = 0
@@ -306,6 +329,7 @@ CASES: dict[str, Callable[[Make], Tokens]] = {
         swapped,
         recurrent,
         recurrent_drafts,
+        late,
         out_of_memory,
     )
 }
@@ -496,8 +520,8 @@ SHOWN_BY = {
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
     "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
-    "DeviceSteps.launch: wait": ("out_of_memory", "late"),
-    "DeviceSteps._launch: follow": ("found_in_a_block", "early"),
+    "DeviceSteps._drop: wait": ("out_of_memory", "late"),
+    "DeviceSteps._sample: follow": ("found_in_a_block", "early"),
     "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
     "Runner.launch: synchronize": ("beside_a_connector", "late"),
@@ -522,7 +546,7 @@ def show(case: str, policy: str, checkpoint: Any, *, is_strict: bool = False) ->
     return device, found
 
 
-QUICK_WAITS = ("DeviceSteps._launch: follow",)
+QUICK_WAITS = ("DeviceSteps._sample: follow",)
 
 
 @pytest.mark.parametrize(
@@ -561,6 +585,17 @@ def packets_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
             send(self, source, target)
 
     patch.setattr(CudaQueue, "send", beside)
+
+
+def late_masks_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
+    send = DeviceSteps._send_masks
+
+    def beside(self: DeviceSteps, slot: Any) -> None:
+        queue: Any = self._queue
+        with queue._driver.on(queue._copies):
+            send(self, slot)
+
+    patch.setattr(DeviceSteps, "_send_masks", beside)
 
 
 def results_are_temporary(patch: pytest.MonkeyPatch) -> None:
@@ -611,6 +646,7 @@ def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str, str]] = {
     slots_come_back_early: ("mixed", "late", "after its memory has changed"),
     packets_are_sent_beside_the_steps: ("mixed", "early", "nothing orders it"),
+    late_masks_are_sent_beside_the_steps: ("late", "early", "nothing orders it"),
     results_are_temporary: ("mixed", "late", "the reuse of"),
     recordings_are_kept_asleep: ("slept", "late", "which was freed"),
     results_of_recordings_are_kept: ("recorded", "late", "kept after it"),
