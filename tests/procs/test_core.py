@@ -34,6 +34,7 @@ from pagewire.ipc.messages import (
     StepPlan,
     StepResult,
     StopHit,
+    ToCore,
     TokenBatch,
     bytes_to_ids,
 )
@@ -205,7 +206,7 @@ def test_the_next_step_of_a_constrained_request_runs_while_its_mask_is_made() ->
     assert late.core.scheduler.pool.num_held == 0 and not late.core.scheduler.late()
 
 
-ENDS: dict[str, Callable[[Late], Message]] = {
+ENDS: dict[str, Callable[[Late], ToCore]] = {
     "the grammar process is lost": lambda late: Reset(2, 1, ("grammar",), "It died."),
     "the api is lost": lambda late: Reset(2, 1, ("api",), "It died."),
     "cancelled": lambda late: Cancel((1,)),

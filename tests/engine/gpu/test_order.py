@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from order_device import (
 from runner_driver import GREEDY, engine_config
 
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
+from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
 from pagewire.engine.gpu import device_steps
@@ -185,18 +187,26 @@ def recurrent_drafts(make: Make) -> Tokens:
     return found
 
 
-def late(make: Make) -> Tokens:
-    """Masks that come after the pass, beside a row without one. Each token has another mask."""
-    loop = make("qwen3", **PLAIN)
-    loop.scheduler.set_lateness("always")
-    loop.mask_of = _few
+def late(make: Make, lateness: Lateness = "always") -> Tokens:
+    """Masks that come after the pass, beside a row with draft tokens. Each token has another mask."""
+    loop = make("llama", speculative="ngram,tokens=3", **LLAMA)
+    loop.scheduler.set_lateness(lateness)
+
+    def mask_of(rid: int, num: int) -> bytes:
+        steps: Any = loop.runner._steps
+        steps._rows.draft_level[:] = 0  # it goes on drafting, whatever was right before
+        return _few(rid, num)
+
+    loop.mask_of = mask_of
     requests = [
-        ask(rid, prompt, 6, asked={"constraint": Constraint()} if rid else None, temperature=0.5 * rid, seed=rid)
-        for rid, prompt in enumerate(prompts_of(8, 9, 20, 5))
+        ask(rid, prompt, 10, asked={"constraint": Constraint()}, temperature=0.5 * rid, seed=rid)
+        for rid, prompt in enumerate(prompts_of(8, 9, 12))
     ]
-    found = loop.serve(requests)
-    assert loop.num_late > 5
-    for rid in (1, 2):
+    bias = {token: 100.0 for token in (40, 41)}
+    found = loop.serve([*requests, ask(2, [40 + i % 2 for i in range(11)], 16, logit_bias=bias)])
+    assert loop.num_late > 5 or lateness == "never"
+    assert 0 < loop.scheduler.counters.num_accepted_tokens < loop.scheduler.counters.num_draft_tokens
+    for rid in (0, 1):
         assert all(_few(rid, num)[token >> 3] >> (token & 7) & 1 for num, token in enumerate(found[rid]))
     return found
 
@@ -336,12 +346,13 @@ CASES: dict[str, Callable[[Make], Tokens]] = {
 
 
 def serve(case: str, checkpoint: Any, queue: Queue | None = None) -> Tokens:
-    def make(kind: str, **options: Any) -> Loop:
-        changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
-        flags = {name: value for name, value in options.items() if name not in changes}
-        return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
+    return CASES[case](partial(_loop, checkpoint, queue))
 
-    return CASES[case](make)
+
+def _loop(checkpoint: Any, queue: Queue | None, kind: str, **options: Any) -> Loop:
+    changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
+    flags = {name: value for name, value in options.items() if name not in changes}
+    return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
 
 
 @pytest.fixture(scope="session")
@@ -376,6 +387,11 @@ def test_every_access_is_ordered_and_tokens_do_not_depend_on_when_work_runs(
         found = serve(case, checkpoint)
     assert device.violations == []
     assert found == tokens
+
+
+def test_late_masks_change_no_token_beside_draft_tokens(checkpoint: Any, expected: Any) -> None:
+    queue = EagerQueue(torch.device("cpu"))
+    assert late(partial(_loop, checkpoint, queue), "never") == expected("late")
 
 
 @pytest.mark.long
