@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
+from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.planner import Lateness
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
@@ -27,6 +28,7 @@ from ..ipc.messages import (
     Constrain,
     Constrained,
     Enqueue,
+    ExpertLoad,
     Facts,
     Failed,
     LateMasks,
@@ -81,6 +83,7 @@ class CoreActor:
         self._workers = workers(config.tensor_parallel_size)
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
+        self._expert_loads = ExpertLoads(config.tensor_parallel_size)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -97,7 +100,7 @@ class CoreActor:
             record=self._record,
         )
         if self._config.kv_events is not None:
-            self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
+            self._kv_events = KvEventPublisher.of(self._config, self._config.kv_events, self._keys)
         if self._config.client_address is not None:
             self._clients = ClientPort(self._config, self._config.client_address, keys=self._keys)
         return Facts()
@@ -114,6 +117,8 @@ class CoreActor:
                 self._oldest_plan_at = started
                 self.scheduler.apply(message)
                 num_steps += 1
+            elif isinstance(message, ExpertLoad):
+                self._expert_loads.take(message)
             else:
                 self._take(message)
         if self._scheduler is not None:
@@ -154,7 +159,7 @@ class CoreActor:
                 self._report()
             case Reset():
                 self._reset(message)
-            case StepResult() | Leave() | Stop():
+            case StepResult() | ExpertLoad() | Leave() | Stop():
                 pass
             case _:
                 assert_never(message)
@@ -444,6 +449,8 @@ class CoreActor:
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,
+            expert_tokens=self._expert_loads.tokens,
+            expert_imbalance=self._expert_loads.imbalance,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

@@ -69,7 +69,7 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         quantization=options.quantization,
     )
     if spec.decoder is not None:
-        cut(spec.decoder, 0, options.tensor_parallel_size)
+        cut(spec.decoder, 0, options.tensor_parallel_size, deals_experts=options.enable_expert_parallel)
     facts = model_facts(spec, folder, name, adapter)
     templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))

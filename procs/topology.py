@@ -24,7 +24,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake),
-    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad),
     ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
@@ -98,7 +98,8 @@ def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
 
 
 def receivers(sender: str, num_ranks: int, num_apis: int) -> tuple[str, ...]:
-    """The actors that an actor may send to. Every worker sends the core a CacheOffer; only the first sends it more."""
+    """The actors that an actor may send to. Every worker sends the core a CacheOffer, and what it reports of itself;
+    only the first sends it results."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
     if "worker" in found:
         found += workers(num_ranks)[1:]

@@ -8,7 +8,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
@@ -19,6 +19,7 @@ from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import (
     CacheOffer,
+    ExpertLoad,
     Facts,
     LateMasks,
     Leave,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
+_LOAD_STEPS = 1000  # between reports of the experts' load
 
 
 class Worker:
@@ -51,16 +53,21 @@ class Worker:
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
         progress: Callable[[int, int], None] | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> None:
         """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all."""
+        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
+        them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
         self._progress = progress
+        self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._plans: deque[StepPlan] = deque()  # taken and not launched: the one before them waits for mail
         self._num_answered = 0
+        self._num_reported = 0  # of these plans, those whose experts' load was reported
+        self._num_seen = 0  # of these plans, those at the last `rest`
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -75,8 +82,9 @@ class Worker:
 
         self._post = post
         self._runner = Runner.load(
-            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd
-        )
+            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
+            broken_kernels=self._broken_kernels,
+        )  # fmt: skip
         self._offer()
 
     def _offer(self) -> None:
@@ -148,7 +156,23 @@ class Worker:
             wait = False
             if self._rank_info.rank == 0:
                 self._post("core", result)
+            if self._num_answered % _LOAD_STEPS == 0:
+                self._report_load()
         self.poll()
+
+    def rest(self) -> None:
+        """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
+        are then of the same steps."""
+        if self._num_answered == self._num_seen:
+            self._report_load()
+        self._num_seen = self._num_answered
+
+    def _report_load(self) -> None:
+        """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""
+        if self._config.enable_expert_parallel and self._num_answered > self._num_reported:
+            self._num_reported = self._num_answered
+            tokens = self._started().take_expert_load()
+            self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
 
     def sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""
@@ -238,6 +262,7 @@ def _take(
             worker.wake()
         case Ping():
             on_ping()
+            worker.rest()
         case Reset():
             if "core" in message.lost:
                 worker.reset()
