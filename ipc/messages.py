@@ -8,7 +8,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         all ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
-    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
+    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
     supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
@@ -390,6 +390,18 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     keep_rows: bytes = b""  # int32; a row may appear several times
     keep_positions: bytes = b""  # int32, parallel to keep_rows
     keep_pages: bytes = b""  # int32
+    late_rows: bytes = b""  # int32, rows that sample: `LateMasks` says for each of them what, while the pass runs
+
+
+class LateMasks(Struct, frozen=True, array_like=True, tag=True):
+    """core → worker: what some `late_rows` of a plan may sample. Each of these rows is in one such message, which comes
+    after its plan. The worker samples a plan's tokens, and begins the pass of the next plan, when it has all of them.
+    Those of plans that it has dropped it ignores."""
+
+    step: int
+    rows: bytes  # int32, restricted to their `bits`
+    bits: bytes  # int32 [rows × ⌈vocab / 32⌉], as `Masks.bits`
+    free: bytes = b""  # int32, rows that may sample any token, or whose token does not count any more
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -417,6 +429,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     num_draft_tokens: int = 0
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
     fault: Literal["out_of_memory"] | None = None
+    mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
@@ -698,6 +711,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
     expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
+    num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -836,7 +850,7 @@ ToCore = (
     | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
-ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
+ToWorker = OpenCache | StepPlan | LateMasks | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept

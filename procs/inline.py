@@ -18,6 +18,7 @@ from ..ipc.messages import (
     Accepted,
     Chunk,
     Failed,
+    LateMasks,
     Message,
     OpenCache,
     Sleep,
@@ -105,7 +106,7 @@ class Inline:
             if self._mail["worker"]:
                 self._tell_worker(self._mail["worker"].popleft())
                 busy = True
-            if self._worker.num_pending:
+            if self._worker.num_computing:
                 self._worker.answer(wait=not busy)
                 busy = True
             elif self._worker.num_transfers:
@@ -135,6 +136,8 @@ class Inline:
         match message:
             case StepPlan():
                 self._worker.step(message)
+            case LateMasks():
+                self._worker.tell(message)
             case OpenCache():
                 self.facts = self._worker.open(message)
             case Sleep():

@@ -7,6 +7,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
@@ -20,6 +21,7 @@ from ..ipc.messages import (
     CacheOffer,
     ExpertLoad,
     Facts,
+    LateMasks,
     Leave,
     OpenCache,
     Ping,
@@ -65,6 +67,7 @@ class Worker:
         self._progress = progress
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
+        self._plans: deque[StepPlan] = deque()  # taken and not launched: the one before them waits for mail
         self._num_answered = 0
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
@@ -98,6 +101,7 @@ class Worker:
     def reset(self) -> None:
         """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises
         StartError."""
+        self._plans.clear()
         self._started().forget()
         if not self._started().wake():
             raise StartError("There is too little free memory to wake up for a new core.")
@@ -118,18 +122,38 @@ class Worker:
 
     @property
     def num_pending(self) -> int:
-        """Plans launched and not answered. Call `answer` while there are any."""
-        return self._started().num_pending
+        """Plans taken and not answered."""
+        return self._started().num_pending + len(self._plans)
+
+    @property
+    def num_computing(self) -> int:
+        """Plans that the device computes, without one that waits for mail. Call `answer` while there are any."""
+        runner = self._started()
+        return runner.num_pending - runner.needs_mail
 
     def step(self, plan: StepPlan) -> None:
-        """Launches a plan, and sends the results of steps that are done."""
-        self._started().launch(plan)
+        """Launches a plan, or keeps it while the one before waits for mail, and sends the results of steps that are
+        done."""
+        self._plans.append(plan)
+        self._go_on()
+
+    def tell(self, message: LateMasks) -> None:
+        """What a plan waits for, or will."""
+        self._started().tell(message)
         self.answer()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        runner = self._started()
+        while self._plans and not runner.needs_mail:
+            runner.launch(self._plans.popleft())
+            self.answer()
 
     def answer(self, *, wait: bool = False) -> None:
-        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step."""
+        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step,
+        unless it waits for mail."""
         runner = self._started()
-        while runner.num_pending and (wait or runner.is_done()):
+        while self.num_computing and (wait or runner.is_done()):
             result = runner.collect()
             self._num_answered += 1
             wait = False
@@ -209,7 +233,7 @@ def run(
     has_idle_work = False
     try:
         while True:
-            if has_idle_work or worker.num_pending:
+            if worker.num_computing or (has_idle_work and not worker.num_pending):
                 wait_s = 0.0
             else:
                 wait_s = _TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S
@@ -220,9 +244,9 @@ def run(
                 if isinstance(message, StepPlan | OpenCache | Sleep | Wake):
                     has_idle_work = not isinstance(message, Sleep)
                 _take(worker, message, post, on_ready, on_ping)
-            if worker.num_pending:
+            if worker.num_computing:
                 worker.answer()
-            elif not has_mail and has_idle_work:
+            elif not has_mail and has_idle_work and not worker.num_pending:
                 has_idle_work = worker.use_idle()
             elif worker.num_transfers:
                 worker.poll()
@@ -236,6 +260,8 @@ def _take(
     match message:
         case StepPlan():
             worker.step(message)
+        case LateMasks():
+            worker.tell(message)
         case OpenCache():
             on_ready(worker.open(message))
         case Sleep():

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config.config import EngineConfig
-from ...ipc.messages import GroupShape, PlaceExperts, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import (
+    GroupShape,
+    LateMasks,
+    PlaceExperts,
+    StepPlan,
+    StepResult,
+    Transferred,
+    bytes_to_ids,
+    ids_to_bytes,
+)
 from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
@@ -83,6 +92,8 @@ class Runner:
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
         self._parked = Parked()
         self._is_warm = False
+        self._waiting: StepPlan | None = None  # the plan launched last, while it waits for masks
+        self._late: dict[int, dict[int, bytes]] = {}  # step → late row → mask; empty: anything
         self._is_faulted = False  # until a plan whose `after_fault` is set
 
     @classmethod
@@ -250,30 +261,66 @@ class Runner:
                 connector.bind_connector_metadata(plan.kv)
                 connector.start_load_kv()
                 self._for_layers(connector.wait_for_layer_load)
-            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(plan)
-            self._order.append(
-                StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory") if self._is_faulted else None
+            self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
+            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
+                plan, lambda: self._opened().launch(plan)
             )
+            self._order.append(_out_of_memory(plan) if self._is_faulted else None)
             if connector is not None:
                 self._device.synchronize()
                 self._for_layers(connector.save_kv_layer)
                 connector.wait_for_save()
+            if plan.late_rows and not self._is_faulted:
+                self._waiting = plan
+                self._sample()
+
+    def tell(self, message: LateMasks) -> None:
+        """Some masks of a plan, which may not be launched yet. The plan samples when it has all of them."""
+        late = self._late.setdefault(message.step, {})
+        late.update(dict.fromkeys(bytes_to_ids(message.free), b""))
+        rows = bytes_to_ids(message.rows)
+        size = len(message.bits) // len(rows) if rows else 0
+        late.update((row, message.bits[i * size : (i + 1) * size]) for i, row in enumerate(rows))
+        if self._waiting is not None:
+            with torch.inference_mode():
+                self._sample()
+
+    @property
+    def needs_mail(self) -> bool:
+        """The plan launched last waits for `tell`; no other may be launched."""
+        return self._waiting is not None
+
+    def _sample(self) -> None:
+        """Lets the plan that waits sample, if all its masks are here."""
+        plan = self._waiting
+        assert plan is not None, "no plan waits for masks"
+        late = self._late.get(plan.step, {})
+        if not late.keys() >= set(bytes_to_ids(plan.late_rows)):
+            return
+        self._waiting = None
+        masks = {row: mask for row, mask in late.items() if mask}
+        if not self._has_memory_for(plan, lambda: self._opened().sample(masks)):
+            self._is_faulted = True
+            self._order[-1] = _out_of_memory(plan)
 
     def forget(self) -> None:
         """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
         self._is_faulted = False
         with torch.inference_mode():
+            if self._waiting is not None:
+                self._waiting = None
+                self._opened().sample({})
             while self.num_pending:
                 self.collect()
             while self.num_transfers:
                 if self.take_transferred() is None:
                     time.sleep(_TRANSFER_WAIT_S)
 
-    def _has_memory_for(self, plan: StepPlan) -> bool:
-        """Launches the plan. False: out of memory. With several ranks this error ends the worker, because the ranks
-        would no longer do the same."""
+    def _has_memory_for(self, plan: StepPlan, part: Callable[[], None]) -> bool:
+        """Runs a part of the plan. False: out of memory. With several ranks this error ends the worker, because the
+        ranks would no longer do the same."""
         try:
-            self._opened().launch(plan)
+            part()
         except Exception as error:
             if self._group.size > 1 or not is_out_of_memory(error):
                 raise
@@ -376,3 +423,7 @@ class Runner:
     def _opened(self) -> Steps:
         assert self._steps is not None, "launch before open_cache"
         return self._steps
+
+
+def _out_of_memory(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")

@@ -30,6 +30,7 @@ COVERED = {
     "completed grammars": 200,
     "draft tokens": 3000,
     "draft tokens accepted": 1200,
+    "late rows": 4000,
     "loaded states": 10,
     "loads": 100,
     "loads of several groups": 40,
@@ -55,6 +56,7 @@ COVERED = {
     "stored blocks": 1000,
     "stored states": 300,
     "tenants far ahead": 100,
+    "taken back": 300,
     "workers lost at work": 100,
     "workers lost while loading": 1,
 }

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from order_device import (
 from runner_driver import GREEDY, Driver, Request, engine_config
 
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
+from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
 from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
@@ -188,6 +190,37 @@ def recurrent_drafts(make: Make) -> Tokens:
     return found
 
 
+def late(make: Make, lateness: Lateness = "always") -> Tokens:
+    """Masks that come after the pass, beside a row with draft tokens. Each token has another mask."""
+    loop = make("llama", speculative="ngram,tokens=3", **LLAMA)
+    loop.scheduler.set_lateness(lateness)
+
+    def mask_of(rid: int, num: int) -> bytes:
+        steps: Any = loop.runner._steps
+        steps._rows.draft_level[:] = 0  # it goes on drafting, whatever was right before
+        return _few(rid, num)
+
+    loop.mask_of = mask_of
+    requests = [
+        ask(rid, prompt, 10, asked={"constraint": Constraint()}, temperature=0.5 * rid, seed=rid)
+        for rid, prompt in enumerate(prompts_of(8, 9, 12))
+    ]
+    bias = {token: 100.0 for token in (40, 41)}
+    found = loop.serve([*requests, ask(2, [40 + i % 2 for i in range(11)], 16, logit_bias=bias)])
+    assert loop.num_late > 5 or lateness == "never"
+    assert 0 < loop.scheduler.counters.num_accepted_tokens < loop.scheduler.counters.num_draft_tokens
+    for rid in (0, 1):
+        assert all(_few(rid, num)[token >> 3] >> (token & 7) & 1 for num, token in enumerate(found[rid]))
+    return found
+
+
+def _few(rid: int, num: int) -> bytes:
+    """A mask that allows three tokens."""
+    rng = random.Random(10 * rid + num)
+    tokens = rng.sample(range(checkpoints.VOCAB_SIZE), 3)
+    return sum(1 << token for token in tokens).to_bytes(4 * -(-checkpoints.VOCAB_SIZE // 32), "little")
+
+
 def out_of_memory(make: Make) -> Tokens:
     """Some steps in a row fail after they were launched, so that a slot is used again before anything is collected."""
     num = 0
@@ -309,18 +342,20 @@ CASES: dict[str, Callable[[Make], Tokens]] = {
         swapped,
         recurrent,
         recurrent_drafts,
+        late,
         out_of_memory,
     )
 }
 
 
 def serve(case: str, checkpoint: Any, queue: Queue | None = None) -> Tokens:
-    def make(kind: str, **options: Any) -> Loop:
-        changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
-        flags = {name: value for name, value in options.items() if name not in changes}
-        return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
+    return CASES[case](partial(_loop, checkpoint, queue))
 
-    return CASES[case](make)
+
+def _loop(checkpoint: Any, queue: Queue | None, kind: str, **options: Any) -> Loop:
+    changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
+    flags = {name: value for name, value in options.items() if name not in changes}
+    return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
 
 
 @pytest.fixture(scope="session")
@@ -355,6 +390,11 @@ def test_every_access_is_ordered_and_tokens_do_not_depend_on_when_work_runs(
         found = serve(case, checkpoint)
     assert device.violations == []
     assert found == tokens
+
+
+def test_late_masks_change_no_token_beside_draft_tokens(checkpoint: Any, expected: Any) -> None:
+    queue = EagerQueue(torch.device("cpu"))
+    assert late(partial(_loop, checkpoint, queue), "never") == expected("late")
 
 
 @pytest.mark.long
@@ -577,8 +617,8 @@ SHOWN_BY = {
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
     "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
-    "DeviceSteps.launch: wait": ("out_of_memory", "late"),
-    "DeviceSteps._launch: follow": ("found_in_a_block", "early"),
+    "DeviceSteps._drop: wait": ("out_of_memory", "late"),
+    "DeviceSteps._sample: follow": ("found_in_a_block", "early"),
     "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
     "Runner.launch: synchronize": ("beside_a_connector", "late"),
@@ -603,7 +643,7 @@ def show(case: str, policy: str, checkpoint: Any, *, is_strict: bool = False) ->
     return device, found
 
 
-QUICK_WAITS = ("DeviceSteps._launch: follow",)
+QUICK_WAITS = ("DeviceSteps._sample: follow",)
 
 
 @pytest.mark.parametrize(
@@ -642,6 +682,17 @@ def packets_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
             send(self, source, target)
 
     patch.setattr(CudaQueue, "send", beside)
+
+
+def late_masks_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
+    send = DeviceSteps._send_masks
+
+    def beside(self: DeviceSteps, slot: Any) -> None:
+        queue: Any = self._queue
+        with queue._driver.on(queue._copies):
+            send(self, slot)
+
+    patch.setattr(DeviceSteps, "_send_masks", beside)
 
 
 def results_are_temporary(patch: pytest.MonkeyPatch) -> None:
@@ -692,6 +743,7 @@ def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str, str]] = {
     slots_come_back_early: ("mixed", "late", "after its memory has changed"),
     packets_are_sent_beside_the_steps: ("mixed", "early", "nothing orders it"),
+    late_masks_are_sent_beside_the_steps: ("late", "early", "nothing orders it"),
     results_are_temporary: ("mixed", "late", "the reuse of"),
     recordings_are_kept_asleep: ("slept", "late", "which was freed"),
     results_of_recordings_are_kept: ("recorded", "late", "kept after it"),
