@@ -41,9 +41,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
-    if options.tensor_parallel_size > 1 and (options.kv_connector or options.extension is not None):
-        flag = "--kv-connector" if options.kv_connector else "--extension"
-        raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
+    _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
         options = replace(options, enable_prefix_caching=False)
@@ -68,7 +66,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    num_ranks = options.tensor_parallel_size * options.data_parallel_size
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
@@ -128,10 +126,39 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     )
 
 
+_STAGES = "--pipeline-parallel-size"
+
+
+def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
+    """Refuses what several ranks cannot do."""
+    for sizes, num in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        (_STAGES, options.pipeline_parallel_size),
+    ):
+        if num > 1 and (options.kv_connector or options.extension is not None):
+            flag = "--kv-connector" if options.kv_connector else "--extension"
+            raise ConfigError(f"{flag} knows the KV of one rank only; leave it or {sizes} out.")
+    if options.pipeline_parallel_size == 1:
+        if options.pipeline_layers is not None:
+            raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
+        return
+    if not _on_cpu(options, machine):
+        raise ConfigError(
+            f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
+            "choose --tensor-parallel-size."
+        )
+    if options.speculative is not None and model.has_states:
+        raise ConfigError(
+            f"--speculative is not there for {model.name} with {_STAGES}: the recurrent states behind rejected draft "
+            "tokens cannot be taken back in every stage; leave one of them out."
+        )
+
+
 def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
     """Refuses options that do not apply to an encoder, which computes each text in one step and keeps no KV."""
     for flag, is_asked in (
         ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
         ("--quantization", options.quantization is not None),
         ("--load-format dummy", options.load_format == "dummy"),
         ("--kv-connector", bool(options.kv_connector)),

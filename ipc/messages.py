@@ -9,6 +9,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         all ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
+    worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
     supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
@@ -25,7 +26,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -408,6 +409,38 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     num_drafts: int = 0  # rows that computed draft tokens
     num_draft_tokens: int = 0
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
+    fault: Literal["out_of_memory"] | None = None
+    stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
+
+
+class Hidden(Struct, frozen=True, array_like=True, tag=True):
+    """worker → the worker with its number in the next stage: a plan's pass up to there.
+
+    Stages compute the layers of a model one after the other, and each gets all plans from the core. A stage after the
+    first runs a plan when this is there. With `fault` it has no data, and the receiver runs no pass; see `StepResult`.
+    """
+
+    step: int
+    times: bytes  # float32 [stages so far × 3]: seconds since their last step, busy, waiting for input and for ids
+    device_ms: float = 0.0  # of the slowest stage so far
+    starts: bytes = b""  # int32 [plan's rows]: the first position of each; empty: no step has draft tokens
+    num_drafts: bytes = b""  # int32 [num_speculative]: draft tokens of each row; empty: there are none
+    draft_ids: bytes = b""  # int32, those of all rows
+    width: int = 0  # columns of `data`
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    fault: Literal["out_of_memory"] | None = None
+    data: bytes = b""  # [tokens × width]; a frame of its own behind the message, which is sent without it
+
+
+class SampledIds(Struct, frozen=True, array_like=True, tag=True):
+    """worker of the last stage → the worker with its number in the first stage: what a step sampled.
+
+    Of each step with sampling rows, sent before its `StepResult`. The first stage runs a plan when the ids of all its
+    rows are there. With `fault` there are none, and it runs no pass until a plan has `after_fault`."""
+
+    step: int
+    ids: bytes  # as in `StepResult`, and the next two as well
+    num_sampled: bytes = b""
     fault: Literal["out_of_memory"] | None = None
 
 
@@ -806,7 +839,7 @@ ToCore = (
     | Ping | Reset | Leave | Stop
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
-ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Leave | Stop
+ToWorker = OpenCache | StepPlan | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept

@@ -74,7 +74,7 @@ class CoreActor:
         self._unsure: dict[int, Enqueue] = {}  # rid → request that is not added before its grammar is compiled
         self._unsure_since: dict[int, float] = {}  # first rid of such a request → when it arrived (monotonic s)
         self._given_up: set[int] = set()  # rids of them that were cancelled since
-        self._workers = workers(config.tensor_parallel_size)
+        self._workers = workers(config.num_ranks)
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._asks_again = False  # a call of `_advance` is due

@@ -101,7 +101,7 @@ class Supervisor:
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
-        self._names = names(config.engine.tensor_parallel_size, config.http.service.api_processes)
+        self._names = names(config.engine.num_ranks, config.http.service.api_processes)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._given = addresses or {}
         self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=self._service.hang_timeout_s)
@@ -191,9 +191,11 @@ class Supervisor:
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these processes at the same time. Either all ranks of the model are among them or none is."""
         http_fd = -1 if self._listening is None else self._listening.fd
-        can_share = self._config.kernels == "compiled" and self._config.tensor_parallel_size > 1
+        size = self._config.tensor_parallel_size
+        can_share = self._config.kernels == "compiled" and size > 1
         is_for_ranks = can_share and RENDEZVOUS not in self._given and any(kind(name) == "worker" for name in actors)
-        memory_fd = make_memory() if is_for_ranks else -1
+        # The ranks of each stage are a group of their own.
+        memory_fds = [make_memory() for _ in range(self._config.pipeline_parallel_size)] if is_for_ranks else []
         launch = Launch(
             config=self._config,
             http=self._http,
@@ -206,16 +208,22 @@ class Supervisor:
             progress=not self._quiet and sys.stderr.isatty(),
             ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
-            memory_fd=memory_fd,
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
         try:
             for name in actors:
-                await self._start(name, launch)
+                stage = index(name) // size if kind(name) == "worker" else 0
+                group = msgspec.structs.replace(
+                    launch,
+                    rendezvous=launch.rendezvous if RENDEZVOUS in self._given else f"{launch.rendezvous}-{stage}",
+                    memory_fd=memory_fds[stage] if memory_fds else -1,
+                )
+                await self._start(name, group)
         finally:
-            if memory_fd >= 0:
-                os.close(memory_fd)
+            for memory_fd in memory_fds:
+                if memory_fd >= 0:
+                    os.close(memory_fd)
 
     async def _start_others(self) -> None:
         """Starts at any time as many as there are cores besides the one on which the worker starts, which takes
@@ -382,7 +390,7 @@ class Supervisor:
             cause = self._cause(child)
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
-            lost.update(dict.fromkeys(lost_with(child.name, self._config.tensor_parallel_size)))
+            lost.update(dict.fromkeys(lost_with(child.name, self._config.num_ranks)))
         if self._elsewhere:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:

@@ -10,19 +10,24 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
+from msgspec import structs
+
 from ..config.config import EngineConfig
 from ..config.cpus import show_cpus
 from ..engine.parallel.rank import RankInfo
+from ..engine.parallel.stage import StageQueue, StageTimes
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import (
     CacheOffer,
     Facts,
+    Hidden,
     Leave,
     OpenCache,
     Ping,
     Reset,
+    SampledIds,
     Sleep,
     Slept,
     StepPlan,
@@ -30,6 +35,7 @@ from ..ipc.messages import (
     ToWorker,
     Wake,
 )
+from .topology import next_stage, workers
 
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
@@ -40,7 +46,8 @@ _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
 
 
 class Worker:
-    """One rank. Every rank gets the same plans and computes its part; the first one sends the results."""
+    """One rank. Every rank gets the same plans and computes its part; the first one of the last stage sends the
+    results. The stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
 
     def __init__(
         self,
@@ -58,6 +65,10 @@ class Worker:
         self._progress = progress
         self._runner: Runner | None = None
         self._num_answered = 0
+        self._num_stages = config.pipeline_parallel_size
+        self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, self._num_stages)
+        self._times = StageTimes()
+        self._queue = StageQueue(is_first=rank_info.stage == 0, knows_ids=self._knows_ids)
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -97,7 +108,7 @@ class Worker:
         runner = self._started()
         runner.open_cache(message.num_blocks)
         runner.warm_up()
-        notes = runner.notes if self._rank_info.rank == 0 else ()  # the others would say the same
+        notes = runner.notes if self._rank_info.t == 0 else ()  # the others of its stage would say the same
         return Facts(self._timings | runner.timings, notes, runner.weights_fit)
 
     @property
@@ -109,6 +120,46 @@ class Worker:
     def num_pending(self) -> int:
         """Plans launched and not answered. Call `answer` while there are any."""
         return self._started().num_pending
+
+    def take(self, message: StepPlan | Sleep | Wake | Hidden | SampledIds) -> None:
+        """Does what is asked for, in the order of the messages and as soon as it can be done."""
+        if isinstance(message, SampledIds):
+            self._started().take_ids(message)
+        else:
+            self._queue.put(message)
+        while (due := self._queue.next()) is not None:
+            match due.task:
+                case StepPlan() as plan if self._num_stages == 1:
+                    self.step(plan)
+                case StepPlan() as plan:
+                    self._run_stage(plan, due.hidden)
+                case Sleep():
+                    self.sleep()
+                case Wake():
+                    self.wake()
+        if self._queue.is_waiting:
+            self._times.waits()
+
+    def _knows_ids(self, plan: StepPlan) -> bool:
+        return self._num_stages == 1 or self._started().knows_ids(plan)
+
+    def _run_stage(self, plan: StepPlan, hidden: Hidden | None) -> None:
+        """Runs this stage's part of a plan, and sends on what comes of it."""
+        self._times.begins(is_first=hidden is None)
+        started = time.perf_counter()
+        found = self._started().run_stage(plan, hidden)
+        self._num_answered += 1
+        self._times.ends()
+        before_ms, before = (0.0, b"") if hidden is None else (hidden.device_ms, hidden.times)
+        device_ms = max(before_ms, (time.perf_counter() - started) * 1000)
+        times = before + self._times.take()
+        if isinstance(found, Hidden):
+            self._post(self._next, structs.replace(found, times=times, device_ms=device_ms))
+            return
+        if 1 in plan.sample or found.fault is not None:
+            self._post(self._next, SampledIds(plan.step, found.ids, found.num_sampled, found.fault))
+        if self._rank_info.t == 0:
+            self._post("core", structs.replace(found, device_ms=device_ms, stage_times=times))
 
     def step(self, plan: StepPlan) -> None:
         """Launches a plan, and sends the results of steps that are done."""
@@ -202,14 +253,10 @@ def _take(
     worker: Worker, message: ToWorker, post: Post, on_ready: Callable[[Facts], None], on_ping: Callable[[], None]
 ) -> None:
     match message:
-        case StepPlan():
-            worker.step(message)
+        case StepPlan() | Sleep() | Wake() | Hidden() | SampledIds():
+            worker.take(message)
         case OpenCache():
             on_ready(worker.open(message))
-        case Sleep():
-            worker.sleep()
-        case Wake():
-            worker.wake()
         case Ping():
             on_ping()
         case Reset():

@@ -37,7 +37,7 @@ class Forecast:
 def forecast(config: EngineConfig) -> Forecast:
     """Raises ConfigError and CheckpointError for a model that is not served."""
     spec = read_spec(Path(config.model.path))
-    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
+    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.num_ranks))))
     served = how_served(
         config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda", capability=device.capability
     )

@@ -19,6 +19,7 @@ from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
 from ..parallel.collectives import Group
+from ..parallel.rank import RankInfo
 from ..weights.loader import Sink, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
@@ -26,11 +27,13 @@ from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights
+from .stages import part_of_stage
 
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
     from ..steps.encoder_steps import EncoderModel
 
+_ALONE = RankInfo()
 _LEFT_STATES = 7  # of a request: one at its end, and those that its prompt keeps
 _SPARE_STATES = 4  # of a row: the default number of draft tokens
 _SPARE_SHARE = 8  # spare states take at most 1/8 as much memory as the pages that the core assigns
@@ -65,6 +68,7 @@ def load_model(
     progress: Callable[[int, int], None] | None,
     shared: SharedWeights | None = None,
     *,
+    rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
@@ -78,6 +82,8 @@ def load_model(
     if is_checked:
         checked = check_kernels(config, spec, served, device, queue, group)
         served, config = checked.served, checked.config
+    if config.pipeline_parallel_size > 1:
+        served = part_of_stage(config, served, rank_info.stage)
     if served.backend is None:
         return _load_encoder(config, served, device)
     fill = partial(_fill, config, served, progress)
@@ -91,7 +97,7 @@ def load_model(
         )
         packing = Packing(options)
         if shared is not None and backend.ops.storage is not None:
-            loaded = shared.load(config, group.rank, packing, backend.ops, fill)
+            loaded = shared.load(config, rank_info.rank, packing, backend.ops, fill)
         else:
             fill(packing)
             loaded = packing.weights

@@ -23,7 +23,7 @@ from .pooling import RowPooler
 from .rows import Rows
 from .sampled import Sampled, learn_drafts, take_in
 from .sampler import Sampler
-from .step_inputs import step_inputs
+from .step_inputs import StepInputs, step_inputs
 
 
 class HostSteps(ImmediateSteps):
@@ -44,7 +44,7 @@ class HostSteps(ImmediateSteps):
         self._attention = attention
         self._device = cache.device
         self._synchronize = synchronize
-        self._rows = Rows(
+        self.rows = Rows(
             num_rows=config.max_num_seqs,
             max_len=config.max_model_len,
             block_size=config.block_size,
@@ -55,42 +55,65 @@ class HostSteps(ImmediateSteps):
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
 
     def launch(self, plan: StepPlan) -> None:
-        for row in plan.open:
-            self._rows.open(row)
-            self._pooler.open(row)
-        self._rows.mask(plan)
-        self._rows.grow(plan)
         started = time.perf_counter()
-        copy_blocks(plan, self._cache)
-        self._clear_rests(plan)
+        self.begin(plan)
         sampled = self._run(plan)
         self._synchronize()
         self._results.append(sampled.result(plan.step, (time.perf_counter() - started) * 1000))
+
+    def begin(self, plan: StepPlan) -> None:
+        """Applies what precedes the pass."""
+        for row in plan.open:
+            self.rows.open(row)
+            self._pooler.open(row)
+        self.rows.mask(plan)
+        self.rows.grow(plan)
+        copy_blocks(plan, self._cache)
+        self._clear_rests(plan)
 
     def _clear_rests(self, plan: StepPlan) -> None:
         """Clears the rest of a block in whose middle a row begins: it may hold stale numbers, NaN among them."""
         for row in plan.open:
             index, first = divmod(row.num_computed, self._config.block_size)
             if first:
-                for table, page in self._rows.pages_of_block(row.row, index):
+                for table, page in self.rows.pages_of_block(row.row, index):
                     self._cache.clear_rest(table, page, first)
 
     def _run(self, plan: StepPlan) -> Sampled:
         """Runs the forward pass, samples, and updates the rows."""
         if not plan.rows:
             return Sampled({})
-        device, rows = self._device, self._rows
-        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
-        draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
+        rows = self.rows
+        draft_tokens = self.propose(plan)
         draft_states = None
         if rows.has_states and draft_tokens.any():
             draft_tokens = within(draft_tokens, len(self._cache.spare_states))
             draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
-        step = step_inputs(plan, rows, draft_tokens, cache=self._cache, draft_states=draft_states)
+        step = self.inputs(plan, draft_tokens, draft_states)
+        hidden = self._model.hidden(step.ids, step.positions, self._attention, step.regimes)
+        sampled = self.finish(plan, step, hidden, draft_tokens)
+        if draft_states is not None and len(step.sampled.rows) and (copies := draft_states.copies(rows)) is not None:
+            self._cache.copy(*copies)
+        return sampled
+
+    def propose(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Writes draft tokens behind the ids of the plan's speculative rows. Returns their number for each."""
+        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
+        return draft(self.rows, speculative, plan.speculate, plan.break_even)
+
+    def inputs(
+        self, plan: StepPlan, draft_tokens: NDArray[np.int64], draft_states: DraftStates | None = None
+    ) -> StepInputs:
+        """Prepares the pass over a plan with rows."""
+        step = step_inputs(plan, self.rows, draft_tokens, cache=self._cache, draft_states=draft_states)
         if step.fresh_pages is not None:
             self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
-        hidden = self._model.hidden(step.ids, step.positions, self._attention, step.regimes)
+        return step
+
+    def finish(self, plan: StepPlan, step: StepInputs, hidden: Tensor, draft_tokens: NDArray[np.int64]) -> Sampled:
+        """What follows the pass: samples, and updates the rows. hidden: [tokens, hidden_size], of the step's tokens."""
+        device, rows = self._device, self.rows
 
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
@@ -129,10 +152,7 @@ class HostSteps(ImmediateSteps):
         kept = rows.append(samples.rows, samples.ends, ids)
         if draft_tokens.any():
             learn_drafts(plan, rows, samples, kept, draft_tokens)
-        sampled = take_in(plan, samples, ids, kept, draft_tokens, prompt, logprobs, vectors)
-        if draft_states is not None and (copies := draft_states.copies(rows)) is not None:
-            self._cache.copy(*copies)
-        return sampled
+        return take_in(plan, samples, ids, kept, draft_tokens, prompt, logprobs, vectors)
 
     def _prompt_logprobs(
         self, scores: PromptScores, logits_of: Callable[[int, int], Tensor]
