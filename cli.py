@@ -145,7 +145,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     print("\nmodel")
     for line in found.served.lines(engine):
         print(f"  {line}")
-    ranks = f", of each of {engine.num_ranks} ranks" if engine.num_ranks > 1 else ""
+    ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
+    ranks += f", of the first of {engine.pipeline_parallel_size} stages" * (engine.pipeline_parallel_size > 1)
     print(f"\nmemory{ranks}, calculated from the model's shapes")
     for line in found.memory.lines(found.num_pages):
         print(f"  {line}")

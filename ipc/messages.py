@@ -681,6 +681,15 @@ class GroupSnapshot(Struct, frozen=True, array_like=True):
     num_lost_tokens: int  # behind these, found in the group of full attention
 
 
+class StageSnapshot(Struct, frozen=True, array_like=True):
+    """The seconds of one stage of a pipeline while plans were in flight."""
+
+    busy_s: float
+    plan_s: float  # it waited for a plan,
+    input_s: float  # for the stage before, with a plan at hand,
+    ids_s: float  # and for the ids that the last stage samples; only the first stage
+
+
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
 
@@ -704,6 +713,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     is_asleep: bool = False  # after `Sleep`
     groups: tuple[GroupSnapshot, ...] = ()  # in the order of the cache's groups, and then "none"
     failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
+    stages: tuple[StageSnapshot, ...] = ()  # if there are several
+    bubble_ratio: float = 0.0  # of the stages' time with plans in flight in the last seconds, what was not busy
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -48,6 +48,7 @@ from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
 from .idle_check import IdleCheck
 from .kv_events import KvEventPublisher
+from .pipeline_times import PipelineTimes
 from .sleep import SleepControl
 from .step_times import StepTimes
 from .topology import kind, workers
@@ -80,6 +81,8 @@ class CoreActor:
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
+        num_stages = config.pipeline_parallel_size
+        self._pipeline_times = PipelineTimes(num_stages) if num_stages > 1 else None
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
@@ -104,12 +107,17 @@ class CoreActor:
                 self._record(message)
                 self._step_times.answered(message.device_ms / 1000, started - self._oldest_plan_at)
                 self._oldest_plan_at = started
+                if self._pipeline_times is not None:
+                    self._pipeline_times.answered(message.stage_times)
                 self.scheduler.apply(message)
                 num_steps += 1
             else:
                 self._take(message)
         if self._scheduler is not None:
             self._advance(self._scheduler)
+            if self._pipeline_times is not None:
+                is_in_flight = self._scheduler.num_in_flight > 0
+                self._pipeline_times.note(time.monotonic(), is_in_flight=is_in_flight)
         if num_steps:
             self._step_times.handled(num_steps, time.monotonic() - started)
 
@@ -373,6 +381,8 @@ class CoreActor:
             self._record(trace.Mended())
             log.error("rows and KV blocks did not add up and were counted again: %s", flaw)
         counters = scheduler.counters
+        times = self._pipeline_times
+        stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
         snapshot = Snapshot(
             step=scheduler.step,
             num_running=scheduler.num_running,
@@ -393,6 +403,8 @@ class CoreActor:
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,
+            stages=stages,
+            bubble_ratio=bubble_ratio,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

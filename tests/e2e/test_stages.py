@@ -44,6 +44,11 @@ def _stream(server: Server, on_first: Callable[[], object] = lambda: None) -> li
     return [token for choice in choices for token in choice["token_ids"] or ()]
 
 
+def _metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        return str(response.read(), "utf-8")
+
+
 def _check(folder: Path, server: Server) -> None:
     with LLM(str(folder), dtype="float32", threads=1) as llm:
         greedy, sampled = (
@@ -76,6 +81,10 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
         child.pid for child in after.values()
     )
     assert "worker-3 was killed by SIGKILL. Replacing worker, worker-1, worker-2, worker-3." in server.log.read_text()
+    until(lambda: "_bubble_ratio{" in _metrics(server), "the core reports")
+    for stage in (0, 1):
+        for state in ("busy", "plan", "input", "ids"):
+            assert f'stage="{stage}",state="{state}"}} ' in _metrics(server)
     assert server.stop() == 0, server.log.read_text()
 
 
