@@ -14,9 +14,9 @@ import pytest
 import vocabulary
 from short_memory import ShortAttention, ShortMemory
 
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, SamplingParams, StructuredOutputsParams
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import Sleep, Wake
+from pagewire.ipc.messages import Cancel, Sleep, Wake
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +169,32 @@ def test_open_requests_continue_after_a_sleep(alone: LLM, folder: Path, monkeypa
 
         monkeypatch.setattr(inline, "run", run_with_sleep)
         assert tokens(llm, SEEDED) == expected
+
+
+def test_constrained_and_cancelled_requests(alone: LLM, folder: Path) -> None:
+    """Masks matter in the last stage only. What others cancel does not delay a row that goes on."""
+    params = SamplingParams(
+        temperature=1, seed=5, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[a-d]{3,20}")
+    )
+    with engine(folder, 2, pipeline_depth=3) as llm:
+        assert tokens(llm, params) == tokens(alone, params)
+        inline = llm._engine
+        scheduler, run = inline.scheduler, inline.run
+
+        def run_and_cancel(*, until: Callable[[], bool] = lambda: False) -> None:
+            last = scheduler.step + 6
+            run(until=lambda: scheduler.step >= last)
+            assert scheduler.num_running == len(PROMPTS)
+            inline.post("tokenizer", Cancel(tuple(sorted(scheduler.table.requests)[2:])))
+            run(until=until)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inline, "run", run_and_cancel)
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        expected = tokens(alone, GREEDY)
+        assert [list(output.outputs[0].token_ids) for output in outputs[:2]] == expected[:2]
+        assert {output.outputs[0].finish_reason for output in outputs[2:]} == {"abort"}
+        assert scheduler.pool.num_free == scheduler.pool.num_pages
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,12 @@ def lengths_of(
     return deal(layers, num_stages, memory=memory) if asked is None else check_lengths(asked, layers, num_stages)
 
 
+def step_reads(layers: Layers, lengths: Sequence[int]) -> list[int]:
+    """Bytes that each stage reads in a decode step."""
+    sums = _Sums(layers, len(lengths))
+    return [sums.read(first, last, stage) for stage, (first, last) in enumerate(bounds_of(lengths))]
+
+
 def bounds_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """[first, last) of each stage's layers."""
     firsts = [sum(lengths[:stage]) for stage in range(len(lengths))]

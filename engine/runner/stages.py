@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...config.config import EngineConfig
-from ..models.stages import bounds_of, lengths_of, stage_program
+from ..models.stages import bounds_of, layers_of, lengths_of, stage_program, step_reads
 from .served import Served, kv_shape_of, program_of
 
 
@@ -12,17 +12,13 @@ def part_of_stage(config: EngineConfig, served: Served, stage: int) -> Served:
     spec, program = served.spec, served.program
     assert program is not None and spec.decoder is not None, "only described models are divided into stages"
     num_layers = len(spec.decoder.blocks)
-    first, last = layers_of_stages(config, served)[stage]
+    whole = program_of(spec, 0, config.tensor_parallel_size)  # all ranks deal the layers of the same program
+    lengths = lengths_of(whole, num_layers, config.pipeline_parallel_size, config.pipeline_layers)
+    first, last = bounds_of(lengths)[stage]
+    reads = step_reads(layers_of(whole, num_layers), lengths)
+    share = f"{100 * reads[stage] / sum(reads):.0f} % of what a step reads"
     part = stage_program(program, first, last, num_layers)
     shape = replace(kv_shape_of(config, part), whole=served.kv_shape)
     layers = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
     ends = [" with the embedding"] * (stage == 0) + [" with the head"] * (last == num_layers)
-    return replace(served, program=part, kv_shape=shape, layers=f"{layers}{''.join(ends)} of {num_layers}")
-
-
-def layers_of_stages(config: EngineConfig, served: Served) -> list[tuple[int, int]]:
-    """[first, last) of each stage, the same on all ranks. Raises ConfigError."""
-    assert served.spec.decoder is not None
-    whole = program_of(served.spec, 0, config.tensor_parallel_size)
-    num_layers, num_stages = len(served.spec.decoder.blocks), config.pipeline_parallel_size
-    return bounds_of(lengths_of(whole, num_layers, num_stages, config.pipeline_layers))
+    return replace(served, program=part, kv_shape=shape, layers=f"{layers}{''.join(ends)} of {num_layers}, {share}")

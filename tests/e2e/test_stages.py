@@ -113,6 +113,17 @@ def test_streams_continue_whoever_dies(victim: str, tmp_path: Path, start: Calla
     assert server.stop() == 0, server.log.read_text()
 
 
+def test_the_ranks_of_a_stage_must_be_in_one_launch(start: Callable[..., Server]) -> None:
+    addresses = [f"worker{suffix}=tcp://127.0.0.1:{free_port()}" for suffix in ("", "-1", "-2", "-3")]
+    server = start(
+        "--actors", "worker,core,grammar,tokenizer,detokenizer,api",
+        "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--address", *addresses,
+        command=(sys.executable, "-m", "pagewire.procs.launch"),
+    )  # fmt: skip
+    assert server.process.wait(20) == 2
+    assert server.log.read_text() == "pagewire: With several stages, start all workers of a stage in one launch.\n"
+
+
 @pytest.mark.long
 def test_stages_may_run_in_two_launches(start: Callable[..., Server], tmp_path: Path) -> None:
     """What they send each other goes over TCP, with keys."""
