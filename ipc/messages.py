@@ -430,6 +430,7 @@ class Hidden(Struct, frozen=True, array_like=True, tag=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     fault: Literal["out_of_memory"] | None = None
     data: bytes = b""  # [tokens × width]; a frame of its own behind the message, which is sent without it
+    num_tokens: int = 0  # instead of `data`, if it lies in memory that both workers share
 
 
 class SampledIds(Struct, frozen=True, array_like=True, tag=True):

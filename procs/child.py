@@ -64,6 +64,8 @@ class Launch(Struct, frozen=True):
     ranks_here: tuple[int, ...] = (0,)  # see `RankInfo`
     rendezvous: str = ""
     memory_fd: int = -1  # that the ranks of a stage share, for workers; -1: none
+    input_fd: int = -1  # see `RankInfo`, and the next one as well
+    output_fd: int = -1
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
     weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
@@ -96,7 +98,14 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         rank, size = index(name), launch.config.tensor_parallel_size
         rank_info = RankInfo(
-            rank, launch.ranks_here, launch.rendezvous, launch.memory_fd, stage=rank // size, first=rank - rank % size
+            rank,
+            launch.ranks_here,
+            launch.rendezvous,
+            launch.memory_fd,
+            stage=rank // size,
+            first=rank - rank % size,
+            input_fd=launch.input_fd,
+            output_fd=launch.output_fd,
         )
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
         worker = Worker(launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress)

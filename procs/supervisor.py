@@ -19,7 +19,6 @@ import msgspec
 
 from ..config.config import EngineConfig, ServerConfig
 from ..config.machine import usable_cores
-from ..engine.parallel.shared_memory import make_memory
 from ..errors import StartError
 from ..ipc.epochs import Link
 from ..ipc.messages import (
@@ -47,6 +46,7 @@ from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
+from .rank_memory import RankMemory
 from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 from .weight_memory import close_segments, new_segment, new_segments
@@ -191,11 +191,11 @@ class Supervisor:
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these processes at the same time. Either all ranks of the model are among them or none is."""
         http_fd = -1 if self._listening is None else self._listening.fd
-        size = self._config.tensor_parallel_size
-        can_share = self._config.kernels == "compiled" and size > 1
-        is_for_ranks = can_share and RENDEZVOUS not in self._given and any(kind(name) == "worker" for name in actors)
-        # The ranks of each stage are a group of their own.
-        memory_fds = [make_memory() for _ in range(self._config.pipeline_parallel_size)] if is_for_ranks else []
+        ranks = {index(name) for name in self._actors if kind(name) == "worker"}
+        memory = None
+        if any(kind(name) == "worker" for name in actors):
+            are_alone = len(ranks) == self._config.num_ranks and RENDEZVOUS not in self._given
+            memory = RankMemory(self._config, are_alone=are_alone)
         launch = Launch(
             config=self._config,
             http=self._http,
@@ -213,17 +213,16 @@ class Supervisor:
         )
         try:
             for name in actors:
-                stage = index(name) // size if kind(name) == "worker" else 0
-                group = msgspec.structs.replace(
-                    launch,
-                    rendezvous=launch.rendezvous if RENDEZVOUS in self._given else f"{launch.rendezvous}-{stage}",
-                    memory_fd=memory_fds[stage] if memory_fds else -1,
-                )
+                group = launch
+                if memory is not None and kind(name) == "worker":
+                    group = msgspec.structs.replace(launch, **memory.fields(index(name)))
+                    if RENDEZVOUS not in self._given:  # the ranks of each stage are a group of their own
+                        stage = index(name) // self._config.tensor_parallel_size
+                        group = msgspec.structs.replace(group, rendezvous=f"{launch.rendezvous}-{stage}")
                 await self._start(name, group)
         finally:
-            for memory_fd in memory_fds:
-                if memory_fd >= 0:
-                    os.close(memory_fd)
+            if memory is not None:
+                memory.close()
 
     async def _start_others(self) -> None:
         """Starts at any time as many as there are cores besides the one on which the worker starts, which takes
@@ -250,7 +249,10 @@ class Supervisor:
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(part))
         environment = environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given)
-        fds = {"weights_fd": weights_fd, "memory_fd": part.memory_fd} if is_worker else {"http_fd": part.http_fd}
+        fds = {"http_fd": part.http_fd}
+        if is_worker:
+            own = ("memory_fd", "input_fd", "output_fd")
+            fds = {"weights_fd": weights_fd} | {field: getattr(part, field) for field in own}
         process: Process
         if is_worker and can_fork(self._config):
             if self._template is None or not self._template.is_alive:

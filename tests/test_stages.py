@@ -1,6 +1,7 @@
 """Several stages compute the tokens of one rank, whatever is chunked, cached, preempted, guessed or lost. The whole
 engine except HTTP and sockets, with all stages in one process, on tiny random checkpoints in float32."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,8 +16,10 @@ import vocabulary
 from short_memory import ShortAttention, ShortMemory
 
 from pagewire import LLM, SamplingParams, StructuredOutputsParams
+from pagewire.engine.parallel.shared_memory import make_memory
+from pagewire.engine.parallel.stage_memory import StageMemory
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import Cancel, Sleep, Wake
+from pagewire.ipc.messages import Cancel, Hidden, Message, Sleep, Wake
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +154,29 @@ def test_a_stage_without_memory_changes_no_token(short: str, folder: Path) -> No
         scheduler = llm._engine.scheduler
         assert scheduler.counters.num_out_of_memory > 3
         assert scheduler.pool.num_free == scheduler.pool.num_pages
+
+
+@pytest.mark.parametrize("num_tokens", [512, 8])
+def test_results_are_handed_on_in_shared_memory(alone: LLM, folder: Path, num_tokens: int) -> None:
+    """What does not fit into a slot is part of the message."""
+    handed: list[tuple[bool, int]] = []
+    with engine(folder, 2, pipeline_depth=3) as llm:
+        first, last = llm._engine._workers.values()
+        sender, receiver, fd, post = first._runner, last._runner, make_memory("pagewire-stages"), first._post
+        assert sender is not None and receiver is not None
+        slots = {"num_slots": 5, "slot_bytes": num_tokens * 64 * 4}
+        sender._output, receiver._input = StageMemory(os.dup(fd), **slots), StageMemory(fd, **slots)
+
+        def note(name: str, message: Message) -> None:
+            if isinstance(message, Hidden):
+                handed.append((bool(message.data), message.num_tokens))
+            post(name, message)
+
+        first._post = note
+        for params in (GREEDY, SEEDED):
+            assert tokens(llm, params) == tokens(alone, params)
+    assert {is_sent for is_sent, num in handed if not num} == ({True} if num_tokens == 8 else set())
+    assert 0 < max(num for _, num in handed) <= num_tokens
 
 
 def test_open_requests_continue_after_a_sleep(alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import ServerConfig
 from ..config.flags import make_config
-from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, Swapped, StageSnapshot, TierSnapshot
+from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
 from ..procs.prepare import prepare_server

@@ -15,6 +15,8 @@ class RankInfo:
     memory_fd: int = -1  # of `shared_memory.make_memory`, if all ranks are on one machine and use the C kernels
     stage: int = 0  # of the pipeline
     first: int = 0  # the first rank of its stage
+    input_fd: int = -1  # of the memory in which the stage before leaves its results (`stage_memory.py`); -1: none
+    output_fd: int = -1  # and of that for the next stage
 
     @property
     def t(self) -> int:

@@ -55,6 +55,8 @@ class HostModel:
     workspace: int  # bytes, estimated
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
+    received_width: int = 0  # of a stage: columns that it is sent,
+    sent_width: int = 0  # and those that it sends
     graphs = 0
     head_major = False
 
@@ -123,6 +125,8 @@ def load_model(
         weights=weights,
         note=served.note,
         failed_kernels=checked.failed,
+        received_width=0 if served.program is None else sum(view.width for view in served.program.receives),
+        sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 

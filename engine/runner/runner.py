@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...config.config import EngineConfig
+from ...errors import StartError
 from ...ipc.messages import (
     GroupShape,
     Hidden,
@@ -37,12 +38,14 @@ from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
+from ..parallel.stage_memory import StageMemory
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
 from ..steps.sampled import Sampled
 from ..steps.stage_steps import Passed, StageSteps, received_of
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
+from .served import DTYPES
 from .shared_weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -67,9 +70,13 @@ class Runner:
         group: Group,
         timings: dict[str, float],
         shared: SharedWeights | None = None,
-        stage: int = 0,
+        rank_info: RankInfo = _ALONE,
     ) -> None:
-        self._stage = stage
+        self._stage = rank_info.stage
+        self._input = self._output = None
+        if isinstance(model, HostModel) and config.pipeline_parallel_size > 1:
+            self._input = _memory(config, rank_info.input_fd, model.received_width)
+            self._output = _memory(config, rank_info.output_fd, model.sent_width)
         self._stage_steps: StageSteps | None = None  # if there are several
         self.timings = timings  # part of the start → seconds
         self.weights_fit = shared is None or shared.fits  # False: the segment for packed weights held something else
@@ -135,7 +142,7 @@ class Runner:
             group=group,
             timings=timings,
             shared=shared,
-            stage=rank_info.stage,
+            rank_info=rank_info,
         )
 
     @property
@@ -291,9 +298,9 @@ class Runner:
         """This stage's part of a plan: what the next stage needs, or the result in the last stage. It is a fault if
         there is no memory for the step, here or in an earlier stage, or if the plan was made before the core knew of
         such a step. hidden: from the stage before; None in the first stage. The caller knows the times."""
-        found = self._run_stage(plan, None if hidden is None else received_of(hidden))
+        found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
         if isinstance(found, Passed):
-            return found.message(plan.step)
+            return found.message(plan.step, self._output)
         if found is not None:
             return found.result(plan.step, 0.0)
         if self._stage < self._config.pipeline_parallel_size - 1:
@@ -426,3 +433,15 @@ class Runner:
     def _opened(self) -> Steps:
         assert self._steps is not None, "launch before open_cache"
         return self._steps
+
+
+def _memory(config: EngineConfig, fd: int, width: int) -> StageMemory | None:
+    """Between this worker and that of another stage. Raises StartError."""
+    if fd < 0:
+        return None
+    num_slots = config.pipeline_parallel_size + config.pipeline_depth  # at least as many as plans are in flight
+    slot_bytes = config.max_num_batched_tokens * width * DTYPES[config.activations].itemsize
+    try:
+        return StageMemory(fd, num_slots=num_slots, slot_bytes=slot_bytes)
+    except OSError as error:
+        raise StartError(f"The stages cannot share memory: {error.strerror}.") from error

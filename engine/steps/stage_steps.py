@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ...config.config import Dtype
 from ...ipc.messages import Hidden, SampledIds, StepPlan
 from ..attention.base import AttentionBackend
 from ..executors.base import StagedModel
+from ..parallel.stage_memory import StageMemory
 from .host_steps import HostSteps
 from .ngram import learn
 from .sampled import Sampled
@@ -37,14 +39,19 @@ class Passed:
     num_drafts: NDArray[np.int64] = field(default_factory=_none)  # [speculative rows]; empty: there are none
     draft_ids: NDArray[np.int64] = field(default_factory=_none)  # those of all rows
 
-    def message(self, step: int) -> Hidden:
+    def message(self, step: int, memory: StageMemory | None) -> Hidden:
+        """memory: where the next stage reads the states; None: they are part of the message."""
         columns = (self.starts, self.num_drafts, self.draft_ids)
         starts, num_drafts, ids = (column.astype("<i4").tobytes() for column in columns)
         if self.states is None:
             return Hidden(step, b"", 0.0, starts, num_drafts, ids)
         dtype = cast(Dtype, str(self.states.dtype).removeprefix("torch."))
-        data = self.states.contiguous().view(torch.uint8).numpy().tobytes()
-        return Hidden(step, b"", 0.0, starts, num_drafts, ids, self.states.shape[1], dtype, data=data)
+        message = Hidden(step, b"", 0.0, starts, num_drafts, ids, self.states.shape[1], dtype)
+        states = self.states.contiguous()
+        if memory is not None and states.nbytes <= memory.slot_bytes:
+            torch.frombuffer(memory.slot(step, states.nbytes), dtype=states.dtype).view_as(states).copy_(states)
+            return structs.replace(message, num_tokens=len(states))
+        return structs.replace(message, data=states.view(torch.uint8).numpy().tobytes())
 
 
 @dataclass(frozen=True)
@@ -185,13 +192,20 @@ class StageSteps:
         )  # fmt: skip
 
 
-def received_of(message: Hidden) -> Passed | None:
+def received_of(message: Hidden, memory: StageMemory | None) -> Passed | None:
     """The inverse of `Passed.message`; None: the stage before has not run the step."""
     if message.fault is not None:
         return None
     states = None
-    if message.width:  # torch wants memory that may be written
-        states = torch.frombuffer(bytearray(message.data), dtype=getattr(torch, message.dtype)).view(-1, message.width)
+    if message.width:
+        dtype: torch.dtype = getattr(torch, message.dtype)
+        data: memoryview | bytearray
+        if message.num_tokens:
+            assert memory is not None, "the stages share no memory"
+            data = memory.slot(message.step, message.num_tokens * message.width * dtype.itemsize)
+        else:
+            data = bytearray(message.data)  # torch wants memory that may be written
+        states = torch.frombuffer(data, dtype=dtype).view(-1, message.width)
     columns = (message.starts, message.num_drafts, message.draft_ids)
     starts, num_drafts, ids = (np.frombuffer(column, "<i4").astype(np.int64) for column in columns)
     return Passed(states, starts, num_drafts, ids)

@@ -72,6 +72,8 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
     assert len(server.of_kind("worker")) == 4
     log = server.log.read_text()
     assert "stage 0, each of its 2 ranks:" in log and "with the embedding of 3" in log and "with the head of 3" in log
+    for worker in server.of_kind("worker"):
+        assert "/memfd:pagewire-stages" in Path(f"/proc/{worker.pid}/maps").read_text()
     _check(folder, server)
     expected, before = _stream(server), server.children()
     assert _stream(server, before["worker-3"].kill) == expected  # of the last stage
