@@ -5,6 +5,7 @@
     │   └── UnsupportedModel          the checkpoint is valid, but pagewire cannot serve this model
     ├── CheckpointError               the checkpoint's files are damaged or inconsistent: exit code 2
     ├── StartError                    a process did not become ready: exit code 1
+    │   └── BrokenDeviceError(kernel) a kernel's check broke the device for its process; the next one leaves it out
     └── RequestError(kind)            one request is refused or failed; other requests are not affected
 
 `Failed` carries the `ErrorKind` over IPC; the api turns it into an HTTP status and OpenAI's error object.
@@ -55,6 +56,19 @@ class CheckpointError(PagewireError):
 
 class StartError(PagewireError):
     """A process did not become ready."""
+
+
+class BrokenDeviceError(StartError):
+    """The check of a kernel broke the device for this process. Another process can serve without that kernel."""
+
+    def __init__(self, kernel: str, problem: str) -> None:
+        """`problem`: one line of the error."""
+        super().__init__(
+            f"The check of the GPU kernel {kernel} broke the device for this process ({problem}). The next process "
+            "leaves that kernel out."
+        )
+        self.kernel = kernel
+        self.problem = problem
 
 
 class RequestError(PagewireError):

@@ -6,6 +6,7 @@ gives each response its x-request-id, and writes the access log.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -20,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..config.config import EngineConfig, HttpConfig
 from ..errors import PagewireError
 from .admin.about import AboutEndpoints
-from .admin.endpoints import ADMIN_PATHS, AdminEndpoints, Sleeper
+from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .batches.endpoints import BatchEndpoints
@@ -31,11 +32,13 @@ from .gateway.stats import Stats
 from .http.admission_throttle import AdmissionThrottle
 from .http.exchange import ClientGone, send_body, too_large
 from .http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
-from .http.keys import Keys
+from .http.keys import Caller, Keys
 from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
 from .openai.endpoints import OpenAIEndpoints
+from .openai.generate import GenerateEndpoints
+from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
@@ -80,7 +83,11 @@ def create_app(
         "Responses": ResponsesEndpoints(service).routes(),
         "Anthropic's messages": AnthropicEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
-        "Tokens": TokenizeEndpoints(service).routes(),
+        "Tokens": [
+            *TokenizeEndpoints(service).routes(),
+            *RenderEndpoints(service).routes(),
+            *GenerateEndpoints(service).routes(),
+        ],
         "Files and batches": batches.routes(),
         "The server": AboutEndpoints(service).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
@@ -182,8 +189,7 @@ class Edge:
             return
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
         if scope["path"] not in _OPEN_PATHS:
-            keys = self._admin_keys if scope["path"] in self._admin_paths else self._keys
-            caller = keys.caller(headers)
+            caller = self._caller(scope["path"], headers)
             state |= {"salt": caller.salt, "account": caller.account}
             if scope["method"] == "POST":
                 request.account = caller.account
@@ -193,6 +199,13 @@ class Edge:
         self._check_body(headers, max_bytes)
         scope["state"] = state
         await self._app(scope, self._bounded(receive, max_bytes), request.send)
+
+    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+        """The owner of the request's key. Raises HttpError 401."""
+        if path in EITHER_PATHS and self._admin_paths:
+            with contextlib.suppress(HttpError):
+                return self._admin_keys.caller(headers)
+        return (self._admin_keys if path in self._admin_paths else self._keys).caller(headers)
 
     def _check_body(self, headers: dict[bytes, bytes], max_bytes: int) -> None:
         length = headers.get(b"content-length", b"0")

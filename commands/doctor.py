@@ -59,7 +59,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=range(1, 65),
         default=1,
         metavar="N",
-        help="that of serve, to show each rank's CPUs (default: 1)",
+        help="that of serve, to show each rank's CPUs and its part of the model (default: 1)",
+    )
+    parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="that of serve, to see how its ranks share the experts"
     )
     parser.add_argument(
         "--gpu", action="store_true", help="run each GPU kernel that MODEL needs, and compare it with torch"
@@ -77,7 +80,12 @@ def main(arguments: argparse.Namespace) -> int:
         lambda: check_memory(machine),
         check_folders,
         lambda: check_port(arguments.host, arguments.port),
-        lambda: check_model(arguments.model, machine),
+        lambda: check_model(
+            arguments.model,
+            machine,
+            num_ranks=arguments.tensor_parallel_size,
+            deals_experts=arguments.enable_expert_parallel,
+        ),
     ]
     if arguments.gpu:
         checks.append(lambda: check_gpu_kernels(arguments.model, machine))
@@ -320,9 +328,11 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
         yield Finding("bad", "port", f"cannot listen on {host}:{port}: {error.strerror}", advice)
 
 
-def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
-    """The model's configuration, tokenizer, chat template and weights, and whether serve supports it. Downloads
-    nothing."""
+def check_model(
+    model: str, machine: MachineFacts, *, num_ranks: int = 1, deals_experts: bool = False
+) -> Iterator[Finding]:
+    """The model's configuration, tokenizer, chat template and weights, and whether serve supports it with so many
+    ranks. deals_experts: they have whole experts. Downloads nothing."""
     from ..config.resolve import resolve
     from ..engine.checkpoint.source import is_here
     from ..engine.runner.forecast import forecast
@@ -332,7 +342,7 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
         yield Finding("note", "model", f"{model} is not in the Hub's cache", "serve downloads it at its first start")
         return
     try:
-        config = make_config(model=model)
+        config = make_config(model=model, tensor_parallel_size=num_ranks, enable_expert_parallel=deals_experts)
         facts, _ = examine(config)
         engine = resolve(config, facts, machine)
         folder = Path(facts.path)

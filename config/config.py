@@ -105,6 +105,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pipeline_layers: Annotated[
         str | None, _doc("engine", "layers of each stage, such as 18,20 (default: dealt by their cost)")
     ] = None
+    enable_expert_parallel: Annotated[
+        bool,
+        _doc(
+            "engine",
+            "deal whole experts to the ranks of --tensor-parallel-size, instead of a part of each expert to every rank",
+        ),
+    ] = False
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -160,13 +167,33 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
+    kv_peers: Annotated[
+        tuple[str, ...],
+        _doc(
+            "engine",
+            "hosts that a request's kv_transfer_params may name as where its KV is, such as prefill-0 or 10.1.*, where "
+            "* stands for anything (default: none)",
+        ),
+    ] = ()
     kv_events: Annotated[
         str | None,
-        _doc("engine", "publish KV events for routers here, ipc:///path or tcp://127.0.0.1:port (ZeroMQ PUB)"),
+        _doc("engine", "publish KV events for routers here: ipc:///path or tcp://host:port (ZeroMQ XPUB)"),
     ] = None
     kv_events_replay: Annotated[
         str | None, _doc("engine", "resend KV events here to routers that missed some (ZeroMQ ROUTER)")
     ] = None
+    kv_events_host: Annotated[
+        str | None,
+        _doc("engine", "name of this engine in the topic of KV events, kv@HOST@MODEL (default: the machine's name)"),
+    ] = None
+    kv_events_key_file: Annotated[
+        str | None,
+        _doc("engine", "keys that subscribers of KV events over TCP must have (CURVE); made if there is no such file"),
+    ] = None
+    kv_events_insecure: Annotated[
+        bool,
+        _doc("engine", "let other machines get KV events without keys: whoever connects to --kv-events reads prompts"),
+    ] = False
     extension: Annotated[
         str | None, _doc("engine", "module:Class,option=value: adds data to each plan, with attention that reads it")
     ] = None
@@ -504,6 +531,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.tensor_parallel_size,
             self.pipeline_parallel_size,
             self.pipeline_layers,
+            self.enable_expert_parallel,
         )
 
     @property

@@ -35,10 +35,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
-    if options.kv_events_replay is not None and options.kv_events is None:
-        raise ConfigError("--kv-events-replay repeats what --kv-events publishes; give that address as well.")
-    if options.kv_events is not None and not options.enable_prefix_caching:
-        raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
+    if options.kv_peers and not options.kv_connector:
+        raise ConfigError("--kv-peers names hosts to load KV from; give --kv-connector p2p,peer=… or shared,… as well.")
+    _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_ranks(options, model, machine)
@@ -131,6 +130,11 @@ _STAGES = "--pipeline-parallel-size"
 
 def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses what several ranks cannot do."""
+    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
+            "number of ranks, or leave it out."
+        )
     for sizes, num in (
         ("--tensor-parallel-size", options.tensor_parallel_size),
         (_STAGES, options.pipeline_parallel_size),
@@ -141,8 +145,13 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
     if options.pipeline_parallel_size == 1:
         if options.pipeline_layers is not None:
             raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
-        return
-    if not _on_cpu(options, machine):
+    else:
+        _check_stages(options, model, on_cpu=_on_cpu(options, machine))
+
+
+def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) -> None:
+    """Refuses what several stages cannot do yet."""
+    if not on_cpu:
         raise ConfigError(
             f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
             "choose --tensor-parallel-size."
@@ -154,6 +163,30 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
         )
 
 
+def _check_kv_events(names: Sequence[str], options: EngineOptions) -> None:
+    if options.kv_events is None:
+        for flag, is_asked in (
+            ("--kv-events-replay", options.kv_events_replay is not None),
+            ("--kv-events-host", options.kv_events_host is not None),
+            ("--kv-events-key-file", options.kv_events_key_file is not None),
+            ("--kv-events-insecure", options.kv_events_insecure),
+        ):
+            if is_asked:
+                raise ConfigError(f"{flag} is about what --kv-events publishes; give that address as well.")
+        return
+    if not options.enable_prefix_caching:
+        raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
+    if options.kv_events_insecure and options.kv_events_key_file is not None:
+        raise ConfigError("--kv-events-insecure is for subscribers without keys; leave it or --kv-events-key-file out.")
+    if "@" in (options.kv_events_host or ""):
+        raise ConfigError("--kv-events-host must not contain @, which separates the parts of the topic kv@HOST@MODEL.")
+    if "@" in names[0]:
+        raise ConfigError(
+            f"--kv-events: the model's name {names[0]!r} contains @, which separates the parts of the topic "
+            "kv@HOST@MODEL; give another one with --served-model-name."
+        )
+
+
 def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
     """Refuses options that do not apply to an encoder, which computes each text in one step and keeps no KV."""
     for flag, is_asked in (
@@ -162,6 +195,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         ("--quantization", options.quantization is not None),
         ("--load-format dummy", options.load_format == "dummy"),
         ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-peers", bool(options.kv_peers)),
         ("--kv-events", options.kv_events is not None),
         ("--extension", options.extension is not None),
         ("--speculative", options.speculative is not None),

@@ -30,8 +30,9 @@ SCHEMA_VERSION = 15
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Why a sequence ended: an eos or stop token or a stop string; a length limit; cancelled by its client."""
+FinishReason = Literal["stop", "length", "abort", "cache_threshold"]
+"""Why a sequence ended: an eos or stop token or a stop string; a length limit; cancelled by its client; too little of
+its prompt was found in caches (`Enqueue.cache_hit_threshold`)."""
 
 
 def ids_to_bytes(ids: "list[int] | array[int]") -> bytes:
@@ -227,6 +228,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     resume_ids: bytes = b""  # this and the next two: as in `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
     attempt: int = 0
+    cache_salt: str = ""  # this and the next two: as in `Enqueue`
+    awaits_kv: bool = False
+    cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -254,6 +258,10 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     attempt: int = 0  # submissions before this one; a sequence accepted before is not refused for a full queue
     # How many leading tokens of the prompt later prompts are likely to share: where a recurrent state is worth keeping.
     marks: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    cache_salt: str = ""  # what the client calls its part of `salt`; routers are told of it
+    awaits_kv: bool = False  # another engine computes the prompt and may not have begun: wait a while for its KV
+    # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
+    cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -453,6 +461,15 @@ class Transferred(Struct, frozen=True, array_like=True, tag=True):
     sent: tuple[int, ...]  # ended rids whose blocks the connector no longer needs
     num_blocks: int = 0  # loaded
     load_ms: float = 0.0  # spent loading them
+
+
+class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core: which experts tokens chose since the rank's last report. Sent by every rank after each 1,000 steps
+    and when it becomes idle, if ranks have whole experts."""
+
+    rank: int
+    num_steps: int  # that the rank has run so far
+    tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -716,6 +733,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
     stages: tuple[StageSnapshot, ...] = ()  # if there are several
     bubble_ratio: float = 0.0  # of the stages' time with plans in flight in the last seconds, what was not busy
+    expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
+    expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -765,12 +784,15 @@ class Serving(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=True):
-    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors."""
+    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors.
+    `broken_kernel`: the GPU kernel whose check broke the device of the process, or empty. The next process can serve
+    without it."""
 
     name: str
     summary: str
     trace: str
     exit_code: int
+    broken_kernel: str = ""
 
 
 class Serve(Struct, frozen=True, array_like=True, tag=True):
@@ -848,7 +870,7 @@ class Swapped(Struct, frozen=True, array_like=True, tag=True):
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Leave | Stop
+    | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
 ToWorker = OpenCache | StepPlan | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop

@@ -118,6 +118,14 @@ def _bind(socket: "zmq.SyncSocket", address: str) -> None:
         os.umask(umask)
 
 
+def admit_only(context: "zmq.Context[zmq.SyncSocket]", keys: Keys) -> ThreadAuthenticator:
+    """Lets the CURVE servers of a context admit only peers that hold these keys, until it is stopped."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(credentials_provider=_OneKey(keys.public.encode()))
+    return authenticator
+
+
 def _is_listening(path: Path) -> bool:
     with unix_socket.socket(unix_socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
@@ -159,10 +167,7 @@ class ZmqContext:
     def _authenticate(self) -> None:
         """Admits only peers that hold our key."""
         if self._authenticator is None and self._keys is not None:
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            keys = self._keys.public.encode()
-            self._authenticator.configure_curve_callback(credentials_provider=_OneKey(keys))
+            self._authenticator = admit_only(self._context, self._keys)
 
     def outbox(self, address: str, link: Link = Link.CHAIN) -> "ZmqOutbox":
         """Connects to a mailbox, which need not exist yet."""

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 
 from ..config.config import EngineConfig, HttpConfig
 from ..engine.parallel.rank import RankInfo
-from ..errors import CheckpointError, ConfigError, PagewireError
+from ..errors import BrokenDeviceError, CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
 from ..ipc.epochs import Epochs
@@ -69,6 +69,7 @@ class Launch(Struct, frozen=True):
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
     weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
+    broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -108,7 +109,10 @@ def run_worker(
             output_fd=launch.output_fd,
         )
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
-        worker = Worker(launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress)
+        worker = Worker(
+            launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress,
+            broken_kernels=launch.broken_kernels,
+        )  # fmt: skip
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
@@ -274,7 +278,8 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
             summary = type(error).__name__ if is_ready else escaped(f"{type(error).__name__}: {error}")
             trace = "".join(traceback.format_tb(error.__traceback__))
         with contextlib.suppress(ChannelFull):
-            post("supervisor", Fault(name, summary, trace, code))
+            broken = error.kernel if isinstance(error, BrokenDeviceError) else ""
+            post("supervisor", Fault(name, summary, trace, code, broken))
     context.close()
     return code
 

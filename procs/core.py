@@ -12,6 +12,7 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
+from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
@@ -25,6 +26,7 @@ from ..ipc.messages import (
     Constrain,
     Constrained,
     Enqueue,
+    ExpertLoad,
     Facts,
     Failed,
     Leave,
@@ -78,6 +80,7 @@ class CoreActor:
         self._workers = workers(config.num_ranks)
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
+        self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -94,7 +97,7 @@ class CoreActor:
             record=self._record,
         )
         if self._config.kv_events is not None:
-            self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
+            self._kv_events = KvEventPublisher.of(self._config, self._config.kv_events, self._keys)
         if self._config.client_address is not None:
             self._clients = ClientPort(self._config, self._config.client_address, keys=self._keys)
         return Facts()
@@ -111,6 +114,8 @@ class CoreActor:
                     self._pipeline_times.answered(message.stage_times)
                 self.scheduler.apply(message)
                 num_steps += 1
+            elif isinstance(message, ExpertLoad):
+                self._expert_loads.take(message)
             else:
                 self._take(message)
         if self._scheduler is not None:
@@ -151,7 +156,7 @@ class CoreActor:
                 self._report()
             case Reset():
                 self._reset(message)
-            case StepResult() | Leave() | Stop():
+            case StepResult() | ExpertLoad() | Leave() | Stop():
                 pass
             case _:
                 assert_never(message)
@@ -405,6 +410,8 @@ class CoreActor:
             failed_kernels=self._failed_kernels,
             stages=stages,
             bubble_ratio=bubble_ratio,
+            expert_tokens=self._expert_loads.tokens,
+            expert_imbalance=self._expert_loads.imbalance,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

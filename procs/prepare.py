@@ -72,7 +72,8 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         quantization=options.quantization,
     )
     if spec.decoder is not None:
-        part = cut(spec.decoder, 0, options.tensor_parallel_size)
+        deals_experts = options.enable_expert_parallel
+        part = cut(spec.decoder, 0, options.tensor_parallel_size, deals_experts=deals_experts)
         if options.pipeline_parallel_size > 1:
             lengths_of(lower(part), len(part.blocks), options.pipeline_parallel_size, options.pipeline_layers)
     facts = model_facts(spec, folder, name, adapter)

@@ -129,6 +129,9 @@ class Supervisor:
         self._weight_fds = list(weight_fds)
         self._template: Template | None = None
         self._unstarted: list[str] = []  # actors that no process was started for yet
+        self._broken_kernels: dict[
+            str, None
+        ] = {}  # whose check broke a worker's device; the next workers leave them out
 
     def weights_for(self, config: EngineConfig) -> list[int]:
         """New descriptors of this engine's packed weights, if another engine's are the same; else none."""
@@ -210,6 +213,7 @@ class Supervisor:
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
             epoch=self._epoch,
             device_epoch=self._device_epoch,
+            broken_kernels=tuple(self._broken_kernels),
         )
         try:
             for name in actors:
@@ -311,11 +315,12 @@ class Supervisor:
             self._outboxes[name].send(answer)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Handles events until `condition()`. Raises StartError if a child dies or the start takes too long."""
+        """Handles events until `condition()`. Raises StartError if a child dies that cannot do better the next time, or
+        the start takes too long."""
         while not condition() and not self._must_end:
             if self._dead:
-                await self._last_words(self._dead[0])
-                raise StartError(self._cause(self._dead[0]))
+                died, self._dead = self._dead, []
+                await self._replace_broken(died)
             await self._next_event(0.5)
             await self._look_elsewhere()
             now = time.monotonic()
@@ -382,6 +387,16 @@ class Supervisor:
                 hung.append(child)
         return hung
 
+    async def _replace_broken(self, died: Sequence[Child]) -> None:
+        """Replaces workers that died in the start if the check of a kernel broke a device: the next ones leave that
+        kernel out. Raises StartError if they died of anything else."""
+        for child in died:
+            await self._last_words(child)
+        kernels = {fault.broken_kernel for child in died if (fault := self._faults.get(child.name)) is not None}
+        if not kernels - {"", *self._broken_kernels}:
+            raise StartError(self._cause(died[0]))
+        await self._replace(died)
+
     async def _replace(self, died: Sequence[Child]) -> None:
         """Begins the next epoch with new processes for these and for those that depend on them. Raises StartError."""
         now = time.monotonic()
@@ -393,6 +408,9 @@ class Supervisor:
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
             lost.update(dict.fromkeys(lost_with(child.name, self._config.num_ranks)))
+            if (fault := self._faults.get(child.name)) is not None and fault.broken_kernel:
+                self._broken_kernels[fault.broken_kernel] = None
+        lost = {name: None for name in lost if name in self._children}  # the others are not started yet
         if self._elsewhere:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
@@ -408,7 +426,7 @@ class Supervisor:
             self._lost_at.setdefault(name, now)
         self._epoch += 1
         self._device_epoch += any(kind(name) in ("core", "worker") for name in lost)
-        for name in self._actors:
+        for name in self._children:
             if name not in lost:
                 self._outboxes[name].send(Reset(self._epoch, self._device_epoch, tuple(lost), reason))
                 self._outboxes[name].send(Ping())

@@ -153,6 +153,9 @@ class TokenizerActor:
                 resume_chars=submit.resume_chars,
                 attempt=submit.attempt,
                 marks=marks,
+                cache_salt=submit.cache_salt,
+                awaits_kv=submit.awaits_kv,
+                cache_hit_threshold=submit.cache_hit_threshold,
             ),
         )
 

@@ -25,7 +25,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.Sleep, m.Wake),
     ("worker", "worker"): (m.Hidden, m.SampledIds),
-    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad),
     ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
@@ -99,8 +99,8 @@ def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
 
 
 def receivers(sender: str, num_ranks: int, num_apis: int, num_stages: int = 1) -> tuple[str, ...]:
-    """The actors that an actor may send to. Every worker sends the core a CacheOffer; only the first of the last stage
-    sends it results."""
+    """The actors that an actor may send to. Every worker sends the core a CacheOffer, and what it reports of itself;
+    only the first of the last stage sends it results."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
     if kind(sender) == "worker":
         found.remove("worker")

@@ -7,7 +7,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
 from msgspec import structs
@@ -21,6 +21,7 @@ from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import (
     CacheOffer,
+    ExpertLoad,
     Facts,
     Hidden,
     Leave,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
+_LOAD_STEPS = 1000  # between reports of the experts' load
 
 
 class Worker:
@@ -56,19 +58,24 @@ class Worker:
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
         progress: Callable[[int, int], None] | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> None:
         """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all."""
+        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
+        them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
         self._progress = progress
+        self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._num_answered = 0
         self._num_stages = config.pipeline_parallel_size
         self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, self._num_stages)
         self._times = StageTimes()
         self._queue = StageQueue(is_first=rank_info.stage == 0, knows_ids=self._knows_ids)
+        self._num_reported = 0  # of these plans, those whose experts' load was reported
+        self._num_seen = 0  # of these plans, those at the last `rest`
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -83,8 +90,9 @@ class Worker:
 
         self._post = post
         self._runner = Runner.load(
-            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd
-        )
+            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
+            broken_kernels=self._broken_kernels,
+        )  # fmt: skip
         self._offer()
 
     def _offer(self) -> None:
@@ -148,7 +156,7 @@ class Worker:
         self._times.begins(is_first=hidden is None)
         started = time.perf_counter()
         found = self._started().run_stage(plan, hidden)
-        self._num_answered += 1
+        self._answered_one()
         self._times.ends()
         before_ms, before = (0.0, b"") if hidden is None else (hidden.device_ms, hidden.times)
         device_ms = max(before_ms, (time.perf_counter() - started) * 1000)
@@ -161,6 +169,11 @@ class Worker:
         if self._rank_info.t == 0:
             self._post("core", structs.replace(found, device_ms=device_ms, stage_times=times))
 
+    def _answered_one(self) -> None:
+        self._num_answered += 1
+        if self._num_answered % _LOAD_STEPS == 0:
+            self._report_load()
+
     def step(self, plan: StepPlan) -> None:
         """Launches a plan, and sends the results of steps that are done."""
         self._started().launch(plan)
@@ -171,11 +184,25 @@ class Worker:
         runner = self._started()
         while runner.num_pending and (wait or runner.is_done()):
             result = runner.collect()
-            self._num_answered += 1
             wait = False
             if self._rank_info.rank == 0:
                 self._post("core", result)
+            self._answered_one()
         self.poll()
+
+    def rest(self) -> None:
+        """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
+        are then of the same steps."""
+        if self._num_answered == self._num_seen:
+            self._report_load()
+        self._num_seen = self._num_answered
+
+    def _report_load(self) -> None:
+        """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""
+        if self._config.enable_expert_parallel and self._num_answered > self._num_reported:
+            self._num_reported = self._num_answered
+            tokens = self._started().take_expert_load()
+            self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
 
     def sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""
@@ -259,6 +286,7 @@ def _take(
             on_ready(worker.open(message))
         case Ping():
             on_ping()
+            worker.rest()
         case Reset():
             if "core" in message.lost:
                 worker.reset()

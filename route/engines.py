@@ -1,17 +1,15 @@
-"""The engines behind a router: which are ready, how busy each is, and which one gets the next request.
+"""The engines behind a router: which are ready, and how busy each is. `choice.py` chooses among them.
 
-The router checks each engine twice a second. An engine that is not ready, cannot be reached, or has broken off an
-answer is ejected: it gets no new requests until a check succeeds, and keeps its open ones. An engine that has not
-answered for `SILENT_LIMIT_S` is given up: its open requests go to other engines.
+The router checks each engine twice a second, or less often if it has very many. An engine that is not ready, cannot be
+reached, or has broken off an answer is ejected: it gets no new requests until a check succeeds, and keeps its open
+ones. An engine that has not answered for `SILENT_LIMIT_S` is given up: its open requests go to other engines.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import ssl
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import urlsplit
 
@@ -20,13 +18,13 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import ConfigError
-from .prefixes import Prefixes
+from .choice import Choice, Condition, Conversation, Member, check_interval_s
 
-CHECK_INTERVAL_S = 0.5
 CHECK_TIMEOUT_S = 2.0
 SILENT_LIMIT_S = 10.0  # the api of a busy engine still answers
 CONNECT_TIMEOUT_S = 5.0
-_SLACK = 4  # see `choose`; lets an engine with a few requests still get prompts whose prefix it has
+_COMPARE_INTERVAL_S = 1.0  # of the engines' speeds
+_REMOVAL_POLL_S = 0.1
 
 log = logging.getLogger("pagewire.route")
 
@@ -57,14 +55,14 @@ class EngineState(Struct, frozen=True):
     open: int  # requests
 
 
-class Engine:
+class Engine(Member):
     """One engine and its state. Create it on the event loop that uses it."""
 
-    _numbers = itertools.count()
-
-    def __init__(self, url: str, *, cacert: str | None = None) -> None:
-        """`url`: http://, https:// or unix:PATH. Raises ConfigError."""
+    def __init__(self, url: str, choice: "Choice[Engine]", *, cacert: str | None = None) -> None:
+        """`url`: http://, https:// or unix:PATH. `choice`: what is told of its state. Raises ConfigError."""
         self.url = url.rstrip("/")
+        super().__init__(self.url)
+        self._choice = choice
         parts = urlsplit(self.url)
         connector: aiohttp.BaseConnector
         if parts.scheme == "unix" and parts.path and not parts.netloc:
@@ -83,25 +81,15 @@ class Engine:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
-        self.incarnation = next(self._numbers)  # changes when the engine is lost, as its prefix cache is then empty
-        self.is_leaving = False  # it gets no new requests, whatever its checks say
         self.trouble: str | None = "It has not been checked yet."  # None: it is ready
-        self.num_open = 0  # requests of this router
-        self.num_foreign = 0  # other requests, by its last /load
-        self.num_sent = 0
+        self.is_new = False  # it has started since this router did, or starts now
         self.num_ejections = 0
+        self.num_streaming = 0  # streams of this router that have had tokens
+        self.num_tokens = 0  # of those streams
         self.checked = asyncio.Event()  # set: check it again at once
         self._since = self._heard_at = time.monotonic()
         self._attempts: set[asyncio.Timeout] = set()
-
-    @property
-    def is_able(self) -> bool:
-        """Whether it gets new requests."""
-        return self.trouble is None and not self.is_leaving
-
-    @property
-    def load(self) -> int:
-        return self.num_open + self.num_foreign
+        self._paced_at, self._paced_tokens = self._since, 0
 
     def state(self) -> EngineState:
         trouble = "It is leaving." if self.is_leaving else self.trouble
@@ -110,27 +98,32 @@ class Engine:
     @contextlib.contextmanager
     def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:
         """The time in which it has a request. `limit` expires when the engine is given up."""
-        self.num_open += 1
-        self.num_sent += 1
+        self._choice.opened(self)
         self._attempts.add(limit)
         try:
             yield
         finally:
-            self.num_open -= 1
+            self._choice.closed(self)
             self._attempts.discard(limit)
 
-    def eject(self, trouble: str) -> None:
+    def leave(self, is_leaving: bool = True) -> None:
+        """It gets no new requests, whatever its checks say; or gets them again."""
+        self._choice.leaves(self, is_leaving)
+
+    def eject(self, trouble: str, condition: Condition = Condition.OUT) -> None:
         """The engine gets no new requests until a check succeeds."""
         if self.trouble is None:
             self.num_ejections += 1
             self._since = time.monotonic()
             log.warning("engine %s gets no new requests: %s", self.url, trouble)
         self.trouble = trouble
+        self._choice.turned(self, condition)
 
     def lost(self, trouble: str) -> None:
         """The engine broke off a connection and may have died: ejects it and checks it at once."""
         self.eject(trouble)
-        self.incarnation = next(self._numbers)
+        self.is_new = True
+        self._choice.lost(self)
         self.checked.set()
 
     async def check(self, key: str | None) -> None:
@@ -142,16 +135,18 @@ class Engine:
                 async with self.session.get(self.base + "/load", headers=_bearer(key)) as response:
                     load = await response.read() if response.status == 200 else b""
         except TimeoutError:
-            self.eject("It does not answer.")
+            self.eject("It does not answer.", Condition.SILENT)
         except aiohttp.ClientConnectorError:
             self.eject("It cannot be reached.")
+            self.is_new = self.is_new or self.num_sent > 0
         except (aiohttp.ClientError, OSError):
             self.eject("It closes connections without an answer.")
         else:
             self._heard_at = time.monotonic()
             if load:
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self.num_foreign = max(0, msgspec.json.decode(load, type=_Load).server_load - self.num_open)
+                    self._choice.reported(self, msgspec.json.decode(load, type=_Load).server_load)
+            self._measure_pace()
             if status == 200:
                 self._admit()
             else:
@@ -174,7 +169,17 @@ class Engine:
         if self.trouble is not None:
             self._since = time.monotonic()
             log.warning("engine %s is ready", self.url)
-        self.trouble = None
+            if self.is_new:
+                self._choice.started(self, self._since)
+        self.trouble, self.is_new = None, False
+        self._choice.turned(self, Condition.ABLE)
+
+    def _measure_pace(self) -> None:
+        """Tells how long its streams waited for a token since the last check."""
+        now, num_tokens = self._heard_at, self.num_tokens - self._paced_tokens
+        if self.num_streaming:
+            self._choice.paced(self, (now - self._paced_at) * self.num_streaming / max(1, num_tokens))
+        self._paced_at, self._paced_tokens = now, self.num_tokens
 
     def _give_up(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -190,11 +195,16 @@ class Fleet:
         """`key`: the engines' API key. Raises ConfigError."""
         self._cacert = cacert
         self._key = key
-        self._prefixes = Prefixes()
+        self.choice: Choice[Engine] = Choice()
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._waiters: set[asyncio.Future[None]] = set()
-        self.num_prefix_blocks: Counter[str] = Counter(asked=0, met=0)
-        self.engines = [Engine(url, cacert=cacert) for url in urls]
+        self._compared_at = 0.0
+        for url in urls:
+            self.choice.add(Engine(url, self.choice, cacert=cacert))
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return self.choice.members
 
     def start(self) -> None:
         for engine in self.engines:
@@ -211,37 +221,27 @@ class Fleet:
         """Adds an engine, which gets requests once it is ready, or cancels its removal. Raises ConfigError."""
         engine = self.find(url)
         if engine is None:
-            engine = Engine(url, cacert=self._cacert)
-            self.engines.append(engine)
+            engine = Engine(url, self.choice, cacert=self._cacert)
+            engine.is_new = True
+            self.choice.add(engine)
             self._watch(engine)
-        engine.is_leaving = False
+        engine.leave(False)
         engine.checked.set()
         return engine
 
     async def remove(self, engine: Engine) -> None:
         """Removes an engine after its open requests have ended; until then it gets no new ones."""
-        engine.is_leaving = True
+        engine.leave()
         while engine.is_leaving and engine.num_open:
-            await asyncio.sleep(CHECK_INTERVAL_S / 5)
+            await asyncio.sleep(_REMOVAL_POLL_S)
         if engine.is_leaving and engine in self.engines:
             await self._forget(engine)
 
-    def choose(self, blocks: Sequence[int], avoid: Collection[Engine]) -> Engine | None:
-        """The engine for a request with these blocks: the one that was sent most of them, among those with at most
-        twice the load of the least busy one plus `_SLACK`. None: no engine is ready."""
-        able = [engine for engine in self.engines if engine.is_able and engine not in avoid]
-        if not able:
-            return None
-        idlest = min(engine.load for engine in able)
-        matches = self._prefixes.matches(blocks)
-        chosen = min(
-            (engine for engine in able if engine.load <= 2 * idlest + _SLACK),
-            key=lambda engine: (-matches.get(engine.incarnation, 0), engine.load, engine.num_sent),
-        )
-        self.num_prefix_blocks["asked"] += len(blocks)
-        self.num_prefix_blocks["met"] += matches.get(chosen.incarnation, 0)
-        self._prefixes.add(blocks, chosen.incarnation)
-        return chosen
+    def choose(
+        self, blocks: Sequence[int], conversation: Conversation | None, avoid: Collection[Engine]
+    ) -> Engine | None:
+        """The engine for a request, as `Choice.choose` says."""
+        return self.choice.choose(blocks, conversation, time.monotonic(), avoid)
 
     async def news(self, deadline: float) -> bool:
         """Waits for the next check of an engine. False: the loop's clock has reached `deadline`."""
@@ -269,15 +269,18 @@ class Fleet:
         while True:
             engine.checked.clear()
             await engine.check(self._key)
+            if (now := time.monotonic()) > self._compared_at + _COMPARE_INTERVAL_S:
+                self._compared_at = now
+                self.choice.compare_paces()
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_INTERVAL_S):
+                async with asyncio.timeout(check_interval_s(len(self.engines))):
                     await engine.checked.wait()
 
     async def _forget(self, engine: Engine) -> None:
-        self.engines.remove(engine)
+        self.choice.remove(engine)
         if (watcher := self._watchers.pop(engine, None)) is not None:
             watcher.cancel()
         await engine.close()

@@ -61,13 +61,13 @@ def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> by
             "counter",
             "prefix_blocks_total",
             "Prefix blocks of prompts.",
-            [("", fleet.num_prefix_blocks["asked"])],
+            [("", fleet.choice.num_blocks_asked)],
         ),
         (
             "counter",
             "prefix_blocks_met_total",
             "Prefix blocks of prompts that the chosen engine had been sent before.",
-            [("", fleet.num_prefix_blocks["met"])],
+            [("", fleet.choice.num_blocks_met)],
         ),
     ]
     lines: list[str] = []

@@ -5,12 +5,14 @@ The table evicts the least recently used blocks. It is a hint: a stale entry cos
 engines do not report their evictions.
 """
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK_BYTES = 256  # of a prompt's JSON, about 64 tokens
 MAX_BLOCKS = 512  # of a prompt; the rest of a longer one is ignored
 _CAPACITY = 1 << 17  # blocks
+MAX_HOLDERS = 4  # of a block, the last ones; a block that so many were sent is likely to be everywhere
 
 
 def prefix_blocks(root: bytes, text: bytes) -> list[int]:
@@ -23,27 +25,36 @@ def prefix_blocks(root: bytes, text: bytes) -> list[int]:
 
 
 class Prefixes:
-    """Block hash → the incarnations of engines (`Engine.incarnation`) that were sent it."""
+    """Block hash → the incarnations of engines (`Member.incarnation`) that were sent it."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
-        self._seen_by: OrderedDict[int, set[int]] = OrderedDict()
+        self._seen_by: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
     def matches(self, blocks: Sequence[int]) -> dict[int, int]:
-        """Incarnation → how many leading blocks it was sent; without those that were sent none."""
-        found: dict[int, int] = {}
-        for length, block in enumerate(blocks, start=1):
-            holders = self._seen_by.get(block)
-            if holders is None:
+        """Incarnation → how many leading blocks it was sent, the longest first; without those that were sent none. At
+        most `MAX_HOLDERS`, and those with a shorter beginning may have somewhat more of it than is told."""
+        seen_by, found = self._seen_by, dict[int, int]()
+        # A block stands for those before it, which are evicted after it: the known blocks are a beginning.
+        depth = bisect.bisect_left(blocks, True, key=lambda block: block not in seen_by)
+        step = 1
+        while depth > 0:
+            for holder in seen_by.get(blocks[depth - 1], ()):
+                found.setdefault(holder, depth)
+            if len(found) >= MAX_HOLDERS or depth == 1:
                 break
-            for holder in holders:
-                if found.get(holder, 0) == length - 1:
-                    found[holder] = length
+            depth, step = max(1, depth - step), 2 * step
         return found
 
     def add(self, blocks: Sequence[int], holder: int) -> None:
+        seen_by = self._seen_by
         for block in reversed(blocks):  # so that the first block of a prompt is evicted last
-            self._seen_by.setdefault(block, set()).add(holder)
-            self._seen_by.move_to_end(block)
+            holders = seen_by.get(block)
+            if holders is None:
+                seen_by[block] = (holder,)
+                continue
+            if holder not in holders:
+                seen_by[block] = (*holders, holder)[-MAX_HOLDERS:]
+            seen_by.move_to_end(block)
         while len(self._seen_by) > self._capacity:
             self._seen_by.popitem(last=False)

@@ -1,8 +1,8 @@
 """Sends a request to an engine and its answer to the client, and tries other engines when one is lost.
 
 A request is sent again as long as the client has no byte of the answer. A stream that has begun is continued by another
-engine with its `Journal`, if it has one. This module decides what is retried and when to stop; `Fleet.choose` selects
-the engine.
+engine with its `Journal`, if it has one. This module decides what is retried and when to stop; `choice.py` decides
+which engine is next.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from .ask import Ask
 from .engines import Engine, Fleet
 from .journal import EngineLeaves, Journal, StreamDiffers
 
+MAX_REFUSALS = 8  # engines that are asked in turn whether they have room
 MAX_FRUITLESS = 2  # engines lost in a row without a new token; then the request may be the cause
 _MAX_WHOLE_BYTES = 64 << 20  # of an answer that is kept until it is complete; larger ones are streamed
 _MAX_RESPONSE_IDS = 100_000
@@ -186,7 +187,9 @@ class Relay:
             home = self._home_of.get(ask.response_id or "")
         if home is not None and home in self._fleet.engines:
             return home if home.is_able and home not in avoid else None
-        return self._fleet.choose(ask.blocks, avoid)
+        if len(avoid) >= MAX_REFUSALS:
+            return None
+        return self._fleet.choose(ask.blocks, ask.conversation, avoid)
 
     async def _attempt(self, engine: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
         """Raises _Refused, _Lost, StreamDiffers."""
@@ -266,23 +269,33 @@ class Relay:
         self, response: aiohttp.ClientResponse, engine: Engine, ask: Ask, answer: Answer, journal: Journal
     ) -> None:
         """Sends what the journal lets through. Raises _Lost if the connection ends before the stream does."""
-        rest = b""
-        async for data in response.content.iter_any():
-            *events, rest = (rest + data).split(b"\n\n")
-            fresh: list[bytes] = []
-            for event in events:
-                try:
-                    shown = journal.take(event)
-                except EngineLeaves as leaving:
-                    await _flush(answer, fresh)
-                    raise _Lost(may_be_cause=leaving.may_be_cause) from None
-                if shown is not None:
-                    fresh.append(shown)
-                if journal.has_ended:
-                    self._note_home(ask, engine, journal.id)
-                    await answer.end(b"".join(fresh))
-                    fresh.clear()
-            await _flush(answer, fresh)
+        rest, num_before = b"", journal.num_ids
+        is_streaming = False
+        try:
+            async for data in response.content.iter_any():
+                *events, rest = (rest + data).split(b"\n\n")
+                fresh: list[bytes] = []
+                for event in events:
+                    try:
+                        shown = journal.take(event)
+                    except EngineLeaves as leaving:
+                        await _flush(answer, fresh)
+                        raise _Lost(may_be_cause=leaving.may_be_cause) from None
+                    if shown is not None:
+                        fresh.append(shown)
+                    if journal.has_ended:
+                        self._note_home(ask, engine, journal.id)
+                        await answer.end(b"".join(fresh))
+                        fresh.clear()
+                await _flush(answer, fresh)
+                if (num_new := journal.num_ids - num_before) > 0:
+                    engine.num_tokens += num_new
+                    num_before = journal.num_ids
+                    if not is_streaming:
+                        is_streaming = True
+                        engine.num_streaming += 1
+        finally:
+            engine.num_streaming -= is_streaming
         if not answer.has_ended:
             raise _Lost
 

@@ -219,10 +219,10 @@ class Replicas:
         for replica in self._replicas:
             engine = self._router.fleet.find(replica.url)
             assert engine is not None, replica.url
-            engine.is_leaving = True
+            engine.leave()
             await replica.stop(self._service.drain_timeout + STOP_GRACE_S)
             engine.lost("It restarts.")
-            engine.is_leaving = False
+            engine.leave(False)
             await self._start(replica)
             deadline = asyncio.get_running_loop().time() + self._service.start_timeout_s
             while not engine.is_able and await self._router.fleet.news(deadline):

@@ -7,7 +7,7 @@ reordered, wrongly cached or too early reused page changes every token after it.
 
 import sys
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, islice
 from zlib import crc32
 
@@ -76,11 +76,28 @@ def next_value(kind: str, before: Sequence[bytes | bytearray], token_id: int) ->
     return crc32(token + b"".join(before)).to_bytes(KV_BYTES, "little")
 
 
-class Content:
-    """What the cache of a sequence holds, from its ids and its regime alone."""
+class StagedGroups(Groups):
+    """The cache groups of a model whose layers are divided into stages. Each stage has layers of each group."""
 
-    def __init__(self, groups: Groups, ids: Sequence[int] = (), regime: int = 0) -> None:
+    def __init__(self, groups: Groups, num_stages: int) -> None:
+        super().__init__(groups.shapes, interval=groups._interval)
+        self.num_stages = num_stages
+
+
+def hidden_of(groups: Groups, values: Iterable[bytes | bytearray], state: int) -> int:
+    """What a stage hands to the next one of a position. `values`: what its groups store of the position. `state`: after
+    it."""
+    return crc32(b"".join(values), 0 if groups.state is None else state)
+
+
+class Content:
+    """What the cache of a sequence holds, from its ids and its regime alone; of one stage if there are several."""
+
+    def __init__(self, groups: Groups, ids: Sequence[int] = (), regime: int = 0, stage: int = 0) -> None:
+        """`stage`: the first that is computed; `ids` are its inputs."""
         self._groups = groups
+        is_last = not isinstance(groups, StagedGroups) or stage + 1 == groups.num_stages
+        self.next_stage = None if is_last else Content(groups, stage=stage + 1)
         self._regime = regime
         self.num = 0  # positions
         self.values = [bytearray() for _ in range(groups.num_tables)]  # of each group with block tables
@@ -97,9 +114,13 @@ class Content:
             values += next_value(shape.kind, shelved(before, shape.pages), token_id)
         self.states.append(next_kv(self.states[-1], token_id))
         self.num += 1
+        if self.next_stage is not None:
+            self.next_stage.append(hidden_of(self._groups, (v[-KV_BYTES:] for v in self.values), self.states[-1]))
 
     def reads(self) -> bytes:
-        """What all layers read to compute the last position, that one included."""
+        """What all layers of the last stage read to compute the last position, that one included."""
+        if self.next_stage is not None:
+            return self.next_stage.reads()
         shapes = self._groups.shapes
         reads = [
             shelved(values[KV_BYTES * read_from(shape, self.num - 1) :], shape.pages)
@@ -228,7 +249,7 @@ class FakeRow:
 
     __slots__ = (
         *("ends", "firsts", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling"),
-        *("first_state", "read_state_from", "regime", "state", "states", "tables"),
+        *("first_state", "read_state_from", "regime", "state", "states", "stored", "tables"),
     )
 
     def __init__(self, message: RowOpen) -> None:
@@ -242,6 +263,7 @@ class FakeRow:
         self.read_state_from: array[int] | None = bytes_to_ids(message.state_from)  # by the next pass; None: `state`
         self.first_state = 0  # the position before the last pass
         self.states: list[int] = []  # after each position of the last pass, and before it
+        self.stored: list[list[bytes]] = []  # for the next stage: what the groups have stored of each of its positions
         self.sampling = message.sampling
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
@@ -252,6 +274,8 @@ class FakeRow:
 
 class FakeWorker:
     """Runs plans at once, in order. Raises AssertionError if a plan breaks the contract."""
+
+    has_next = False  # another stage computes from what this one stores
 
     def __init__(
         self,
@@ -469,24 +493,31 @@ class FakeWorker:
 
     def _compute(self, state: FakeRow, start: int, end: int) -> bytes:
         """Writes what each group stores of these positions. Returns all that is read to compute the last of them."""
+        inputs = self._inputs(state, start, end)
+        state.stored = [[] for _ in inputs] if self.has_next else []
         for group in range(self.groups.num_tables):
             shape = self.groups.shapes[group]
             first = read_from(shape, start)
             before = list(map(bytearray, self._read(state, group, first, start)))
             for position in range(start, end):
                 skip = KV_BYTES * (read_from(shape, position) - first)
-                token_id = seen(state.ids[position], state.regime)
-                value = next_value(shape.kind, [page[skip:] for page in before], token_id)
+                value = next_value(shape.kind, [page[skip:] for page in before], inputs[position - start])
+                if self.has_next:
+                    state.stored[position - start].append(value)
                 parts = zip(self._slot(state, group, position), before, shelved(value, len(before)), strict=True)
                 for slot, page, part in parts:
                     page += part
                     self.memory[slot : slot + KV_BYTES] = part
         state.first_state, state.states = start, [self._read_state(state)]
-        for token_id in state.ids[start:end]:
-            state.states.append(next_kv(state.states[-1], seen(token_id, state.regime)))
+        for number in inputs:
+            state.states.append(next_kv(state.states[-1], number))
         state.num_computed = end
         self._write_state(state.state, state.states[-1])
         return self._reads(state, end)
+
+    def _inputs(self, state: FakeRow, start: int, end: int) -> Sequence[int]:
+        """What the first layers compute these positions from."""
+        return [seen(token_id, state.regime) for token_id in state.ids[start:end]]
 
     def _reads(self, state: FakeRow, end: int) -> bytes:
         """What all layers read to compute the position before `end`."""

@@ -51,6 +51,7 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
     tokens_in_flight_are_counted(touched)
     keys_of_blocks_match_block_tables(scheduler, touched)
     waiting_requests_are_queued(scheduler)
+    micro_batches_hold_each_row_once(scheduler)
 
 
 def holder_counts_match_block_tables(scheduler: Scheduler, touched: Touched) -> None:
@@ -157,6 +158,22 @@ def waiting_requests_are_queued(scheduler: Scheduler) -> None:
     assert {r.rid for r in waiting} == {r.rid for r in requests if r.state is State.WAITING}, "lost in the queue"
     assert len(waiting) == sum(1 for _ in waiting), "the length of the queue is wrong"
     assert waiting.num_tokens == sum(r.max_len for r in waiting), "the number of waiting tokens is wrong"
+
+
+def micro_batches_hold_each_row_once(scheduler: Scheduler) -> None:
+    """With several stages each running row waits in one place for its next plan, the longest wait first."""
+    batches = scheduler.micro_batches
+    known = [*batches._queue, *batches._masked, *batches._prompts]
+    if batches.num_stages == 1:
+        assert not known, "micro-batches with one stage"
+        return
+    assert len(set(map(id, known))) == len(known), "a row is in two micro-batches"
+    due = {id(r) for r in scheduler.table.running if r.state in (State.RUNNING, State.LOADING)}
+    assert set(map(id, known)) == due, "a running row is in no micro-batch"
+    assert batches._context == sum(num for _, num in (*batches._queue.values(), *batches._masked.values())), (
+        "wrong context"
+    )
+    assert all(r.num_total >= r.num_allowed for r in batches._masked), "a row with a mask waits for one"
 
 
 def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None:

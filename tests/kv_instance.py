@@ -77,6 +77,7 @@ class Running:
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     root: bytes = root_key(b"model", b"")
+    awaits_kv: bool = False
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         assert num * block_size <= len(self.ids), "keys of full blocks only"

@@ -23,8 +23,10 @@ def page(prefix: str = "pagewire") -> str:
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
+    core = replace(core, expert_tokens=(40, 20), expert_imbalance={0: 1.5, 2: 1.25})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
-    return Metrics(gateway, replace(CONFIG, served_model_names=(MODEL,)), prefix=prefix).render().decode()
+    config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))
+    return Metrics(gateway, config, prefix=prefix).render().decode()
 
 
 def families(text: str) -> dict[str, Metric]:

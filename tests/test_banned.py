@@ -63,6 +63,7 @@ REGEX = {
     "kernels.triton.compile": "the compiler's output",
     "kernels.triton.grid": "the compiler's output",
     "kernels.triton.cubins": "names within our own archive",
+    "api.openai.kv_transfer": "a bounded host name against the operator's --kv-peers",
     "api.app": "one class of characters, of bounded length",
     "api.http.origins": "one class of characters, of bounded length",
     "api.web.openapi": "our own paths",

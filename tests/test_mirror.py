@@ -57,7 +57,6 @@ ELSEWHERE = {
     "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
     "engine.executors.weights": "engine/weights/test_quantized_exactness.py: with models, of every kind of matrix",
     "engine.gpu.decoder": "engine/gpu/test_exactness.py: with a model",
-    "engine.gpu.experts": "engine/gpu/test_walk.py: with models that have experts",
     "engine.gpu.shapes": "engine/gpu/test_device_steps.py: with the steps that have these shapes",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
     "engine.gpu.weights": "engine/gpu/test_quantized.py: with a model",

@@ -52,14 +52,15 @@ transformers' config class has by default; other sizes and options of a family m
 - **GPU**: "Triton" means that kernels of Triton and the vendor's library compute the whole program; otherwise torch
   computes the operations that are named, in the same recorded step. Or the reason why torch computes the whole model.
 - **Cache groups**: which keys and values live equally long.
-- **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes.
+- **Ranks**: values of `--tensor-parallel-size` among 2, 4 and 8 that divide these sizes; "whole experts": with
+  `--enable-expert-parallel`.
 - **Quantized checkpoints**: formats that are read; int8, int4 and MXFP4 are those of compressed-tensors. Experts are
   not read from them where the family's files have the experts of a layer in one tensor.
 """
 
 _SPEED = """\
-- **Speed**: decoding with the C program, beside a Llama that reads and writes as many numbers for a token (weights, and the
-  states of recurrent layers); 1.1 × means 1.1 times its time.
+- **Speed**: decoding with the C program, beside a Llama that reads and writes as many numbers for a token (weights,
+  keys and values, and the states of recurrent layers); 1.1 × means 1.1 times its time.
 """
 
 _TAIL = """\
@@ -111,7 +112,7 @@ def _cells(architecture: str, decoder: Decoder) -> Iterator[str]:
     yield f"C; torch: {', '.join(in_torch)}" if in_torch else "C"
     yield _gpu(program)
     yield ", ".join(group_names(shape_of(program, torch.float32).groups(_BLOCK_SIZE)))
-    yield ", ".join(str(size) for size in _RANKS if _divides(decoder, size)) or "–"
+    yield _ranks(decoder)
     yield _formats(architecture, decoder, program)
 
 
@@ -147,9 +148,19 @@ def _formats(architecture: str, decoder: Decoder, program: Program) -> str:
     return ", ".join(formats) + (", but not the experts" if left else "")
 
 
-def _divides(decoder: Decoder, size: int) -> bool:
+def _ranks(decoder: Decoder) -> str:
+    found = [str(size) for size in _RANKS if _divides(decoder, size)]
+    more = [
+        f"{size} (whole experts)"
+        for size in _RANKS
+        if str(size) not in found and _divides(decoder, size, deals_experts=True)
+    ]
+    return ", ".join([*found, *more]) or "–"
+
+
+def _divides(decoder: Decoder, size: int, *, deals_experts: bool = False) -> bool:
     try:
-        cut(decoder, 0, size)
+        cut(decoder, 0, size, deals_experts=deals_experts)
     except ConfigError:
         return False
     return True

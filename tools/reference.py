@@ -276,8 +276,11 @@ def engine_metrics() -> list[Metric]:
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
+    core = replace(core, expert_tokens=(0,), expert_imbalance={0: 1.0})
     gateway.handle([core, Pulse("core", nothing)])
-    return list(text_string_to_metric_families(Metrics(gateway, config().engine).render().decode()))
+    engine = config().engine
+    engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well
+    return list(text_string_to_metric_families(Metrics(gateway, engine).render().decode()))
 
 
 def router_metrics() -> list[Metric]:
@@ -305,7 +308,8 @@ def metrics() -> str:
         "# Metrics",
         "",
         "What `/metrics` shows. [Metrics, logs and traces](../metrics.md) says how they are counted and used. Under",
-        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`.",
+        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`, and some have vLLM's old name,",
+        "too.",
         "",
         "## Of a server",
         "",

@@ -19,7 +19,8 @@ from ..http.http_error import unsupported
 from ..http.operation import Operation
 from ..output.service import Service
 
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/admin/models"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/admin/models"})
+EITHER_PATHS = frozenset({"/is_sleeping"})  # routers in front ask with the users' key
 
 
 class Sleeping(Struct, frozen=True):

@@ -5,6 +5,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_json
 from ..http.operation import Operation
+from ..openai.generate_types import GenerateRequest
+from ..openai.render import rendered
 from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn
 from ..output.reply import Reply, id_list
 from ..output.resumable import WithTokenIds
@@ -34,6 +36,15 @@ class AnthropicEndpoints:
             ),
             Operation(
                 "POST",
+                "/v1/messages/render",
+                self.render,
+                "The tokens of a conversation, as a request to generate",
+                takes=MessagesRequest,
+                example={"messages": [{"role": "user", "content": "Count from 1 to 5"}], "max_tokens": 60},
+                gives=GenerateRequest,
+            ),
+            Operation(
+                "POST",
                 "/v1/messages/count_tokens",
                 self.count_tokens,
                 "How many tokens a conversation is",
@@ -54,6 +65,15 @@ class AnthropicEndpoints:
             if request.return_token_ids:
                 reply = WithTokenIds(reply)
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
+
+    async def render(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._messages_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        config = self._service.config
+        chat = chat_request(request, config)
+        with in_terms_of_messages(config):
+            submits = chat_submits(chat, config, b"")
+            await send_json(send, (await rendered(self._service, chat, submits[:1], model))[0])
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))

@@ -36,8 +36,9 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
         if getattr(request, name):
             raise unsupported(name)
     _check_context_management(request)
-    if request.prompt_logprobs is not None:
-        raise unsupported("prompt_logprobs")
+    for name in ("prompt_logprobs", "kv_transfer_params", "cache_hit_threshold"):
+        if getattr(request, name) is not None:
+            raise unsupported(name)
     if request.n not in (None, 1):
         raise unsupported("n")
     if request.return_token_ids and not request.stream:

@@ -5,7 +5,8 @@ makes the reference from these help texts. The page is rendered here because the
 lines, and holds up every stream of the process for that long (`bench/serve/metrics.py`).
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from ...config.config import EngineConfig
@@ -32,6 +33,17 @@ _STEP_HISTOGRAMS = {
     ),
     "iteration_tokens_total": ("Positions of a step, without those of draft tokens.", POWERS),
 }
+OLD_NAMES = {
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries_total": "gpu_prefix_cache_queries_total",
+    "prefix_cache_hits_total": "gpu_prefix_cache_hits_total",
+    "prefix_cache_hit_rate": "gpu_prefix_cache_hit_rate",
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+}
+"""Names that vLLM had for a metric before, which AIBrix and production-stack still read: `--metrics-prefix vllm` shows
+the metric under both. docs/metrics.md has this table."""
+
+_ONLY_OLD = {"prefix_cache_hit_rate"}  # shown under the old name alone: a counter and another say the same
 _NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
@@ -42,6 +54,7 @@ class Metrics:
         self._gateway = gateway
         self._config = config
         self._prefix = prefix
+        self._started = time.time()  # s since 1970
 
     def render(self) -> bytes:
         """The whole page."""
@@ -77,6 +90,22 @@ class Metrics:
         text = "Always 1; the kernels that failed their check at start, so that torch or slower kernels compute."
         failed = [({"kernel": kernel}, 1) for kernel in core.failed_kernels]
         page.family("gauge", "kernel_fallbacks", text, failed)
+        text = "1 for the state that the engine is in: awake, or asleep with its memory freed (weights_offloaded)."
+        asleep = {"awake": not core.is_asleep, "weights_offloaded": core.is_asleep, "discard_all": False}
+        states = [({"sleep_state": state}, int(is_so)) for state, is_so in asleep.items()]
+        page.family("gauge", "engine_sleep_state", text, states)
+        if config.model.adapter:
+            text = "When the LoRA adapters last changed (s since 1970): which are served, and which wait to be loaded."
+            names = ",".join(config.served_model_names)
+            adapters = {"max_lora": 1, "running_lora_adapters": names, "waiting_lora_adapters": ""}
+            page.family("gauge", "lora_requests_info", text, [(adapters, self._started)])
+        if core.expert_imbalance:
+            text = (
+                "Tokens of the rank whose experts had most of them, in relation to the mean rank's, in each layer over "
+                "the last 1,000 steps; 1: all ranks had as many."
+            )
+            layers = [({"layer": str(layer)}, ratio) for layer, ratio in sorted(core.expert_imbalance.items())]
+            page.family("gauge", "expert_imbalance", text, layers)
 
     def _totals(self, page: "_Page", core: Snapshot) -> None:
         page.counter("prompt_tokens", "Prompt tokens of sequences that were started.", core.num_prompt_tokens)
@@ -84,6 +113,8 @@ class Metrics:
         text = "Prompt tokens looked up in the device's prefix cache."
         page.counter("prefix_cache_queries", text, core.num_prompt_tokens)
         page.counter("prefix_cache_hits", "Prompt tokens found in the device's prefix cache.", core.num_cached_tokens)
+        rate = core.num_cached_tokens / (core.num_prompt_tokens or 1)
+        page.gauge("prefix_cache_hit_rate", "Share of all prompt tokens so far that the prefix cache had.", rate)
         page.counter("num_preemptions", "Sequences that gave their blocks back for a while.", core.num_preemptions)
         text = "Steps that the device had no memory for, and that were tried again in smaller pieces."
         page.counter("out_of_memory_steps", text, core.num_out_of_memory)
@@ -92,6 +123,13 @@ class Metrics:
         page.counter("spec_decode_num_drafts", "How often draft tokens were made for a sequence.", core.num_drafts)
         page.counter("spec_decode_num_draft_tokens", "Draft tokens.", core.num_draft_tokens)
         page.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", core.num_accepted_tokens)
+        if core.expert_tokens:
+            page.counters(
+                "expert_tokens",
+                "Tokens that the experts of a rank computed, counted for each of a token's experts in each layer.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.expert_tokens)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
@@ -235,30 +273,36 @@ class _Page:
 
     def family(self, kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, object], float]]) -> None:
         """All samples of one metric, as (labels, value)."""
-        full = self._head(kind, name, text)
-        self._lines += [f"{full}{{{self._labels(labels)}}} {value}" for labels, value in samples]
+        shown = [(self._labels(labels), value) for labels, value in samples]
+        for full in self._heads(kind, name, text):
+            self._lines += [f"{full}{{{labels}}} {value}" for labels, value in shown]
 
     def histogram(self, name: str, text: str, histogram: Histogram | HistogramCounts) -> None:
         self.histograms(name, text, [({}, histogram)])
 
     def histograms(
-        self, name: str, text: str, samples: Iterable[tuple[Mapping[str, object], Histogram | HistogramCounts]]
+        self, name: str, text: str, samples: Sequence[tuple[Mapping[str, object], Histogram | HistogramCounts]]
     ) -> None:
         """All series of one metric, as (labels, histogram)."""
-        full = self._head("histogram", name, text)
-        for own_labels, histogram in samples:
-            labels = self._labels(own_labels)
-            bucket, running = f'{full}_bucket{{{labels},le="', 0
-            for bound, count in zip(_bounds(histogram.bounds), histogram.counts, strict=True):
-                running += count
-                self._lines.append(f'{bucket}{bound}"}} {running}')
-            self._lines.append(f"{full}_sum{{{labels}}} {histogram.total}")
-            self._lines.append(f"{full}_count{{{labels}}} {running}")
+        for full in self._heads("histogram", name, text):
+            for own_labels, histogram in samples:
+                labels = self._labels(own_labels)
+                bucket, running = f'{full}_bucket{{{labels},le="', 0
+                for bound, count in zip(_bounds(histogram.bounds), histogram.counts, strict=True):
+                    running += count
+                    self._lines.append(f'{bucket}{bound}"}} {running}')
+                self._lines.append(f"{full}_sum{{{labels}}} {histogram.total}")
+                self._lines.append(f"{full}_count{{{labels}}} {running}")
 
-    def _head(self, kind: str, name: str, text: str) -> str:
-        full = f"{self._prefix}:{name}"
-        self._lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-        return full
+    def _heads(self, kind: str, name: str, text: str) -> Iterator[str]:
+        """Writes the head of a metric under each name that it has, and gives the name for its samples."""
+        names = [] if name in _ONLY_OLD else [name]
+        if self._prefix == "vllm" and name in OLD_NAMES:
+            names.append(OLD_NAMES[name])
+        for one in names:
+            full = f"{self._prefix}:{one}"
+            self._lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+            yield full
 
     def _labels(self, labels: Mapping[str, object]) -> str:
         return ",".join([self._model, *(f'{label}="{_escaped(str(value))}"' for label, value in labels.items())])

@@ -35,7 +35,7 @@ from ..output.shapes import GenerationRequest
 _REFUSED = (
     "stream", "echo", "stop", "logit_bias", "presence_penalty", "frequency_penalty",
     "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "structured_outputs", "guided_json",
-    "guided_regex", "guided_choice", "guided_grammar", "best_of",
+    "guided_regex", "guided_choice", "guided_grammar", "best_of", "kv_transfer_params", "cache_hit_threshold",
 )  # fmt: skip
 _NUM_END_IDS = 16  # of the prompt, whose text is `Chunk.prompt_end`
 

@@ -15,6 +15,7 @@ from ..output.reply import Reply, UsageCount, chat_logprobs, id_list, json_text,
 from ..output.shapes import FinishReason, PromptLogprobs, TimingsBody, TokenLogprobBody, UsageBody
 from ..output.sse import as_event
 from ..output.turn import Turn
+from .kv_transfer import Transfer, transferred
 from .types import (
     ChatChoice,
     ChatChunk,
@@ -51,10 +52,12 @@ class ChatReply(Reply):
         grammar: Grammar | None = None,
         parallel_tool_calls: bool = True,
         include_reasoning: bool = True,
+        transfer: Transfer | None = None,
     ) -> None:
         """`grammar`: what reads the output; None if it is only text. `prefix`: what the answer begins with.
         `names_ids`: log-probabilities name tokens by their ids."""
         self._id = new_id("chatcmpl-")
+        self._transfer = transfer
         self._model = model
         self._created = created
         self._is_streamed = is_streamed
@@ -126,6 +129,7 @@ class ChatReply(Reply):
                 prompt_token_ids=self._prompt_token_ids,
                 prompt_logprobs=self._prompt_logprobs,
                 timings=self._timings,
+                kv_transfer_params=transferred(self._transfer, self._id, self._usage.body().prompt_tokens),
             )
         )
 
@@ -152,7 +156,7 @@ class ChatReply(Reply):
             turn = self._choices[index].turn
             self._usage.add(index, chunk.usage)
             self._usage.add_reasoning(turn.num_reasoning)
-            assert chunk.finish in ("stop", "length"), f"a choice ended with {chunk.finish}"
+            assert chunk.finish != "abort", "the gateway turns an abort into an error"
             finish: FinishReason = "tool_calls" if turn.num_calls and chunk.finish == "stop" else chunk.finish
             last = ChatChunkChoice(index, ChatDelta(), finish_reason=finish, stop_reason=chunk.stop_reason)
             pieces.append(last)

@@ -9,6 +9,7 @@ from ..gateway.timeline import Timeline
 from ..output.reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, timings_body, token_name
 from ..output.shapes import FinishReason, PromptLogprobs, TimingsBody, UsageBody
 from ..output.sse import as_event
+from .kv_transfer import Transfer, transferred
 from .types import Completion, CompletionChoice, CompletionLogprobs
 
 _encode = msgspec.json.Encoder().encode
@@ -34,12 +35,14 @@ class CompletionReply(Reply):
         names_ids: bool = False,
         has_token_ids: bool = False,
         has_timings: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
         """`num_candidates`: outputs of each prompt. `n`: how many of them the answer has, if not all. `names_ids`:
         log-probabilities name tokens by their ids."""
         self._num_candidates = num_candidates
         self._n = n or self._num_candidates
         self._id = new_id("cmpl-")
+        self._transfer = transfer
         self._model = model
         self._created = created
         self._is_streamed = is_streamed
@@ -92,6 +95,7 @@ class CompletionReply(Reply):
                 choices=[self._whole_choice(i, choice) for i, choice in enumerate(self._chosen())],
                 usage=self._usage.body(),
                 timings=self._timings,
+                kv_transfer_params=transferred(self._transfer, self._id, self._usage.body().prompt_tokens),
             )
         )
 

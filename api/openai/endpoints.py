@@ -18,6 +18,7 @@ from ..output.shapes import GenerationRequest
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
+from .kv_transfer import read_transfer, with_transfer
 from .translate import chat_submits, completion_submits, decode_body, final_words, num_candidates, output_grammar
 from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
 
@@ -58,6 +59,8 @@ class OpenAIEndpoints:
         request = decode_body(self._chat_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = chat_submits(request, self._service.config, scope["state"]["salt"])
+        transfer = read_transfer(request.kv_transfer_params, self._service.config)
+        submits = with_transfer(submits, transfer, request.cache_hit_threshold)
         reply = ChatReply(
             model=model,
             created=int(time.time()),
@@ -74,6 +77,7 @@ class OpenAIEndpoints:
             parallel_tool_calls=request.parallel_tool_calls is not False,
             include_reasoning=request.include_reasoning is not False,
             has_timings=bool(request.return_timings),
+            transfer=transfer,
         )
         await self._answer(request, submits, reply, scope, receive, send)
 
@@ -81,6 +85,8 @@ class OpenAIEndpoints:
         request = decode_body(self._completion_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = completion_submits(request, self._service.config, scope["state"]["salt"])
+        transfer = read_transfer(request.kv_transfer_params, self._service.config)
+        submits = with_transfer(submits, transfer, request.cache_hit_threshold)
         reply = CompletionReply(
             model=model,
             created=int(time.time()),
@@ -96,6 +102,7 @@ class OpenAIEndpoints:
             names_ids=bool(request.return_tokens_as_token_ids),
             has_token_ids=bool(request.return_token_ids),
             has_timings=bool(request.return_timings),
+            transfer=transfer,
         )
         await self._answer(request, submits, reply, scope, receive, send)
 

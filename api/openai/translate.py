@@ -43,8 +43,8 @@ _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
 _THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSeek's and Granite's
 _REFUSED = (
-    "logits_processors", "kv_transfer_params", "prompt_embeds", "guided_decoding_backend", "audio", "functions",
-    "function_call", "web_search_options", "suffix",
+    "logits_processors", "prompt_embeds", "guided_decoding_backend", "audio", "functions", "function_call",
+    "web_search_options", "suffix", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 
 _messages_decoder = msgspec.json.Decoder(list[Message])
@@ -315,6 +315,7 @@ def _submits(
             truncate=request.truncate_prompt_tokens,
             constraint=constraint,
             bad_words=tuple(request.bad_words or ()),
+            cache_salt=request.cache_salt or "",
         )
         for prompt in prompts
     ]

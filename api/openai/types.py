@@ -23,6 +23,7 @@ from ..output.shapes import (
     ToolsJson,
     UsageBody,
 )
+from .kv_transfer import TransferAnswer
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,6 +167,7 @@ class ChatCompletion(Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: TimingsBody | UnsetType = UNSET  # with `return_timings`
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET  # of a prefill leg
 
 
 class ChatDelta(Struct, frozen=True):
@@ -226,6 +228,7 @@ class Completion(Struct, frozen=True):
     object: Literal["text_completion"] = "text_completion"
     usage: UsageBody | UnsetType | None = UNSET
     timings: TimingsBody | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET  # of a prefill leg, not streamed
 
 
 class ModelCard(Struct, frozen=True):

@@ -33,7 +33,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "cache_threshold"]
 
 
 # These stay JSON: the tokenizer process renders them. The schemas are for /openapi.json.
@@ -139,6 +139,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # another name for it
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
 
+    kv_transfer_params: dict[str, object] | None = None  # of a proxy in front of prefill and decode engines
+    cache_hit_threshold: Probability | None = None  # of the prompt in caches; else it ends with `cache_threshold`
+
     # Ignored: they do not change the answer.
     metadata: object = None
     moderation: object = None
@@ -153,8 +156,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
 
     # Refused: ignoring them would give another answer than the client asked for.
     logits_processors: object = None
-    kv_transfer_params: object = None
     prompt_embeds: object = None
+    ec_transfer_params: object = None
+    bootstrap_host: object = None
+    bootstrap_port: object = None
+    bootstrap_room: object = None
     guided_decoding_backend: object = None
 
 

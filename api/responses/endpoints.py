@@ -8,6 +8,8 @@ from starlette.types import Receive, Scope, Send
 from ..http.exchange import read_json, send_body, send_json
 from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
+from ..openai.generate_types import GenerateRequest
+from ..openai.render import rendered
 from ..openai.translate import chat_submits, decode_body, read_turn
 from ..output.reply import Reply
 from ..output.resumable import WithTokenIds
@@ -36,6 +38,15 @@ class ResponsesEndpoints:
                 example={"input": "Count from 1 to 5", "temperature": 0},
                 gives=ResponseBody,
                 streams=ResponseEvent,
+            ),
+            Operation(
+                "POST",
+                "/v1/responses/render",
+                self.render,
+                "The tokens of a response's input, as a request to generate",
+                takes=ResponsesRequest,
+                example={"input": "Count from 1 to 5", "temperature": 0},
+                gives=GenerateRequest,
             ),
             Operation("GET", "/v1/responses/{id}", self.response, "A stored response", gives=ResponseBody),
             Operation("DELETE", "/v1/responses/{id}", self.forget, "Forget a response", gives=ResponseDeleted),
@@ -73,6 +84,16 @@ class ResponsesEndpoints:
             reply = WithTokenIds(reply)
         with in_terms_of_responses(request):
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
+
+    async def render(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        check_response(request)
+        earlier = self._earlier_messages(scope["state"]["salt"], request.previous_response_id)
+        chat = chat_request(request, conversation_of(request, earlier).json())
+        with in_terms_of_responses(request):
+            submits = chat_submits(chat, self._service.config, b"")
+            await send_json(send, (await rendered(self._service, chat, submits[:1], model))[0])
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])

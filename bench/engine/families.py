@@ -1,8 +1,8 @@
 """How fast the C program decodes each described family, beside a Llama that moves as many bytes.
 
 `python -m pagewire.bench.engine.families` makes random checkpoints of about equal size, one of each family and a Llama
-whose feed-forward width is chosen so that both move the same number of weights and states for a token, and decodes with
-both in turns. `tools/models.py` puts the figures into docs/models.md.
+whose feed-forward width is chosen so that both move as many numbers for a token (weights, states, keys and values), and
+decodes with both in turns. `tools/models.py` puts the figures into docs/models.md.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ...config.flags import make_config
 from ...engine.models.families import describe, pages
 from ...engine.models.fields import Fields
 from ...engine.models.lower import lower
-from ...engine.models.program import AttendLatent, GatedProduct, Mixture, Product, Program
+from ...engine.models.program import Attend, AttendLatent, GatedProduct, Mixture, Product, Program
 from ...engine.runner.runner import Runner
 from ...errors import PagewireError
 from ...ipc.messages import GroupTable, RowOpen, Sampling, StepPlan, ids_to_bytes
@@ -125,17 +125,18 @@ def tiny(architecture: str, **changes: Any) -> Any:
     return made(**{name: value for name, value in sizes.items() if name in names})
 
 
-def make(folder: Path, config: Any) -> int:
-    """Writes a random checkpoint. Returns how many numbers of layers a token moves (`moved`)."""
+def make(folder: Path, config: Any) -> Program:
+    """Writes a random checkpoint."""
     auto: Any = transformers.AutoModelForCausalLM
     auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
-    return moved(lower(describe(raw["architectures"][0], Fields(raw, folder / "config.json"))))
+    return lower(describe(raw["architectures"][0], Fields(raw, folder / "config.json")))
 
 
-def moved(program: Program) -> int:
-    """The numbers that a decode step moves between memory and the layers: the weights of products and of the experts
-    that are chosen, read once, and recurrent states, read and written."""
+def moved(program: Program, positions: int) -> int:
+    """The numbers that a decode step after so many positions moves between memory and the layers: the weights of
+    products and of the experts that are chosen, and the keys and values of each layer, read once, and recurrent states,
+    read and written."""
     total = sum(2 * math.prod(state.shape) for state in program.states)
     for op in program.ops:
         if isinstance(op.args, Product | GatedProduct):
@@ -145,13 +146,18 @@ def moved(program: Program) -> int:
             total += op.args.router.top_k * of_expert
         elif isinstance(op.args, AttendLatent):
             total += op.args.heads * (op.args.nope_dim + op.args.value_dim) * op.args.rank
+            total += positions * (op.args.rank + op.args.rope_dim)
+        elif isinstance(op.args, Attend):
+            reach = min(positions, op.args.reach.positions or positions)
+            total += reach * op.args.kv_heads * (op.args.head_dim + op.args.value_dim)
     return total
 
 
-def width_of_equal_llama(num: int) -> int:
-    """The feed-forward width of a Llama whose layers move about `num` numbers for a token."""
+def width_of_equal_llama(num: int, positions: int) -> int:
+    """The feed-forward width of a Llama whose layers move about `num` numbers for a token after so many positions."""
     h, layers = _SIZES["hidden_size"], _SIZES["num_hidden_layers"]
     attention = 2 * h * _SIZES["head_dim"] * (_SIZES["num_attention_heads"] + _SIZES["num_key_value_heads"])
+    attention += 2 * positions * _SIZES["head_dim"] * _SIZES["num_key_value_heads"]
     width: float = (num / layers - attention) / (3 * h)
     return max(_STEP, round(width / _STEP) * _STEP)
 
@@ -198,14 +204,12 @@ class Decoding:
 
 
 def measure(architecture: str, *, threads: int, context: int, steps: int, repeat: int) -> Row:
-    row = Row(architecture)
+    row, num_steps = Row(architecture), steps * (repeat + 1)
+    positions = context + num_steps // 2  # of the step in the middle
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as llama:
-        num = make(Path(folder), tiny(architecture))
-        make(Path(llama), tiny(_LLAMA, intermediate_size=width_of_equal_llama(num)))
-        both = [
-            Decoding(Path(each), threads=threads, context=context, num_steps=steps * (repeat + 1))
-            for each in (folder, llama)
-        ]
+        num = moved(make(Path(folder), tiny(architecture)), positions)
+        make(Path(llama), tiny(_LLAMA, intermediate_size=width_of_equal_llama(num, positions)))
+        both = [Decoding(Path(each), threads=threads, context=context, num_steps=num_steps) for each in (folder, llama)]
         for each in both:
             each.decode(steps)
         for _ in range(repeat):

@@ -69,6 +69,12 @@ class CostModel:
         """Milliseconds that this work adds to a step."""
         return self.predict(work) - self.predict(NO_WORK)
 
+    def of_rows(self) -> tuple[float, float]:
+        """Milliseconds of a row, and of each position that it reads, in a step of rows that compute one position. Every
+        row costs the same until the model has seen enough."""
+        of_row, of_position = (max(0.0, c) * s for c, s in zip(self._coefficients[1:3], _SCALES[1:3], strict=True))
+        return (of_row, of_position) if self.is_ready and of_row + of_position > 0 else (1.0, 0.0)
+
     def break_even(self, work: Work) -> float:
         """The share of draft tokens that must be accepted, so that computing them with `work` takes no longer than
         sampling as many tokens in steps of their own. Beside few rows, whose step is the time of reading the weights, a

@@ -45,6 +45,10 @@ class Groups:
         """The number of a group in KV events; None: the full group."""
         return None if group == self.full else group
 
+    def shape_told(self, group: int) -> GroupShape | None:
+        """The shape of a group in KV events; None: the full group."""
+        return None if group == self.full else self.shapes[group]
+
     def need_from(self, group: int, position: int) -> int:
         """The first position that is read to compute `position` and all later ones."""
         shape = self.shapes[group]

@@ -7,7 +7,8 @@ differences, and `engine/kv_connector/one_group.py` makes a `TierConnector` of i
 
 - A request is computed only once its load is known to be over, so blocks that failed to load are computed and never
   read. Nothing depends on the second value of `get_num_new_matched_tokens`; see the worker half.
-- No parameter of a connector comes from a client's request; KV is found by key only.
+- KV is found by key only. Of a client's request a connector learns no more than whether another engine computes its
+  prompt.
 - `blocks_evicted` is pagewire's own: the device's prefix cache evicts blocks, and a tier may keep them.
 
 Every method is called by the scheduler's thread, between steps, and must not block.
@@ -27,6 +28,10 @@ class KvRequest(Protocol):
     ids: "array[int]"  # prompt, and output that was applied
     num_computed: int  # leading positions whose KV is in its blocks
     root: bytes  # what its first block has instead of the key of the block before it
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Another engine computes its prompt and may not have begun: waiting a while for its KV is worth it."""
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of them full. Each is 32 bytes and names its whole prefix."""

@@ -7,6 +7,7 @@ equal keys mean equal KV.
 
 from msgspec import Struct
 
+from ...ipc.messages import GroupShape
 from .kv_connector import KvEvent
 
 DEVICE = "device"
@@ -22,6 +23,8 @@ class Stored(Struct, frozen=True):
     block_size: int  # tokens of one block
     tier: str = DEVICE
     group: int | None = None  # of the cache; None: the full group, which says enough for a router
+    shape: GroupShape | None = None  # of that group
+    salt: str = ""  # names the salt of a sequence, if its first block is the first of these; empty: none
 
 
 class Removed(Struct, frozen=True):
@@ -39,8 +42,8 @@ class Cleared(Struct, frozen=True):
 KvCacheEvent = Stored | Removed | Cleared
 
 
-def event_of_tier(block_size: int, event: KvEvent, group: int | None) -> KvCacheEvent:
-    """The event for a connector's event about a tier behind the device. `group`: what its group is called here."""
+def event_of_tier(block_size: int, event: KvEvent, group: int | None, shape: GroupShape | None) -> KvCacheEvent:
+    """The event for a connector's event about a tier behind the device. `group`, `shape`: as in `Stored`."""
     if event.stored:
-        return Stored(event.keys, None, b"", block_size, event.tier, group)
+        return Stored(event.keys, None, b"", block_size, event.tier, group, shape)
     return Removed(event.keys, event.tier, group)

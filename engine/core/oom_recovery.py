@@ -83,7 +83,7 @@ class OomRecovery:
                 num = 0  # the worker has dropped the vectors of its earlier positions
             elif num == request.num_restored:
                 num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
-            request.set_back(num)
+            self._table.compute_again(request, num)
             request.spoil()
             bad.update(request.blocks_from(num // size))
         self._pool.forget(bad)

@@ -13,6 +13,7 @@ from . import decode_rows
 from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .loads import Loads
+from .micro_batches import MicroBatches, Turn
 from .output_buffer import OutputBuffer
 from .plan_builder import Kept, PlanBuilder
 from .policy import Policy
@@ -23,6 +24,9 @@ from .request_table import RequestTable
 from .stats import Counters
 
 _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
+_MIN_CHUNKS = 4  # of a prompt, for each stage; fewer if its chunks would get too short
+_ROUNDING = 1 + 1e-9  # sums in another order
+_MAX_CONSTANT = 0.1  # of a step's time: the part that does not depend on its chunk, from which on chunks get too short
 
 
 class Planner:
@@ -37,6 +41,7 @@ class Planner:
         policy: Policy,
         loads: Loads | None,
         cost: CostModel,
+        micro_batches: MicroBatches,
         outputs: OutputBuffer,
         counters: Counters,
         block_size: int,
@@ -55,6 +60,7 @@ class Planner:
         self._policy = policy
         self._loads = loads
         self._cost = cost
+        self._micro_batches = micro_batches
         self._outputs = outputs
         self._counters = counters
         self._groups = pool.groups
@@ -67,12 +73,12 @@ class Planner:
         self.is_chunked = is_chunked
         self.break_even = CAUTIOUS  # see `StepPlan`; the scheduler sets it as it learns what steps cost
 
-    def build(self) -> PlanBuilder:
+    def build(self, turn: Turn) -> PlanBuilder:
         """The next step, possibly empty."""
         table = self._table
         table.sweep()
         builder = PlanBuilder(self.budget)
-        rest = self._plan_decodes(builder)
+        rest = self._plan_decodes(builder, self._micro_batches.take(table.running, turn))
         builder.work = Work(len(builder.decodes), sum([r.num_planned for r in builder.decodes]), 0, 0)
         if self._loads is not None:
             self._loads.asks_again = False
@@ -105,21 +111,22 @@ class Planner:
             for request, count in zip(builder.others, builder.counts, strict=True):
                 self._policy.serve(request.queue_key, count)
 
-    def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
-        """Plans the rows that need one position, with the blocks for it. Returns the other requests that have positions
-        to compute: the first in the policy's order, if it must be served now, then those with one position."""
+    def _plan_decodes(self, builder: PlanBuilder, running: list[Request]) -> list[Request]:
+        """Plans the rows of `running` that need one position, with the blocks for it. Returns the others that have
+        positions to compute: the first in the policy's order, if it must be served now, then those with one position.
+        """
         table = self._table
-        running = table.running
         limit = builder.budget
         front: Request | None = None
-        if self._pool.num_free < self._unit * len(table.running) or limit < len(table.running) + (
-            len(table.waiting) > 0
-        ):
-            front = self._make_room(builder)
-            running = sorted(table.running, key=order(self._policy))
+        if self._pool.num_free < self._unit * len(running) or limit < len(running) + (len(table.waiting) > 0):
+            first = min(self._micro_batches.ready(), key=order(self._policy), default=None)
+            if first is not None and first not in running:
+                running = [*running, first]
+            front = self._make_room(builder, running)
+            running = sorted(running, key=order(self._policy))
             if front is not None and (front.num_planned >= front.fast_limit or front.num_total - front.num_planned > 1):
                 limit -= 1  # it is not among the rows below and must have a position
-            elif (first := table.waiting.first()) is not None and self._goes_before(first, running[-1]):
+            elif (first := table.waiting.first()) is not None and running and self._goes_before(first, running[-1]):
                 limit -= 1
         elif (
             self._speculate
@@ -195,12 +202,12 @@ class Planner:
         builder.break_even = self.break_even
         return others
 
-    def _make_room(self, builder: PlanBuilder) -> Request | None:
-        """When blocks are short: preempts until the first request can have its chunk and each row that needs one
-        position its block, as far as that is possible. Returns the first request in the policy's order."""
+    def _make_room(self, builder: PlanBuilder, running: list[Request]) -> Request | None:
+        """When blocks are short: preempts until the first of `running` can have its chunk and each of them that needs
+        one position its block, as far as that is possible. Returns the first in the policy's order."""
         table, pool = self._table, self._pool
         self._release_behind(table.running)
-        working = [r for r in table.running if r.has_work]
+        working = [r for r in running if r.has_work]
         front = min(working, key=order(self._policy), default=None)
 
         def need(request: Request) -> int:
@@ -220,7 +227,7 @@ class Planner:
             if victim is None:
                 break
             candidates.remove(victim)
-            if victim.has_work:
+            if victim in working:
                 total -= need(victim)
             table.preempt(victim)
             num_coming += pool.num_in(victim.held)  # none, if they have returned already
@@ -242,7 +249,9 @@ class Planner:
             return
         self._release_behind((request,))
         have = (request.num_blocks + self._num_blocks_free) * self.block_size - request.num_planned
-        num = self._chunk(builder, request.num_planned, min(request.num_computable - request.num_planned, have))
+        num = self._chunk(
+            builder, request.num_planned, min(request.num_computable - request.num_planned, have), request.num_restored
+        )
         if num <= 0:
             return
         need = self._num_blocks(request.num_planned + num) - request.num_blocks
@@ -319,26 +328,50 @@ class Planner:
             builder.keep(Kept(request, position, key, slot, is_grid), pool.pages([slot]))
             builder.fresh.add(state_name(key))
 
-    def _chunk(self, builder: PlanBuilder, past: int, num: int) -> int:
-        """How many of a request's next `num` positions, after `past` computed ones, go into this plan.
+    def _chunk(self, builder: PlanBuilder, past: int, num: int, start: int) -> int:
+        """How many of a request's next `num` positions, after `past` computed ones, go into this plan. `start`: how
+        many it had when it got its row.
 
         Beside decode rows, as many as keep the step within the latency target, but at least `_MIN_CHUNK` for the first
-        prompt of a step, so that prompts make progress. Otherwise as many as the budget allows.
+        prompt of a step, so that prompts make progress. Otherwise as many as the budget allows; with several stages,
+        as many as keep them busy.
         """
         if not self.is_chunked:
             return num if num <= builder.budget or not builder.num_rows else 0
-        num = min(num, builder.budget)
-        if self._itl_target_ms is None or builder.work.rows == 0 or num <= 1:
+        end, num = past + num, min(num, builder.budget)
+        target_ms = self._target_ms(builder, start, end)
+        if target_ms is None or num <= 1:
             return num
         if not self._cost.is_ready:
             chunk = min(num, _MIN_CHUNK)
         else:
-            chunk = self._cost.longest_chunk(builder.work, past, self._itl_target_ms, num)
+            chunk = self._cost.longest_chunk(builder.work, past, target_ms, num)
         if builder.work.prefill == 0:
             chunk = max(chunk, min(num, _MIN_CHUNK))
         if chunk < num:
             builder.budget = chunk  # nothing more fits this step
         return chunk
+
+    def _target_ms(self, builder: PlanBuilder, start: int, end: int) -> float | None:
+        """The longest that a step with a chunk of a prompt from `start` to `end` may take; None: no limit.
+
+        A row is in every P-th plan of P stages at most, so each of these plans may take a P-th of the latency target.
+        Stages that compute chunks of one prompt wait for the longest, so all chunks take the same time, whatever rows
+        are beside them: that of a first chunk which uses all of the budget, or less, so that there are enough chunks.
+        """
+        num_stages, target = self._micro_batches.num_stages, self._itl_target_ms
+        if num_stages == 1:
+            return target if builder.work.rows else None
+        share = None if target is None or not self._micro_batches.num_rows else target / num_stages
+        if not self._cost.is_ready:
+            return share
+        cost = self._cost
+        constant = cost.predict(NO_WORK)
+        whole = cost.predict_more(with_chunk(NO_WORK, start, end - start))
+        even = max(constant + whole / (_MIN_CHUNKS * num_stages), constant / _MAX_CONSTANT)
+        even = min(even, cost.predict(with_chunk(NO_WORK, 0, self.budget)) * _ROUNDING)
+        even += cost.predict_more(builder.work._replace(prefill=0, pairs=0))
+        return even if share is None else min(even, share)
 
     def _goes_before(self, waiting: Request, running: Request) -> bool:
         return self._policy.may_interrupt and self._policy.interrupts(
@@ -366,17 +399,24 @@ class Planner:
             if short > 0 or not table.free_rows:
                 self._interrupt_for(request, short)  # a later plan admits it
                 return
+            better = found
             if loads is not None and not request.wants_all:
-                better = loads.match(request, found)
-                if better is None:
+                asked = loads.match(request, found)
+                if asked is None:
                     return
+                better = asked
+            if request.misses(better.num):
+                self._outputs.add_item(request.as_opened())
+                table.end(request, request.terminal("cache_threshold"))
+                continue
+            if loads is not None and not request.wants_all:
                 short = self._short(request, better) + self._pool.num_idle(better.pinned)
                 if better.wanted and short <= 0:
                     self._start(request, better, 0)
                     loads.start(request, better.wanted)
                     continue
             have = (found.num // size + self._num_blocks_beside(found)) * size - found.num
-            num = self._chunk(builder, found.num, min(request.num_computable - found.num, have))
+            num = self._chunk(builder, found.num, min(request.num_computable - found.num, have), found.num)
             if num <= 0:
                 return  # no budget, or its mask has not come
             self._start(request, found, num)

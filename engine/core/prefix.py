@@ -318,7 +318,8 @@ class PrefixCache:
             for i in range(max(first, table.first), full):
                 parent = keys[i - 1] if i else None
                 if register(table.blocks[i - table.first], keys[i], i, parent) and self._events is not None:
-                    self._note_stored(keys[i], parent, ids[i * size : (i + 1) * size].tobytes(), group)
+                    salt = "" if i else request.salt_name
+                    self._note_stored(keys[i], parent, ids[i * size : (i + 1) * size].tobytes(), group, salt)
 
     def commit_beginning(self, request: Request, num: int) -> None:
         """Offers the blocks that hold position `num`, up to that position."""
@@ -401,10 +402,12 @@ class PrefixCache:
         events, self._events = self._events, []
         return events
 
-    def _note_stored(self, key: bytes, parent: bytes | None, ids: bytes, group: int) -> None:
+    def _note_stored(self, key: bytes, parent: bytes | None, ids: bytes, group: int, salt: str = "") -> None:
         assert self._events is not None
         self._note_removed()
-        self._events.append(Stored((key,), parent, ids, self._block_size, group=self._pool.groups.told(group)))
+        groups = self._pool.groups
+        told, shape = groups.told(group), groups.shape_told(group)
+        self._events.append(Stored((key,), parent, ids, self._block_size, group=told, shape=shape, salt=salt))
 
     def _note_removed(self) -> None:
         """A key may be removed and stored again between two calls of `take_events`."""

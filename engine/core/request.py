@@ -444,6 +444,23 @@ class Request:
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def awaits_kv(self) -> bool:
+        """Another engine computes its prompt and may not have begun."""
+        return self.asked.awaits_kv
+
+    def misses(self, num: int) -> bool:
+        """Whether it wants no computing if no more than `num` of its positions are found in caches."""
+        threshold = self.asked.cache_hit_threshold
+        is_new = not self.opened and not self.num_resumed
+        return threshold is not None and is_new and num < threshold * self.num_prompt
+
+    @property
+    def salt_name(self) -> str:
+        """What routers are told of its salt: the client's name for it, or one that says nothing of it; empty: none."""
+        salt = self.asked.salt
+        return self.asked.cache_salt or (sha256(b"name of a salt" + salt).hexdigest()[:16] if salt else "")
+
+    @property
     def blocks(self) -> list[int]:
         """Its block table in the first group, the only one of most models."""
         return self.tables[0].blocks if self.tables else []

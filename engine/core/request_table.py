@@ -12,6 +12,7 @@ from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
 from .constraints import Constraints, allow
 from .kv_connector import Held, TierConnector
+from .micro_batches import MicroBatches
 from .output_buffer import OutputBuffer
 from .policy import Policy
 from .prefix import PrefixCache
@@ -34,6 +35,7 @@ class RequestTable:
         outputs: OutputBuffer,
         counters: Counters,
         connector: TierConnector | None,
+        micro_batches: MicroBatches,
         num_rows: int,
     ) -> None:
         self._pool = pool
@@ -42,6 +44,7 @@ class RequestTable:
         self._outputs = outputs
         self._counters = counters
         self._connector = connector
+        self._micro_batches = micro_batches
         self.constraints = Constraints()
         self.requests: dict[int, Request] = {}  # every request that has not ended
         self.waiting = Waiting(policy)
@@ -80,6 +83,7 @@ class RequestTable:
             sources=sources,
         )
         insort(self.running, request, key=_arrival)
+        self._micro_batches.join(request)
 
     def sweep(self) -> None:
         """Removes ended requests from `running`."""
@@ -94,6 +98,7 @@ class RequestTable:
         else:
             self._has_ended = True
             self.num_leaving -= request.state is State.LEAVING
+            self._micro_batches.leave(request)
         self._policy.leave(request.queue_key)
         request.end()
         del self.requests[request.rid]
@@ -110,12 +115,13 @@ class RequestTable:
         self._outputs.close_batch()  # it may have output of them
         for request, end in allow(message, self.requests):
             self.end(request, end)
+        rids = (*memoryview(message.rids).cast("q"), *memoryview(message.free).cast("q"))
+        self._micro_batches.allow([self.requests[rid] for rid in rids if rid in self.requests])
 
     def preempt(self, request: Request) -> None:
         """Frees its row and blocks. It waits again in its old place, with its output as part of its prompt."""
         self._counters.num_preemptions += 1
-        request.preempt()
-        self.num_leaving += 1
+        self._leave(request)
         self.release_if_idle(request)
 
     def change_regime(self, request: Request) -> None:
@@ -126,8 +132,13 @@ class RequestTable:
     def start_again(self, request: Request) -> None:
         """Preempts a poisoned request; its results in flight do not count."""
         if request.state is State.RUNNING:
-            request.preempt()
-            self.num_leaving += 1
+            self._leave(request)
+
+    def compute_again(self, request: Request, num: int) -> None:
+        """Sets a request back to its first `num` positions: plans of later ones were dropped."""
+        request.set_back(num)
+        if request.state is State.RUNNING:
+            self._micro_batches.join(request)
 
     def release_if_idle(self, request: Request) -> None:
         """Releases it if it has ended or was preempted and nothing in flight touches it any more."""
@@ -171,8 +182,7 @@ class RequestTable:
             if not request.is_poisoned:
                 self._prefix.commit_loaded(loaded)
             if request.state is State.LOADING:
-                request.preempt()
-                self.num_leaving += 1
+                self._leave(request)
         else:
             if num < request.num_wanted:
                 self._pool.release(request.drop_sources())
@@ -208,8 +218,15 @@ class RequestTable:
             if request.state is not State.ENDED:
                 self.waiting.add(request)
         self.running = []
+        self._micro_batches.clear()
         self._has_ended = False
         self.num_leaving = 0
         for blocks in self.held.values():
             self._pool.release(blocks)
         self.held.clear()
+
+    def _leave(self, request: Request) -> None:
+        """It gives its row and blocks back as soon as nothing in flight touches it."""
+        request.preempt()
+        self._micro_batches.leave(request)
+        self.num_leaving += 1

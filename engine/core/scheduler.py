@@ -40,6 +40,7 @@ from .extension import PlanExtension
 from .kv_connector import TierConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
+from .micro_batches import MicroBatches, Turn
 from .oom_recovery import OomRecovery
 from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
@@ -82,6 +83,7 @@ class Scheduler:
         max_queued_tokens: int,
         depth: int,
         eos_token_ids: tuple[int, ...],
+        num_stages: int = 1,
         prefix_caching: bool = True,
         policy: PolicyName = "fcfs",
         itl_target_ms: float | None = None,
@@ -93,7 +95,8 @@ class Scheduler:
         is_chunked: bool = True,
         regime_limit: int | None = None,
     ) -> None:
-        """`speculate`: draft tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
+        """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
+        tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
         `regime_limit`: see `Request`; None: all sequences are in one regime."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
@@ -103,7 +106,7 @@ class Scheduler:
         # Any admitted request fits the pool alone.
         self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
         self._admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
-        self.depth = depth
+        self.max_in_flight = num_stages + depth - 1
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
@@ -118,6 +121,9 @@ class Scheduler:
         self._outputs = OutputBuffer()
         self._policy = make_policy(policy)
         self._cost = CostModel()
+        self.micro_batches = MicroBatches(num_stages, depth, self._cost)
+        # Rows of one micro-batch share the remainder of their steps by the number of stages, so it changes each time.
+        self._learn_every = _LEARN_EVERY * num_stages + (num_stages > 1)
         self._loads: Loads | None = None
         if connector is not None and prefix_caching:
             self._loads = Loads(connector, self.prefix, pool, self._cost, block_size)
@@ -130,6 +136,7 @@ class Scheduler:
             outputs=self._outputs,
             counters=self.counters,
             connector=connector if prefix_caching else None,
+            micro_batches=self.micro_batches,
             num_rows=max_num_seqs,
         )
         self.constraints = self.table.constraints
@@ -140,6 +147,7 @@ class Scheduler:
             policy=self._policy,
             loads=self._loads,
             cost=self._cost,
+            micro_batches=self.micro_batches,
             outputs=self._outputs,
             counters=self.counters,
             block_size=block_size,
@@ -196,10 +204,14 @@ class Scheduler:
         self.table.allow(message)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do or `depth` plans are in flight already."""
-        if len(self._in_flight) >= self.depth:
+        """The next step, or None if there is nothing to do or `max_in_flight` plans are in flight already."""
+        num = len(self._in_flight)
+        if num >= self.max_in_flight:
             return None
-        return self._send(PlanBuilder(0) if self.is_paused else self._planner.build())
+        if self.is_paused:
+            return self._send(PlanBuilder(0))
+        applied = self._in_flight[0].step - 1 if num else self.step
+        return self._send(self._planner.build(Turn(self.step + 1, applied, num)))
 
     def apply(self, result: StepResult) -> None:
         """Takes in the result of the oldest plan in flight. Raises ValueError if it is another plan's."""
@@ -291,7 +303,9 @@ class Scheduler:
         events = self.prefix.take_events()
         if self.connector is not None:
             for event in self.connector.take_events():
-                events.append(event_of_tier(self.block_size, event, self.pool.groups.told(event.group)))
+                groups = self.pool.groups
+                told, shape = groups.told(event.group), groups.shape_told(event.group)
+                events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
@@ -343,8 +357,9 @@ class Scheduler:
             return None
         self._planner.account(builder)
         self.step += 1
+        self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
-        learns = builder.work.prefill > 0 or self.step % _LEARN_EVERY == 0
+        learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
         self._in_flight.append(builder.sent(self.step, learns))
         extension = b""
         if self._extension is not None:

@@ -1,9 +1,12 @@
 """A mixture of experts in torch: which experts a token has, and the sum of their results."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..models.description import Router
+from ..models.expert_placement import table
 from ..models.program import Mixture
 from .functions import activate, glu
 from .weights import Weights
@@ -47,34 +50,71 @@ def _sparsemixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Ten
     return torch.cat(weights, dim=1), torch.cat(chosen, dim=1)
 
 
-def mixture(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> Tensor:
-    """x: [tokens, hidden]; logits: the router's product."""
+@dataclass(frozen=True)
+class OwnExperts:
+    """The experts of a layer that this rank has, if ranks share them out."""
+
+    places: Tensor  # [all experts of the router, 3] int32: slot, turn and turns
+    load: Tensor  # [slots] int64: how many assignments each has had so far
+    experts: tuple[int, ...]  # of the slots
+
+    def place(self, chosen: Tensor, positions: Tensor) -> Tensor:
+        """The slots of chosen experts; -1: another rank computes them. chosen: [tokens, top_k]; positions: [tokens]."""
+        slots, turn, turns = self.places[chosen].unbind(-1)
+        return slots.where(positions[:, None] % turns == turn, -1)
+
+
+def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
+    """None: every rank has all experts of the layer, or a part of each."""
+    if not args.places:
+        return None
+    rows = table(args.places, args.num_slots, args.router.zero_experts)
+    places = torch.tensor(rows, dtype=torch.int32, device=device)
+    (stack,) = {weight.only for weight in args.down.weights}
+    return OwnExperts(places, torch.zeros(args.num_slots, dtype=torch.int64, device=device), stack)
+
+
+def mixture(
+    args: Mixture, weights: Weights, x: Tensor, logits: Tensor, own: OwnExperts | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [tokens, hidden]; logits: the router's product; positions: [tokens], of the tokens in their sequences, needed
+    where ranks share out the experts."""
     scales, chosen = route(args.router, logits, weights.vector(args.correction))
     if (expert_scale := weights.vector(args.expert_scale)) is not None:
         scales = scales * expert_scale.float()[chosen]
     if args.router.rounds_weights:
         scales = scales.to(x.dtype)
-    # A token and one of its experts are an assignment; `order` sorts the assignments by expert.
-    order = chosen.view(-1).argsort(stable=True)
-    counts = chosen.view(-1).bincount(minlength=args.num_experts).tolist()
+    slots = chosen
+    if own is not None:
+        assert positions is not None, "experts of several ranks take turns by the tokens' positions"
+        slots = own.place(chosen, positions)
+    # A token and one of its experts are an assignment; `order` sorts those of this rank by expert.
+    num_elsewhere, *counts = (slots.view(-1) + 1).bincount(minlength=args.num_slots + 1).tolist()
+    order = slots.view(-1).argsort(stable=True)[num_elsewhere:]
+    if own is not None:
+        own.load.add_(torch.tensor(counts[: args.num_slots]))
     states = x.index_select(0, order // args.router.top_k)
     if args.router.on == "input":
         states = states * scales.reshape(-1)[order, None].to(x.dtype)
-    results = torch.empty((len(order), args.down.rows), dtype=x.dtype, device=x.device)
+    results = torch.empty((len(order) + 1, args.down.rows), dtype=x.dtype, device=x.device)
+    results[-1] = 0  # of all that other ranks compute
     first = 0
     for expert, count in enumerate(counts):
         if count:
             some = states[first : first + count]
-            has_weights = expert < args.num_experts
+            has_weights = expert < args.num_slots
             result = _expert(args, weights, expert, some) if has_weights else some * args.router.zero_scale
             results[first : first + count] = result
             first += count
-    parts = torch.empty_like(results).index_copy_(0, order, results).view(-1, args.router.top_k, results.shape[1])
+    place_of = torch.full((slots.numel(),), len(order), device=x.device)
+    place_of[order] = torch.arange(len(order), device=x.device)
+    place_of = place_of.view(-1, args.router.top_k)
     # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
     # depend on the batch.
-    total = torch.zeros(parts.shape[::2], dtype=torch.float32, device=x.device)
+    total = torch.zeros((len(x), args.down.rows), dtype=torch.float32, device=x.device)
     for choice in range(args.router.top_k):
-        part = parts[:, choice]
+        part = results[place_of[:, choice]]
         part = part if args.router.on == "input" else part * scales[:, choice, None]
         total = part.float() if not choice else total + part
     return total.to(x.dtype)

@@ -427,7 +427,8 @@ class _Compiler:
             between = _between(args.act, args.limit, args.sharpness)
         else:
             between = {"map": _ACT, "act": _ACTS[args.act]}
-        experts = native_experts(args, self._reference.weights, **between)
+        own = self._reference.own_experts.get(op.layer)
+        experts = native_experts(args, self._reference.weights, own, **between)
         self._kept.append(experts)
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):

@@ -6,6 +6,7 @@ from ...kernels.cpu.dense import PackedMatrix
 from ...kernels.cpu.experts import CHOSEN, NEAR, SIGMOID, SOFTMAX, NativeExperts
 from ...kernels.cpu.structs import RouterFields
 from ..models.program import Mixture
+from .experts import OwnExperts
 from .weights import Weights
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_of_chosen": CHOSEN, "sparsemixer": NEAR}
@@ -34,15 +35,16 @@ def router_fields(args: Mixture, weights: Weights) -> RouterFields:
     )
 
 
-def native_experts(args: Mixture, weights: Weights, **between: float) -> NativeExperts:
-    """between: the fields of `Map` for what stands between the products of matrices that are not gated. It is valid as
-    long as `weights`."""
+def native_experts(args: Mixture, weights: Weights, own: OwnExperts | None, **between: float) -> NativeExperts:
+    """own: if ranks share out the experts; its load is counted. between: the fields of `Map` for what stands between
+    the products of matrices that are not gated. The result is valid as long as `weights` and `own`."""
 
     def stack(key: str) -> tuple[PackedMatrix, ...]:
         return tuple(cast(PackedMatrix, matrix) for matrix in weights.matrices[key])
 
     return NativeExperts(
         stack(args.gate_up.key), stack(args.down.key), router_fields(args, weights),
+        places=None if own is None else own.places, load=None if own is None else own.load,
         gate_up_bias=weights.vector(args.gate_up_bias), down_bias=weights.vector(args.down_bias),
         scales_input=args.router.on == "input", zero_scale=args.router.zero_scale, **between,
     )  # fmt: skip

@@ -41,7 +41,7 @@ from ..models.program import (
     View,
 )
 from ..parallel.collectives import Group
-from .experts import mixture
+from .experts import OwnExperts, mixture, own_experts
 from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
 from .rotary import RotaryTable, places_of
@@ -117,6 +117,12 @@ class Reference:
         self.rotary: Mapping[Rope, RotaryTable] = {
             rope: RotaryTable(rope, max_len=max_len, dtype=dtype, device=device, regime_limit=limit) for rope in ropes
         }
+        # By the layer, of experts that ranks share out.
+        self.own_experts: dict[int, OwnExperts] = {}
+        for op in program.ops:
+            if isinstance(op.args, Mixture) and (own := own_experts(op.args, device)) is not None:
+                assert op.layer not in self.own_experts, f"layer {op.layer} has two mixtures of experts"
+                self.own_experts[op.layer] = own
         self._functions: dict[type, Callable[[Op, Registers, Step], Tensor]] = {
             Embed: self._embed,
             Positions: self._positions,
@@ -339,7 +345,7 @@ class Reference:
         args = op.args
         assert isinstance(args, Mixture)
         x, logits = (registers.get(view) for view in op.ins)
-        return mixture(args, self.weights, x, logits)
+        return mixture(args, self.weights, x, logits, self.own_experts.get(op.layer), step.positions)
 
     def _mixer(self, op: Op, registers: Registers, step: Step) -> Tensor:
         assert isinstance(op.args, MIXERS)

@@ -78,11 +78,10 @@ class RotaryTable:
     def __init__(
         self, rope: Rope, *, max_len: int, dtype: torch.dtype, device: torch.device, regime_limit: int | None = None
     ) -> None:
-        lengths = [max_len] if regime_limit is None or max_len <= regime_limit else [regime_limit, max_len]
         angles = torch.cat(
             [
                 torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, regime)
-                for regime, length in enumerate(lengths)
+                for regime, length in enumerate(regime_lengths(max_len, regime_limit))
             ]
         )
         cos, sin = angles.cos() * rope.cos_scale, angles.sin() * rope.cos_scale
@@ -101,6 +100,11 @@ class RotaryTable:
     def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """places: [tokens] int64, see `places_of` → cos, sin: each [tokens, 1, dims]."""
         return self._cos.index_select(0, places), self._sin.index_select(0, places)
+
+
+def regime_lengths(max_len: int, regime_limit: int | None) -> list[int]:
+    """How many positions a table holds of each regime, one after another."""
+    return [max_len] if regime_limit is None or max_len <= regime_limit else [regime_limit, max_len]
 
 
 def places_of(positions: Tensor, regimes: Tensor | None, regime_limit: int | None) -> Tensor:

@@ -6,7 +6,7 @@ rotary embedding and KV write, attention, output projection and residual, norm a
 More tokens take cuBLAS and a norm that adds the residual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ...kernels.triton.decode_attention import plan_decode
 from ...kernels.triton.extend_attention import max_tiles, tile_tokens
 from ...kernels.triton.prepare_step import prepare_step
 from ..attention.kv_cache import KvCache, KvShape
+from ..executors.experts import OwnExperts
 from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
@@ -72,6 +73,7 @@ class TritonDecoder:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.ids, self._positions = integers(limits.tokens), integers(limits.tokens)  # of the last step
+        self._places = None if program.regime_limit is None else integers(limits.tokens)  # in the rotary tables
         self._slots = integers(limits.tables, limits.tokens)
         self._context_lens, self._decode_lens = integers(limits.rows), integers(limits.rows)
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
@@ -85,6 +87,11 @@ class TritonDecoder:
         self._walk.allocate(least=hidden + logits)
         self._vocab = program.vocab
         self._cache: KvCache | None = None
+
+    @property
+    def own_experts(self) -> Mapping[int, OwnExperts]:
+        """By layer, if ranks share them out."""
+        return self._walk.own_experts
 
     @property
     def num_ranks(self) -> int:
@@ -109,6 +116,7 @@ class TritonDecoder:
             self._tables,
             self._states,
         ]
+        own += [] if self._places is None else [self._places]
         return self._walk.nbytes + sum(tensor.nbytes for tensor in own)
 
     def drop_scratch(self) -> None:
@@ -139,10 +147,11 @@ class TritonDecoder:
         ids, positions, slots = self.ids[:tokens], self._positions[:tokens], self._slots[:, :tokens]
         lens, decode_lens = self._context_lens[:rows], self._decode_lens[:rows]
         tables = self._tables[:, :rows]
+        places = None if self._places is None else self._places[:tokens]
         block_size = cache.block_size
         prepare_step(
             packet.step, state.last_ids, state.last_positions, state.tables, ids, positions, slots, lens, decode_lens,
-            state.sample_positions, tables, block_size,
+            state.sample_positions, tables, block_size, places,
         )  # fmt: skip
         for workspace in self._walk.decode_workspaces:
             plan_decode(decode_lens, workspace)
@@ -155,7 +164,7 @@ class TritonDecoder:
         return Pass(
             registers=self._walk.registers(self._states[:tokens]),
             scratch=self._walk.scratch,
-            step=Step(ids, positions, None, positions),
+            step=Step(ids, positions, None, positions if places is None else places),
             cache=cache,
             slots=slots,
             tables=tables,

@@ -11,7 +11,7 @@ propose covers the positions of the steps in between.
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
+from ..executors.experts import OwnExperts
 from ..steps.draft_states import DraftStates, within
 from ..steps.logprobs import PromptScores, prompt_scores, row_logprobs
 from ..steps.ngram import draft
@@ -69,6 +70,11 @@ class DeviceModel:
     temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     head_major = True
+
+    @property
+    def own_experts(self) -> Mapping[int, OwnExperts]:
+        """By layer, if ranks share them out."""
+        return self.decoder.own_experts
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
         return DeviceSteps(config=config, model=self, cache=cache)
@@ -607,6 +613,7 @@ class DeviceSteps:
             num_behind=num_behind,
             num_samples=nums,
             num_prompt=rows.num_prompt[picked],
+            rotary_firsts=rows.regime[picked] * (self._config.model.regime_limit or 0),
         )
         self._num_sent[picked] = num_blocks
         if num_decode == len(picked):  # also if there are no rows

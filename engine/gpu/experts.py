@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...kernels.triton.moe import MoeWorkspace, experts
 from ...kernels.triton.moe import route as route_in_triton
-from ..executors.experts import route
+from ..executors.experts import own_experts, route
 from ..models.description import Router
 from ..models.program import Mixture
 from .weights import Loaded
@@ -21,23 +21,28 @@ class Experts:
         self._gate_up_bias, self._down_bias = loaded.vector(args.gate_up_bias), loaded.vector(args.down_bias)
         self._correction, self._scale = loaded.vector(args.correction), loaded.vector(args.expert_scale)
         self._has_router = _has_kernel(args.router, args)
+        self.own = own_experts(args, loaded.device)
 
-    def __call__(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor) -> None:
+    def __call__(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor, positions: Tensor) -> None:
         """x, out: [tokens, hidden]; logits: the router's product; num_tokens: [1] int32, the tokens that are no
-        padding."""
+        padding; positions: [tokens] int32."""
         args, router = self._args, self._args.router
         if self._has_router:
             renormalize = router.renorm or router.score == "softmax_of_chosen"
-            route_in_triton(logits, num_tokens, self._workspace, top_k=router.top_k, renormalize=renormalize)
+            route_in_triton(
+                logits, num_tokens, self._workspace, top_k=router.top_k, renormalize=renormalize, 
+                places=None if self.own is None else self.own.places, positions=None if self.own is None else positions,
+            )  # fmt: skip
         else:
-            x = self._route(x, logits, num_tokens)
+            x = self._route(x, logits, num_tokens, positions)
         experts(
             out, x, self._gate_up, self._down, self._workspace, act=args.act, has_gate=args.has_gate, limit=args.limit,
             sharpness=args.sharpness, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias,
             is_weighted=router.on == "output", zero_scale=router.zero_scale if router.zero_experts else None,
+            num_all=args.num_experts, load=None if self.own is None else self.own.load,
         )  # fmt: skip
 
-    def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor) -> Tensor:
+    def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor) -> Tensor:
         """Fills the workspace, and returns the inputs of the experts."""
         workspace, router = self._workspace, self._args.router
         scales, chosen = route(router, logits, self._correction)
@@ -48,7 +53,8 @@ class Experts:
         tokens = len(x)
         is_real = torch.arange(tokens, device=x.device)[:, None] < num_tokens
         workspace.weights[:tokens] = scales
-        workspace.experts[:tokens] = torch.where(is_real, chosen, -1)
+        slots = chosen if self.own is None else self.own.place(chosen, positions)
+        workspace.experts[:tokens] = torch.where(is_real, slots, -1)
         if router.on == "input":
             return (x[:, None] * scales[:, :, None].to(x.dtype)).flatten(0, 1)
         return x
@@ -59,7 +65,8 @@ class Experts:
             return 0
         args, router = self._args, self._args.router
         inputs = router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
-        return 8 * 4 * args.gate_up.experts + inputs
+        placing = 64 * router.top_k if self.own is not None else 0
+        return 8 * 4 * args.num_experts + inputs + placing
 
 
 def _has_kernel(router: Router, args: Mixture) -> bool:

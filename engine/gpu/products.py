@@ -128,12 +128,16 @@ class QuantizedProduct:
         *,
         dtype: torch.dtype,
         has_narrow_inputs: bool = False,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """dtype: of activations. has_narrow_inputs: the weight was made for activations of 8 bits, which the products
-        of many rows then have, where there is a library for them."""
+        of many rows then have, where there is a library for them. without: kernels that torch replaces."""
         self._weight, self._bias, self._workspace, self._take = weight, bias, workspace, take
         self._order = weight.order if isinstance(weight, Int4Weight | Int8Weight) else None
-        self._narrow = narrow_product(weight, bias, dtype) if has_narrow_inputs else None
+        self._gates_in_torch = "silu_mul" in without
+        self._narrow: NarrowProduct | None = None
+        if has_narrow_inputs and "round_rows" not in without:
+            self._narrow = narrow_product(weight, bias, dtype, gates_in_torch=self._gates_in_torch)
 
     def taken(self, tokens: int, itemsize: int, *, is_gated: bool) -> tuple[int, ...]:
         """Bytes of each tensor that a call with so many tokens takes."""
@@ -153,7 +157,9 @@ class QuantizedProduct:
         return self._small if tokens <= MAX_ROWS else None
 
     def kernel(self, tokens: int, *, is_gated: bool) -> str:
-        return "quantized_product"
+        if tokens <= MAX_NARROW_ROWS:
+            return "quantized_product"
+        return "widen" if self._narrow is None else "round_rows"
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if x.shape[0] <= MAX_NARROW_ROWS:
@@ -181,14 +187,16 @@ class QuantizedProduct:
         widen(self._weight, weight)
         if self._order is not None:
             x = torch.index_select(x, 1, self._order, out=self._take(tuple(x.shape), x.dtype))
-        _by_library(x, weight.t(), self._bias, out, self._take, is_gated=is_gated)
+        _by_library(x, weight.t(), self._bias, out, self._take, is_gated=is_gated, gates_in_torch=self._gates_in_torch)
 
 
 NarrowProduct = Callable[[Tensor, Tensor, bool], None]
 """x, out, is_gated, as of a `Product`."""
 
 
-def narrow_product(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> NarrowProduct | None:
+def narrow_product(
+    weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, *, gates_in_torch: bool = False
+) -> NarrowProduct | None:
     """A product in which each row of activations is rounded to 8 bits; None: this weight or device has none."""
     n, k = weight.shape
     if n % 16 or k % 16 or not isinstance(weight, Fp8Weight | Int8Weight):
@@ -213,7 +221,7 @@ def narrow_product(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dt
         if bias is not None:
             result += bias
         if is_gated:
-            silu_mul(result, out, interleaved=True)
+            _gate(result, out, in_torch=gates_in_torch)
         else:
             out.copy_(result)
 
@@ -277,10 +285,16 @@ def _by_library(
         torch.mm(x, weight, out=result)
     else:
         torch.addmm(bias, x, weight, out=result)
-    if is_gated and gates_in_torch:
-        torch.mul(silu(result[:, ::2]), result[:, 1::2], out=out)
-    elif is_gated:
-        silu_mul(result, out, interleaved=True)
+    if is_gated:
+        _gate(result, out, in_torch=gates_in_torch)
+
+
+def _gate(x: Tensor, out: Tensor, *, in_torch: bool) -> None:
+    """out = silu(gate) · up of the even and odd columns of x."""
+    if in_torch:
+        torch.mul(silu(x[:, ::2]), x[:, 1::2], out=out)
+    else:
+        silu_mul(x, out, interleaved=True)
 
 
 class InvariantProduct:

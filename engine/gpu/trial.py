@@ -6,16 +6,17 @@ by itself, on random numbers, so that an error does not reach the next one and i
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...errors import StartError
+from ...errors import BrokenDeviceError
 from ..attention.kv_cache import KvShape
 from ..device.queue import Queue
 from ..executors.reference import Registers as TorchRegisters
-from ..models.program import GatedNormalize, GatedProduct, Product, Program
+from ..models.program import GatedNormalize, GatedProduct, Product, Program, View
 from ..parallel.collectives import Alone
 from ..steps import trial
 from ..steps.trial import Check, Expected, Fill, Report
@@ -23,6 +24,7 @@ from ..steps.trial_journal import TrialJournal
 from .decoder import TritonDecoder
 from .device_steps import DeviceModel, limits_of
 from .packet import Packet
+from .products import MAX_NARROW_ROWS, QuantizedProduct
 from .rules import Part, largest_group, needs
 from .shapes import StepShape
 from .state import RowState
@@ -32,11 +34,12 @@ from .weights import Loaded
 OPTIONAL = frozenset(
     {
         "rms_norm", "gated_norm", "rotate", "activations", "elementwise", "row_statistics", "small_product",
-        "quantized_product", "silu_mul",
+        "quantized_product", "silu_mul", "widen", "round_rows",
     }
 )  # fmt: skip
 """Kernels whose operation torch can compute in the midst of a step of the others. Without any other kernel the whole
 model runs in torch."""
+_MANY_ROWS = MAX_NARROW_ROWS + 1
 
 
 def try_kernels(
@@ -47,16 +50,19 @@ def try_kernels(
     dtype: torch.dtype,
     shape: KvShape,
     is_kept: bool,
+    has_narrow_inputs: bool = False,
     fill: Fill,
     without: frozenset[str] = frozenset(),
     journal: TrialJournal,
 ) -> tuple[Check, ...]:
     """program: one that `rules.in_torch` does not refuse. shape: of its KV. is_kept: quantized matrices stay as they
-    are stored. without: kernels that are known to fail and not tried.
-    Raises StartError if a kernel broke the device for this process."""
+    are stored. has_narrow_inputs: they were made for activations of 8 bits. without: kernels that are known to fail
+    and not tried.
+    Raises BrokenDeviceError if a kernel broke the device for this process."""
+    has_many_rows = config.max_num_batched_tokens > MAX_NARROW_ROWS
     small, config = trial.trial_program(program), trial.trial_config(config)
     report = trial.report_for(dtype, shape.dtype)
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept)
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=is_kept, has_narrow_inputs=has_narrow_inputs)
     packing = trial.packing_for(dtype, queue.device)
     fill(small, (loaded, packing))
     expected = Expected(config, small, packing, shape, dtype=dtype, samples=True)
@@ -92,6 +98,8 @@ def try_kernels(
             report.add(name, problem=problems.get(name, ""), ms=ms if name == "sampling" else 0.0)
         if problems:
             break  # the sides go on with other tokens
+    if has_many_rows:
+        decoder.try_many_rows()
     return tuple(report.checks.values())
 
 
@@ -116,9 +124,9 @@ class _TrialDecoder(TritonDecoder):
         step = self.begin(packet, state, shape)
         self._queue.mark().wait()
         num = len(expected.step.ids)
-        for found, wanted in ((step.step.ids, expected.step.ids), (step.step.positions, expected.step.positions)):
-            is_same = torch.equal(found[:num].long(), wanted)
-            self._report.add("prepare_step", problem="" if is_same else "its ids or positions are not the step's")
+        for name in ("ids", "positions", "places"):
+            is_same = torch.equal(getattr(step.step, name)[:num].long(), getattr(expected.step, name))
+            self._report.add("prepare_step", problem="" if is_same else f"its {name} are not the step's")
         for number, (part, launch) in enumerate(self._walk.parts(shape.tokens)):
             kernel = self._kernel_of(part, step, shape.tokens)
             key = kernel, part.kind, tuple(map(trial.signature, part.ops)), shape.tile_rows
@@ -142,15 +150,12 @@ class _TrialDecoder(TritonDecoder):
         self._journal.begin(kernel)
 
     def check_device(self) -> None:
-        """Raises StartError if this process cannot use its device any more."""
+        """Raises BrokenDeviceError if this process cannot use its device any more."""
         try:
             self._queue.mark().wait()
         except RuntimeError as error:
             self._journal.confirm()
-            raise StartError(
-                f"The check of the GPU kernel {self.trying} broke the device for this process "
-                f"({trial.summary_of(error)}). The next start leaves that kernel out."
-            ) from error
+            raise BrokenDeviceError(self.trying, trial.summary_of(error)) from error
 
     def _kernel_of(self, part: Part, step: Pass, tokens: int) -> str:
         """The module of the part's kernel; empty: torch's."""
@@ -168,27 +173,59 @@ class _TrialDecoder(TritonDecoder):
                 return "gated_norm" if isinstance(args, GatedNormalize) else "scans"
             case "product" | "norm product" | "product add":
                 (args,) = (op.args for op in part.ops if isinstance(op.args, Product | GatedProduct))
-                return self._walk.product_kernel(args, tokens)
+                return self._walk.product_of(args).kernel(tokens, is_gated=isinstance(args, GatedProduct))
         return ""
 
     def _try(self, part: Part, launch: Callable[[Pass], None], kernel: str, step: Pass, num: int, number: int) -> None:
         expected, tokens = self._expected, len(step.step.ids)
         inputs = expected.inputs(part.ops, tokens, number)
         step.registers.fill(inputs)
+        ms = self._time(kernel, lambda: launch(step))
+        if ms is None:
+            return
+        self._ms += ms
+        wanted = expected.run(part.ops, {register: values[:num] for register, values in inputs.items()})
+        self._compare(part, kernel, step.registers, wanted, num, ms)
+
+    def _time(self, kernel: str, run: Callable[[], None]) -> float | None:
+        """Milliseconds of a launch; None: it failed, which is in the report. Raises BrokenDeviceError."""
         self._begin(kernel)
         started = time.perf_counter()
         try:
-            launch(step)
+            run()
             self._queue.mark().wait()
         except Exception as error:
             self.check_device()
             self._report.add(trial.module_of(error, "triton") or kernel, problem=trial.summary_of(error))
-            return
-        finally:
-            ms = (time.perf_counter() - started) * 1000
-            self._ms += ms
-        wanted = expected.run(part.ops, {register: values[:num] for register, values in inputs.items()})
-        self._compare(part, kernel, step.registers, wanted, num, ms)
+            return None
+        return (time.perf_counter() - started) * 1000
+
+    def try_many_rows(self) -> None:
+        """Products of so many rows that weights of 8 and 4 bits take other kernels than in the trial's steps."""
+        expected, seen = self._expected, set[object]()
+        for number, op in enumerate(expected.program.ops):
+            args, key = op.args, trial.signature(op)
+            if not isinstance(args, Product | GatedProduct) or key in seen:
+                continue
+            seen.add(key)
+            product, is_gated = self._walk.product_of(args), isinstance(args, GatedProduct)
+            if not isinstance(product, QuantizedProduct):
+                continue
+            kernel, inputs = product.kernel(_MANY_ROWS, is_gated=is_gated), expected.inputs((op,), _MANY_ROWS, number)
+            whole = View(op.outs[0].register, op.outs[0].first, sum(view.width for view in op.outs))
+            registers, wanted = TorchRegisters(), expected.run((op,), inputs)
+            for register, values in inputs.items():
+                registers.put(View(register, 0, values.shape[1]), values.shape[1], values)
+            # The trial's steps are over, so their scratch is free.
+            scratch, x = self._walk.scratch, registers.get(op.ins[0])
+            out = torch.empty((_MANY_ROWS, whole.width), dtype=x.dtype, device=x.device)
+            scratch.expect(*product.taken(_MANY_ROWS, x.dtype.itemsize, is_gated=is_gated))
+            scratch.allocate(registers=0, least=0)
+            scratch.begin()
+            ms = self._time(kernel, partial(product, x, out, is_gated=is_gated))
+            if ms is not None:
+                limit = trial.FP8_LIMIT if kernel == "round_rows" else 0.0  # activations have 8 bits
+                self._report.compare(kernel, out, wanted.get(whole), ms=ms, limit=limit)
 
     def _compare(
         self, part: Part, kernel: str, found: TorchRegisters, wanted: TorchRegisters, num: int, ms: float

@@ -25,11 +25,12 @@ from ...kernels.triton.rms_norm import layer_norm, rms_norm
 from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
+from ..executors.experts import OwnExperts
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
 from ..executors.reference import Registers as TorchRegisters
-from ..executors.rotary import inverse_frequencies
+from ..executors.rotary import inverse_frequencies, regime_lengths
 from ..executors.weights import Weights
 from ..models.description import Alibi, Reach, Rope
 from ..models.program import (
@@ -121,7 +122,7 @@ class Pass:
 
     registers: Registers
     scratch: Scratch
-    step: Step  # ids and positions: [tokens] int32
+    step: Step  # ids, positions and places: [tokens] int32
     cache: KvCache
     slots: Tensor  # [tables, tokens] int32
     tables: Tensor  # [tables, rows, blocks] int32
@@ -194,9 +195,9 @@ class Walker:
                 matrix = ProductMatrix(values, anywhere, wide, in_scratch)
             self.weights.matrices[each.key] = (matrix,)
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
-        self._products = {key: self._product_of(args, is_deterministic) for key, args in by_matrix.items()}
+        self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
-        self._experts: list[Experts] = []
+        self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
         self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
         self._slopes: dict[Alibi, Tensor] = {}
@@ -282,9 +283,8 @@ class Walker:
         """The byte of the scratch behind the registers."""
         return walk.places.size * self._dtype.itemsize * tokens
 
-    def product_kernel(self, args: Product | GatedProduct, tokens: int) -> str:
-        """The module of the kernel that computes it for so many tokens; empty: torch does."""
-        return self._products[args.matrix.key].kernel(tokens, is_gated=isinstance(args, GatedProduct))
+    def product_of(self, args: Product | GatedProduct) -> ProductOf:
+        return self._products[args.matrix.key]
 
     def run(self, step: Pass, tokens: int) -> None:
         walk = self._of(tokens)
@@ -345,7 +345,7 @@ class Walker:
                     (returned if is_returned else in_scratch).add(view.register)
         return in_scratch, returned - in_scratch
 
-    def _product_of(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
+    def _make_product(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
         is_gated = isinstance(args, GatedProduct)
         bias, weight = self._loaded.vector(args.bias), self._loaded.take(args.matrix)
         if is_gated and bias is not None:
@@ -363,7 +363,7 @@ class Walker:
     def _quantized(self, weight: QuantizedWeight, bias: Tensor | None, is_gated: bool) -> QuantizedProduct:
         product = QuantizedProduct(
             weight, bias, self._small, self.scratch.take, dtype=self._dtype,
-            has_narrow_inputs=self._loaded.has_narrow_inputs,
+            has_narrow_inputs=self._loaded.has_narrow_inputs, without=self._without,
         )  # fmt: skip
         self.scratch.expect(*product.taken(self._limits.tokens, self._dtype.itemsize, is_gated=is_gated))
         self._leave_to_torch(product.left_to_torch(self._dtype.itemsize))
@@ -473,14 +473,14 @@ class Walker:
 
         def launch(step: Pass) -> None:
             x = step.registers.get(op.ins[0])
-            rotate(x, table, step.step.positions, heads=args.heads, first=args.first)
+            rotate(x, table, step.step.places, heads=args.heads, first=args.first)
 
         return launch
 
     def _product(self, part: Part) -> Launch:
         op = part.ops[1 if part.kind == "norm product" else 0]
         assert isinstance(op.args, Product | GatedProduct)
-        product, is_gated = self._products[op.args.matrix.key], isinstance(op.args, GatedProduct)
+        product, is_gated = self.product_of(op.args), isinstance(op.args, GatedProduct)
         first, out = op.outs[0], View(op.outs[0].register, op.outs[0].first, sum(view.width for view in op.outs))
         assert first.first == 0, first
         if part.kind == "product":
@@ -502,19 +502,20 @@ class Walker:
         (op,) = part.ops
         args = op.args
         assert isinstance(args, Mixture)
-        sizes = args.num_experts, args.router.top_k, args.down.rows, args.down.columns
+        sizes = args.num_slots, args.router.top_k, args.down.rows, args.down.columns
         if sizes not in self._moe:
             self._moe[sizes] = workspace_moe(
                 max_tokens=self._limits.tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
-        self._experts.append(experts)
+        if experts.own is not None:
+            self.own_experts[op.layer] = experts.own
         self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
-            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens)
+            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens, step.step.positions)
 
         return launch
 
@@ -549,9 +550,9 @@ class Walker:
                     torch.cat([step.registers.get(view) for view in op.ins], dim=1, out=states)
                 else:
                     states = step.registers.get(joined)
-                positions = self._zeros[: len(query)] if rope is None else step.step.positions
+                places = self._zeros[: len(query)] if rope is None else step.step.places
                 norm_rotary_write(
-                    states, pair, eps, rotary, positions, step.slots[table], query, k_pages, v_pages,
+                    states, pair, eps, rotary, places, step.slots[table], query, k_pages, v_pages,
                     turning=None if rope is None else rope.dims,
                 )  # fmt: skip
             tables, attended = step.tables[table], step.registers.into(out).view(-1, args.heads, args.value_dim)
@@ -607,12 +608,18 @@ class Walker:
         return max(_LEAST_ROWS, needed)
 
     def _rotary_of(self, rope: Rope | None, head_dim: int) -> Tensor:
-        """None: nothing turns, at position 0."""
+        """Of all places, as `executors.rotary.RotaryTable` has them. None: nothing turns, at place 0."""
         key = rope, head_dim
         if key not in self._rotary:
-            angles = torch.zeros(0) if rope is None else inverse_frequencies(rope)
-            scale, max_len = (1.0, 1) if rope is None else (rope.cos_scale, self._max_len)
-            self._rotary[key] = rotary_table(angles.to(self._loaded.device), scale, max_len, head_dim)
+            device = self._loaded.device
+            if rope is None:
+                parts = [rotary_table(torch.zeros(0, device=device), 1.0, 1, head_dim)]
+            else:
+                parts = [
+                    rotary_table(inverse_frequencies(rope, regime).to(device), rope.cos_scale, length, head_dim)
+                    for regime, length in enumerate(regime_lengths(self._max_len, self._program.regime_limit))
+                ]
+            self._rotary[key] = torch.cat(parts)
         return self._rotary[key]
 
     def _decode_of(self, args: Attend) -> DecodeWorkspace:

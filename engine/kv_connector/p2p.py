@@ -259,7 +259,7 @@ class P2pCore:
             behind = b""
             if self._facts.state is not None:
                 behind = keys[question.first - 1] if question.first else request.root
-            question.is_sent = self._send(question.id, keys[question.first :], behind)
+            question.is_sent = self._send(question.id, keys[question.first :], behind, request.awaits_kv)
         return None
 
     def _ask(self, rid: int, first: int, last: int, deadline: float | None) -> _Question:
@@ -273,10 +273,11 @@ class P2pCore:
         self._rids[question.id] = rid
         return question
 
-    def _send(self, number: int, keys: list[bytes], behind: bytes) -> bool:
+    def _send(self, number: int, keys: list[bytes], behind: bytes, is_expected: bool) -> bool:
         """False: the peer is not connected, or its queue is full."""
-        wait_ms = int(self._settings.wait_s * 1000)
-        message = Lookup(number, self._facts.model_key, self._facts.block_bytes, b"".join(keys), wait_ms, behind)
+        wait_ms, facts = int(self._settings.wait_s * 1000), self._facts
+        who = facts.model_key, facts.block_bytes
+        message = Lookup(number, *who, b"".join(keys), wait_ms, behind, is_expected)
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:

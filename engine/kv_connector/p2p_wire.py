@@ -39,6 +39,7 @@ class Lookup(Struct, frozen=True, array_like=True, tag=True):
     keys: bytes
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]  # how long to wait for blocks that are being computed
     behind: bytes = b""  # the key before the first of `keys`, or the root, if states are asked for
+    is_expected: bool = False  # the peer is about to compute the blocks, if it does not already
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag=True):

@@ -209,7 +209,9 @@ class BlockStore:
         run = len(keys)
         if full is not None:
             run = next((i for i, key in enumerate(keys) if item_name(key, full) not in blocks), len(keys))
-        is_coming = full is not None and run < len(keys) and item_name(keys[run], full) in self._num_coming
+        is_coming = False
+        if full is not None and run < len(keys):
+            is_coming = request.is_expected or item_name(keys[run], full) in self._num_coming
         others = [group for group in range(facts.num_groups) if group not in (full, facts.state)]
         names = [item_name(key, group) for group in others for key in keys[:run]]
         behind = [request.behind, *keys[:run]] if facts.state is not None else ()

@@ -1,9 +1,11 @@
-"""The part of a decoder that one rank of a tensor-parallel group holds: a description with fewer heads and columns.
+"""The part of a decoder that one rank of a tensor-parallel group holds: a description with fewer heads and columns, or
+whole experts.
 
 Projections into heads and feed-forward columns are cut by rows, those back to the hidden size by columns, so a sublayer
 needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3), and a second one in Mamba 1 and for
-norms over the heads of several ranks. Each expert is cut in the same way, and every rank has the whole router. The
-vocabulary's rows of embedding and head are divided in order.
+norms over the heads of several ranks. Each expert is cut in the same way, or with `--enable-expert-parallel` belongs
+to one rank as a whole; the same all-reduce adds the experts of all ranks. Every rank has the whole router. The rows of
+embedding and head are divided in order.
 """
 
 from dataclasses import replace
@@ -27,7 +29,9 @@ from .description import (
     Norm,
     ShortConv,
     Sublayer,
+    Weight,
 )
+from .expert_placement import deal, places
 from .parts import columns, part_rows, rows
 
 
@@ -37,11 +41,14 @@ def share(num: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * each, num), min((rank + 1) * each, num)
 
 
-def cut(decoder: Decoder, rank: int, size: int) -> Decoder:
-    """Raises ConfigError if the model cannot be divided among `size` ranks."""
+def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False) -> Decoder:
+    """deals_experts: a rank has whole experts, and not a part of each. Raises ConfigError if the model cannot be
+    divided among `size` ranks."""
     if size == 1:
         return decoder
-    ranks = _Ranks(rank, size)
+    if deals_experts and not any(isinstance(body, Moe) for body in decoder.bodies):
+        raise ConfigError("--enable-expert-parallel is for models with experts, and this one has none; leave it out.")
+    ranks = _Ranks(rank, size, deals_experts=deals_experts)
     first, last = share(decoder.vocab, size - 1, size)
     if first == last:
         raise ConfigError(
@@ -62,8 +69,8 @@ def cut(decoder: Decoder, rank: int, size: int) -> Decoder:
 
 
 class _Ranks:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, *, deals_experts: bool) -> None:
+        self._rank, self._size, self._deals_experts = rank, size, deals_experts
         self.flag = f"--tensor-parallel-size {size}"
 
     def block(self, block: Block) -> Block:
@@ -93,7 +100,8 @@ class _Ranks:
                     up = columns(latent.up, 0, latent.up.columns, is_first=self._rank == 0)
                     latent = replace(latent, up=up)
                 router = replace(body.router, zero_scale=0.0 if self._rank else 1.0)
-                return replace(body, experts=self._mlp(body.experts), shared=shared, latent=latent, router=router)
+                body = replace(body, shared=shared, latent=latent, router=router)
+                return self._dealt(body) if self._deals_experts else replace(body, experts=self._mlp(body.experts))
             case LowRank():
                 return body
             case DeltaNet():
@@ -183,6 +191,24 @@ class _Ranks:
             up=rows(mlp.up, first, last),
             down=columns(mlp.down, first, last, is_first=self._rank == 0),
         )
+
+    def _dealt(self, moe: Moe) -> Moe:
+        """This rank's experts, whole."""
+        if moe.num_experts < self._size:
+            raise ConfigError(
+                f"--enable-expert-parallel: {self._size} ranks cannot share the {moe.num_experts} experts of a layer, "
+                "of which each needs one; choose fewer ranks."
+            )
+        slots = deal(moe.num_experts, self._size)
+        own, mlp = slots[self._rank], moe.experts
+
+        def some(weight: Weight) -> Weight:
+            other = None if weight.other is None else some(weight.other)
+            return replace(weight, experts=len(own), only=own, other=other)
+
+        gate = None if mlp.gate is None else some(mlp.gate)
+        experts = replace(mlp, gate=gate, up=some(mlp.up), down=some(mlp.down))
+        return replace(moe, experts=experts, places=places(moe.num_experts, slots, self._rank))
 
     def _norm(self, norm: Norm | None, dim: int, first: int, last: int) -> Norm | None:
         """Of the heads [first, last), which have `dim` elements each. A norm over all heads becomes one over these and

@@ -42,6 +42,7 @@ class Weight(Data):
     first_column: int = 0  # of the file's; the others belong to other ranks
     bias: tuple[Part, ...] = ()
     experts: int = 0  # more than 0: so many matrices, stacked
+    only: tuple[int, ...] = ()  # of the file's experts, which these matrices are, in order; empty: all
     is_transposed: bool = False  # the file has [columns, rows], or [experts, columns, rows]
     map: Literal["", "plus_one", "neg_exp"] = ""  # applied in float32 when it is loaded
     other: "Weight | None" = None  # taken if the tensors of `parts` are not in the file
@@ -305,6 +306,14 @@ class Router(Data):
     rounds_weights: bool = True  # expert weights are rounded to the activations' type
 
 
+class Place(Data):
+    """Where a rank has an expert. Several ranks may have it; they take turns by the tokens' positions."""
+
+    slot: int  # among this rank's matrices; -1: other ranks compute the expert
+    turn: int = 0  # this rank computes it for the tokens at positions p with p mod turns = turn
+    turns: int = 1
+
+
 class Moe(Data):
     """A mixture of experts: the weights of `experts` are stacked."""
 
@@ -314,6 +323,7 @@ class Moe(Data):
     shared: Mlp | None = None
     shared_gate: Weight | None = None
     latent: LowRank | None = None
+    places: tuple[Place, ...] = ()  # of each expert; empty: this rank has (a part of) all
 
 
 Body = Attention | LatentAttention | DeltaNet | Mamba1 | Mamba2 | ShortConv | Lightning | Mlp | Moe | LowRank

@@ -698,6 +698,7 @@ class _Lowering:
                 down_bias=self._bias(at + "experts.down.bias", experts.down),
                 correction=self._optional(at + "correction", router.correction, is_float32=True),
                 expert_scale=self._optional(at + "expert_scale", router.expert_scale),
+                places=moe.places,
             ),
             (inner, logits),
             (out,),
@@ -715,7 +716,8 @@ class _Lowering:
     def _bias(self, name: str, *weights: Weight) -> Vector | None:
         if not weights[0].bias:
             return None
-        return self._vector(name, *(Weight(weight.bias, experts=weight.experts) for weight in weights))
+        biases = (Weight(weight.bias, experts=weight.experts, only=weight.only) for weight in weights)
+        return self._vector(name, *biases)
 
     def _optional(self, name: str, part: Part | None, *, is_float32: bool = False) -> Vector | None:
         return None if part is None else self._vector(name, Weight((part,)), is_float32=is_float32)

@@ -7,7 +7,7 @@ columns of one. An operation may write to a view that it reads only where its do
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .description import Activation, Alibi, Data, Norm, Reach, Rope, Router, Temperature, Weight
+from .description import Activation, Alibi, Data, Norm, Place, Reach, Rope, Router, Temperature, Weight
 
 Use = Literal["product", "gated", "table", "router", "experts", "gated experts", "heads", "heads, transposed"]
 
@@ -208,10 +208,12 @@ class AttendLatent(Data):
 
 
 class Mixture(Data):
-    """outs[0] = the weighted sum over each token's experts. ins: hidden states, the router's product."""
+    """outs[0] = the weighted sum over each token's experts. ins: hidden states, the router's product.
+
+    With `places` it is the sum over those experts that this rank computes, of whose matrices the stacks consist."""
 
     router: Router
-    num_experts: int  # that have weights
+    num_experts: int  # that have weights, on any rank
     gate_up: Matrix  # or only up
     down: Matrix
     act: Activation
@@ -222,6 +224,12 @@ class Mixture(Data):
     down_bias: Vector | None = None
     correction: Vector | None = None
     expert_scale: Vector | None = None
+    places: tuple[Place, ...] = ()  # of each expert that has weights; empty: the stacks have all
+
+    @property
+    def num_slots(self) -> int:
+        """Matrices of a stack."""
+        return self.down.experts
 
 
 class States(Data):

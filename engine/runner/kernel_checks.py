@@ -7,7 +7,7 @@ decision: otherwise their collectives would not match.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +42,7 @@ GPU_KERNELS = (
 )  # fmt: skip
 """Modules of `kernels/triton` that a trial can blame."""
 _OTHER = "another rank's kernel"
-_KEPT = {"quantized_product"}  # without them matrices are widened while they are loaded
+_KEPT = {"quantized_product", "widen"}  # without them matrices are widened while they are loaded
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,38 @@ class Checked:
 
 
 def check_kernels(
-    config: EngineConfig, spec: ModelSpec, served: Served, device: Device, queue: Queue | None, group: Group
+    config: EngineConfig,
+    spec: ModelSpec,
+    served: Served,
+    device: Device,
+    queue: Queue | None,
+    group: Group,
+    broken: Collection[str] = (),
 ) -> Checked:
-    """Tries the kernels that the model needs. Raises StartError with `--strict-kernels`, and ConfigError if torch
-    cannot do what was asked for."""
+    """Tries the kernels that the model needs. broken: those that broke the device of an earlier process. Raises
+    BrokenDeviceError, StartError with `--strict-kernels`, and ConfigError if torch cannot do what was asked for."""
     if served.executor == "Triton":
         assert queue is not None
-        return _check_triton(config, spec, served, device, queue, group)
+        return _check_triton(config, spec, served, device, queue, group, broken)
     if served.executor == "C":
         return _check_c(config, spec, served, device, group)
     return Checked(served, config)
 
 
 def _check_triton(
-    config: EngineConfig, spec: ModelSpec, served: Served, device: Device, queue: Queue, group: Group
+    config: EngineConfig,
+    spec: ModelSpec,
+    served: Served,
+    device: Device,
+    queue: Queue,
+    group: Group,
+    broken: Collection[str],
 ) -> Checked:
     from ..gpu.trial import OPTIONAL, try_kernels
 
     assert served.program is not None
     journal = TrialJournal(_cache_folder(), _machine_key(queue.device, group.rank))
-    failed = {
+    failed = dict.fromkeys(broken, "it broke the device of the process that tried it") | {
         kernel: f"a process that tried it on this machine has ended in it; remove {path} to try it again"
         for kernel, path in journal.crashed().items()
     }
@@ -86,7 +98,8 @@ def _check_triton(
         with torch.inference_mode():
             tried = try_kernels(
                 config, served.program, queue=queue, dtype=served.dtype, shape=served.kv_shape,
-                is_kept=served.is_kept and not failed.keys() & _KEPT, fill=_filler(config, served),
+                is_kept=served.is_kept and not failed.keys() & _KEPT, has_narrow_inputs=served.has_narrow_inputs,
+                fill=_filler(config, served),
                 without=frozenset(failed) | served.left_out, journal=journal,
             )  # fmt: skip
         checks |= {check.kernel: check for check in tried if check.kernel not in failed}

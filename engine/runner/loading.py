@@ -1,7 +1,7 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from ..checkpoint.spec import ModelSpec
 from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
+from ..executors.experts import OwnExperts
 from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
@@ -57,6 +58,7 @@ class HostModel:
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
     received_width: int = 0  # of a stage: columns that it is sent,
     sent_width: int = 0  # and those that it sends
+    own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
     graphs = 0
     head_major = False
 
@@ -72,17 +74,18 @@ def load_model(
     *,
     rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
+    broken_kernels: Collection[str] = (),
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
-    kernels' weights are packed, if they are packed. is_checked: kernels are tried before they serve. Raises
-    ConfigError, CheckpointError, and StartError with `--strict-kernels`."""
+    kernels' weights are packed, if they are packed. is_checked: kernels are tried before they serve, but not
+    `broken_kernels`. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError with `--strict-kernels`."""
     torch_device = device.torch_device
     served = how_served(
         config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
     )
     checked = Checked(served, config)
     if is_checked:
-        checked = check_kernels(config, spec, served, device, queue, group)
+        checked = check_kernels(config, spec, served, device, queue, group, broken_kernels)
         served, config = checked.served, checked.config
     if config.pipeline_parallel_size > 1:
         served = part_of_stage(config, served, rank_info.stage)
@@ -93,6 +96,7 @@ def load_model(
         assert queue is not None
         return _on_device(config, checked, queue, group, fill)
     backend, dtype = served.backend, served.dtype
+    own_experts: Mapping[int, OwnExperts] = {}
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -107,7 +111,7 @@ def load_model(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group,
         )  # fmt: skip
-        weights = loaded.num_bytes
+        weights, own_experts = loaded.num_bytes, reference.own_experts
         model = backend.model(reference, Vocabulary(served.program, loaded, group), served.kv_shape)
     else:
         # Only here, since transformers takes seconds to import.
@@ -127,6 +131,7 @@ def load_model(
         failed_kernels=checked.failed,
         received_width=0 if served.program is None else sum(view.width for view in served.program.receives),
         sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
+        own_experts=own_experts,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -150,12 +155,14 @@ def _load_encoder(config: EngineConfig, served: Served, device: Device) -> "Enco
 
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
     """Bytes that a step of a `HostModel` may take besides weights and KV, estimated."""
+    # A rank with whole experts computes all of a step's tokens with them at most.
+    share = 1 if config.enable_expert_parallel else config.tensor_parallel_size
     per_layer = max((kv_shape.tile_bytes(tile, config.block_size) for tile in kv_shape.layers), default=0)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
+        intermediate_size=spec.intermediate_size // share,
         num_experts_per_tok=top_k(spec),
         vocab_size=spec.vocab_size,
         itemsize=DTYPES[config.activations].itemsize,
@@ -198,9 +205,8 @@ def _on_device(
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     served = checked.served
     assert served.program is not None
-    program, shape, dtype, scheme = served.program, served.kv_shape, served.dtype, served.spec.scheme
-    has_narrow_inputs = scheme is not None and scheme.has_narrow_inputs
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=has_narrow_inputs)
+    program, shape, dtype = served.program, served.kv_shape, served.dtype
+    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
     fill(loaded)
     groups = shape.groups(config.block_size)
     limits = limits_of(

@@ -211,10 +211,14 @@ def _cut_experts(op: Op, args: Mixture) -> Op:
         return op
     if len(args.gate_up.weights) != (2 if args.has_gate else 1) or args.down.columns <= _INNER:
         return op
-    gate_up = tuple(replace(_few(weight, _INNER), experts=num) for weight in args.gate_up.weights)
-    down = tuple(replace(weight, columns=_INNER, experts=num) for weight in args.down.weights)
+    gate_up = tuple(replace(_few(weight, _INNER), experts=num, only=()) for weight in args.gate_up.weights)
+    down = tuple(replace(weight, columns=_INNER, experts=num, only=()) for weight in args.down.weights)
     cut = replace(
-        args, num_experts=num, gate_up=replace(args.gate_up, weights=gate_up), down=replace(args.down, weights=down)
+        args,
+        num_experts=num,
+        places=(),
+        gate_up=replace(args.gate_up, weights=gate_up),
+        down=replace(args.down, weights=down),
     )
     x, logits = op.ins
     return replace(op, args=cut, ins=(x, View(logits.register, logits.first, num)))

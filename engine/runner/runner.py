@@ -8,11 +8,12 @@ other state of a request is the core's.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...errors import StartError
@@ -98,6 +99,7 @@ class Runner:
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
+        self._taken_load: dict[int, Tensor] = {}  # by layer, what `take_expert_load` has reported so far
         self._parked = Parked()
         self._is_warm = False
         self._is_faulted = False  # until a plan whose `after_fault` is set
@@ -113,12 +115,14 @@ class Runner:
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
         is_checked: bool | None = None,
+        broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
         the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
-        serve; None: unless a queue is given. Raises ConfigError, CheckpointError, and StartError if the ranks do not
-        meet, or with `--strict-kernels` if kernels fail."""
+        serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
+        that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
+        not meet, or with `--strict-kernels` if kernels fail."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
@@ -132,7 +136,7 @@ class Runner:
         with torch.inference_mode():
             model = load_model(
                 config, spec, device, queue or device.queue(), group, progress, shared, rank_info=rank_info,
-                is_checked=queue is None if is_checked is None else is_checked,
+                is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(
@@ -415,6 +419,18 @@ class Runner:
         failed = sorted(connector.get_block_ids_with_load_errors())
         num_blocks, load_ms = connector.take_load_cost()
         return Transferred(tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms)
+
+    def take_expert_load(self) -> dict[int, bytes]:
+        """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
+        experts, or there are none. A GPU ends the step that runs first."""
+        found: dict[int, bytes] = {}
+        for layer, own in self._model.own_experts.items():
+            load = own.load.cpu()
+            by_expert = torch.zeros(len(own.places), dtype=torch.int64)
+            by_expert[list(own.experts)] = load - self._taken_load.get(layer, torch.zeros_like(load))
+            self._taken_load[layer] = load.clone()
+            found[layer] = by_expert.numpy().tobytes()
+        return found
 
     def close(self) -> None:
         """Closes the KV connector."""

@@ -86,6 +86,11 @@ class Served:
         return frozenset({"small_product"} if self.unfused else ())
 
     @property
+    def has_narrow_inputs(self) -> bool:
+        """The checkpoint was made for activations of 8 bits."""
+        return self.spec.scheme is not None and self.spec.scheme.has_narrow_inputs
+
+    @property
     def page(self) -> str:
         """The file that describes the family; empty if transformers computes the model."""
         if self.program is None:
@@ -116,6 +121,8 @@ class Served:
             parts.append(f"torch computes {', '.join(self.in_torch)}")
         if self.unfused:
             parts.append(f"cuBLAS computes all products, because {self.unfused}")
+        if shares := _expert_shares(self.program):
+            parts.append(shares)
         if scheme is not None:
             parts.append(scheme.note + ("" if self.is_kept or self.executor == "Triton" else ", widened"))
         if found is not None and found.skipped:
@@ -200,7 +207,7 @@ def how_served(
             kv_shape=replace(shape or likely, dtype=DTYPES[config.kv_cache_dtype]), found=None, is_kept=False,
             is_certain=shape is not None, why=why or "",
         )  # fmt: skip
-    program = program_of(spec, rank, config.tensor_parallel_size)
+    program = program_of(spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel)
     return Served(
         spec=spec,
         executor="Triton" if is_triton else "C" if backend.is_compiled else "torch",
@@ -280,11 +287,19 @@ def group_names(groups: CacheGroups) -> list[str]:
     return [each.kind + (f" of {each.span}" if each.span else "") for each in lifetimes]
 
 
-def program_of(spec: ModelSpec, rank: int, size: int) -> Program:
+def _expert_shares(program: Program | None) -> str:
+    """How many whole experts this rank has; empty: it has all, or a part of each."""
+    ops = () if program is None else program.ops
+    found = [op.args for op in ops if isinstance(op.args, Mixture) and op.args.places]
+    shares = dict.fromkeys(f"{args.num_slots} of {args.num_experts}" for args in found)
+    return f"{' or '.join(shares)} experts of a layer on this rank, whole" if shares else ""
+
+
+def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False) -> Program:
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
     first_id, _ = share(spec.decoder.vocab, rank, size)
-    return lower(cut(spec.decoder, rank, size), ranks=size, first_id=first_id)
+    return lower(cut(spec.decoder, rank, size, deals_experts=deals_experts), ranks=size, first_id=first_id)
 
 
 def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
@@ -325,10 +340,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
-    limit = config.model.regime_limit
-    if limit is not None and config.max_model_len > limit:
-        return f"the kernels have no rotary frequencies that change beyond {limit} tokens"
-    return lacks_in_triton(program_of(spec, 0, config.tensor_parallel_size), target)
+    size, deals_experts = config.tensor_parallel_size, config.enable_expert_parallel
+    return lacks_in_triton(program_of(spec, 0, size, deals_experts=deals_experts), target)
 
 
 def _too_old(capability: int | None) -> str:

@@ -12,7 +12,8 @@ def part_of_stage(config: EngineConfig, served: Served, stage: int) -> Served:
     spec, program = served.spec, served.program
     assert program is not None and spec.decoder is not None, "only described models are divided into stages"
     num_layers = len(spec.decoder.blocks)
-    whole = program_of(spec, 0, config.tensor_parallel_size)  # all ranks deal the layers of the same program
+    size, deals_experts = config.tensor_parallel_size, config.enable_expert_parallel
+    whole = program_of(spec, 0, size, deals_experts=deals_experts)  # all ranks deal the layers of the same program
     lengths = lengths_of(whole, num_layers, config.pipeline_parallel_size, config.pipeline_layers)
     first, last = bounds_of(lengths)[stage]
     reads = step_reads(layers_of(whole, num_layers), lengths)

@@ -1,8 +1,8 @@
 """Steps of an encoder, which computes whole texts: a row takes one step, and nothing of it is kept."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from ...config.config import EngineConfig
 from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..attention.kv_cache import KvCache, KvShape
 from ..executors.encoder import Encoder
+from ..executors.experts import OwnExperts
 from .base import ImmediateSteps
 from .pooling import as_tensor, pool
 
@@ -27,6 +28,7 @@ class EncoderModel:
     graphs = 0
     head_major = False
     failed_kernels: tuple[str, ...] = ()
+    own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "EncoderSteps":
         return EncoderSteps(self.encoder, synchronize=self.synchronize)

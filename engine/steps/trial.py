@@ -56,7 +56,7 @@ _LOGITS = 16  # rows of logits, of which each token has one
 _NUMBERS = 262_139  # random weights, which repeat; a prime, so that the rows of a matrix differ
 _ROUNDINGS = 4  # of the type, that an operation may differ by
 _LEAST_LIMIT = 1e-3  # of float32, whose products may be rounded to fewer bits
-_FP8_LIMIT = 0.1
+FP8_LIMIT = 0.1
 _PEAK = 8  # a single number may differ by this many times the limit of a token
 
 
@@ -88,16 +88,25 @@ class Report:
         self.checks[kernel] = Check(kernel, problem, max(old.error, error), old.ms + ms)
 
     def compare(
-        self, kernel: str, found: Tensor, expected: Tensor, *, ms: float = 0.0, is_routed: bool = False
+        self,
+        kernel: str,
+        found: Tensor,
+        expected: Tensor,
+        *,
+        ms: float = 0.0,
+        is_routed: bool = False,
+        limit: float = 0.0,
     ) -> None:
-        """Both [tokens, width]. is_routed: a rounding may send a token to another expert, so most tokens count."""
+        """Both [tokens, width]. is_routed: a rounding may send a token to another expert, so most tokens count. limit:
+        of these errors, if it is greater than that of the others."""
         errors = _errors(found, expected)
         if not errors:
             return
         error = errors[3 * (len(errors) - 1) // 4] if is_routed else errors[-1]
         problem = ""
-        if not error <= self.limit:
-            problem = f"it differs from torch by {error:.2g} of the numbers' size; at most {self.limit:.2g} is rounding"
+        limit = max(limit, self.limit)
+        if not error <= limit:
+            problem = f"it differs from torch by {error:.2g} of the numbers' size; at most {limit:.2g} is rounding"
         self.add(kernel, problem=problem, error=error, ms=ms)
 
     @property
@@ -109,7 +118,7 @@ class Report:
 def report_for(dtype: torch.dtype, kv_dtype: torch.dtype) -> Report:
     """dtype: of activations."""
     limit = max(_ROUNDINGS * torch.finfo(dtype).eps, _LEAST_LIMIT)
-    return Report(max(limit, _FP8_LIMIT if kv_dtype.itemsize == 1 else _ROUNDINGS * torch.finfo(kv_dtype).eps))
+    return Report(max(limit, FP8_LIMIT if kv_dtype.itemsize == 1 else _ROUNDINGS * torch.finfo(kv_dtype).eps))
 
 
 def _errors(found: Tensor, expected: Tensor) -> list[float]:
@@ -163,7 +172,7 @@ def signature(op: Op) -> tuple[object, ...]:
     return (_shape(op.args), *(view.width for view in (*op.ins, *op.outs)))
 
 
-_NAMES = {"key", "name", "layer", "tile", "decay"}  # fields that tell layers of a kind apart
+_NAMES = {"key", "name", "layer", "tile", "decay", "only", "places"}  # fields that tell layers of a kind apart
 
 
 def _shape(value: object) -> object:

@@ -229,7 +229,7 @@ class _Loading:
             values = reader.tensor(name).reshape(-1)  # such as norms of heads: [heads, size]
             return values[rows] if source.run is not None else values[source.indices()]
         if source.num_experts or len(reader.shape(name)) != (2 if source.columns[1] else 1):
-            values = reader.tensor(name)
+            values = _experts(reader, name, source.only) if source.only else reader.tensor(name)
             values = values if source.num_experts else values.squeeze()
             if source.columns[1]:
                 values = (values.transpose(-1, -2) if source.is_transposed else values)[..., columns]
@@ -288,6 +288,18 @@ class _Loading:
         self._done += _numbers(source)
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+def _experts(reader: Reader, name: str, only: Sequence[int]) -> Tensor:
+    """Some experts of a tensor of all; adjacent ones are read at once."""
+    runs: list[list[int]] = []
+    for expert in only:
+        if runs and expert == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([expert, expert + 1])
+    parts = [reader.tensor(name, slice(first, last)) for first, last in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _numbers(source: Source) -> int:

@@ -23,9 +23,10 @@ class Source:
     columns: tuple[int, int]  # (0, 0): a vector
     is_transposed: bool
     to: tuple[int, int]
-    expert: int | None  # of a stack; None: of all experts, whose tensors are one
+    expert: int | None  # place in a stack; None: of all experts, whose tensors are one
     num_experts: int
     map: str
+    only: tuple[int, ...] = ()  # of the experts of that one tensor; empty: all
 
     @property
     def is_module(self) -> bool:
@@ -106,17 +107,19 @@ class Names:
         for parts in _by_tensor(weight.parts):
             rows = sum(part.rows for part in parts)
             is_separate = "{e}" in parts[0].name
-            for expert in range(weight.experts) if is_separate else (None,):
-                tensor = self.of(_name(parts[0], expert or 0))
+            own = weight.only or range(weight.experts)
+            for place in range(weight.experts) if is_separate else (None,):
+                tensor = self.of(_name(parts[0], 0 if place is None else own[place]))
                 yield Source(
                     tensor=tensor,
                     parts=parts,
                     columns=(weight.first_column, weight.first_column + weight.columns),
                     is_transposed=weight.is_transposed != (tensor in self._turned),
                     to=(first, first + rows),
-                    expert=expert,
+                    expert=place,
                     num_experts=0 if is_separate else weight.experts,
                     map=weight.map,
+                    only=() if is_separate else weight.only,
                 )
             first += rows
 

@@ -1,7 +1,8 @@
 /* The feed-forward part of a mixture of experts. The products of all chosen experts are one list of tasks, and experts
  * that no token has chosen are not read.
  *
- * A token's bits depend on no other token: products are row by row, and its experts are added best first.
+ * A token's bits depend on no other token: products are row by row, its experts are added best first, and which rank
+ * computes an expert that several have follows from the token's position.
  */
 #include "experts.h"
 
@@ -110,6 +111,15 @@ void pagewire_route(const Router *a, const float *logits, long stride, float *we
     run_rows(route_rows, &(Route){a, logits, stride, weights, ids}, m, a->num * (4 + a->top_k));
 }
 
+void pagewire_place(const Experts *e, int32_t *ids, const int64_t *positions, long m)
+{
+    long top_k = e->router.top_k;
+    for (long i = 0; e->places && i < m * top_k; i++) {
+        const int32_t *place = e->places + 3 * ids[i];
+        ids[i] = positions[i / top_k] % place[2] == place[1] ? place[0] : -1;
+    }
+}
+
 /* A token and one of its experts are an assignment; `places` are those of a token's choices in `parts`. */
 typedef struct {
     const Experts *experts;
@@ -127,21 +137,25 @@ static void combine_rows(const void *about, long from, long to)
     float *total = pagewire_scratch(SLOT_WEIGHTS, a->hidden * 4);
     for (long row = from; row < to; row++) {
         float *y = a->y + row * a->y_stride;
+        long num = 0;
         for (long choice = 0; choice < top_k; choice++) {
             long i = row * top_k + choice, is_zero = a->ids[i] >= e->num_experts;
+            if (a->ids[i] < 0)
+                continue;
             const float *part = is_zero ? a->x + row * a->x_stride : a->parts + a->places[i] * a->hidden;
             float weight = is_zero ? a->weights[i] * e->zero_scale : e->scales_input ? 1 : a->weights[i];
             for (long j = 0; j < a->hidden; j++)
-                total[j] = choice ? total[j] + part[j] * weight : part[j] * weight;
+                total[j] = num ? total[j] + part[j] * weight : part[j] * weight;
+            num++;
         }
         for (long j = 0; j < a->hidden; j++)
-            y[j] = a->adds ? y[j] + total[j] : total[j];
+            y[j] = !num ? a->adds ? y[j] : 0 : a->adds ? y[j] + total[j] : total[j];
     }
 }
 
 typedef struct {
     const float *x, *weights;
-    const int32_t *places;
+    const int32_t *ids, *places;
     float *out;
     long x_stride, width, top_k;
 } ScaleInputs;
@@ -151,7 +165,7 @@ static void scale_inputs(const void *about, long from, long to)
 {
     const ScaleInputs *a = about;
     for (long i = from; i < to; i++)
-        for (long j = 0; j < a->width; j++)
+        for (long j = 0; j < a->width && a->ids[i] >= 0; j++)
             a->out[a->places[i] * a->width + j] = a->x[i / a->top_k * a->x_stride + j] * a->weights[i];
 }
 
@@ -159,10 +173,12 @@ void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids
                       float *y, long y_stride, long m, long adds)
 {
     long hidden = e->down[0].n, inner = e->down[0].k, width = e->gate_up[0].k, is_gated = e->gate_up[0].is_gated;
-    long top_k = e->router.top_k, num = m * top_k, count = 0, wide = is_gated ? 0 : e->gate_up[0].n;
-    long floats = num * (inner + hidden + wide + (e->scales_input ? width : 0)), ints = 2 * num + e->router.num + 1;
+    long top_k = e->router.top_k, num = m * top_k, own = 0, count = 0, wide = is_gated ? 0 : e->gate_up[0].n;
+    for (long i = 0; i < num; i++)
+        own += ids[i] >= 0;
+    long floats = own * (inner + hidden + wide + (e->scales_input ? width : 0)), ints = 2 * num + e->router.num + 1;
     float *gated = pagewire_scratch(SLOT_EXPERTS, floats * 4 + ints * 4 + 2 * e->num_experts * sizeof(Product) + 8);
-    float *parts = gated + num * inner, *both = parts + num * hidden, *scaled = both + num * wide;
+    float *parts = gated + own * inner, *both = parts + own * hidden, *scaled = both + own * wide;
     int32_t *tokens = (int32_t *)(gated + floats), *places = tokens + num, *first = places + num;
     Product *gate_up = (Product *)(((uintptr_t)(first + e->router.num + 1) + 7) / 8 * 8);
     Product *down = gate_up + e->num_experts;
@@ -170,12 +186,15 @@ void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids
     /* Assignments are sorted by expert. */
     memset(first, 0, (e->router.num + 1) * sizeof *first);
     for (long i = 0; i < num; i++)
-        first[ids[i] + 1]++;
+        if (ids[i] >= 0)
+            first[ids[i] + 1]++;
     for (long i = 0; i < e->router.num; i++) {
         long rows = first[i + 1], from = first[i];
         first[i + 1] += first[i];
         if (!rows || i >= e->num_experts)
             continue;
+        if (e->load)
+            e->load[i] += rows;
         Activations inputs = {x, tokens + from, x_stride};
         if (e->scales_input)
             inputs = (Activations){scaled + from * width, 0, width};
@@ -184,12 +203,13 @@ void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids
         down[count++] = (Product){&e->down[i], {gated + from * inner, 0, inner}, parts + from * hidden, hidden, rows, STORE};
     }
     long rows = first[e->num_experts]; /* with matrices */
-    for (long i = 0; i < num; i++) {
-        places[i] = first[ids[i]]++;
-        tokens[places[i]] = (int32_t)(i / top_k);
-    }
+    for (long i = 0; i < num; i++)
+        if (ids[i] >= 0) {
+            places[i] = first[ids[i]]++;
+            tokens[places[i]] = (int32_t)(i / top_k);
+        }
     if (e->scales_input)
-        run_rows(scale_inputs, &(ScaleInputs){x, weights, places, scaled, x_stride, width, top_k}, num, width);
+        run_rows(scale_inputs, &(ScaleInputs){x, weights, ids, places, scaled, x_stride, width, top_k}, num, width);
     pagewire_products(gate_up, count);
     if (!is_gated)
         pagewire_map(&(Map){{both, wide}, {both + inner, wide}, {gated, inner}, 0, e->map, inner, 0, e->act, e->alpha, 0,

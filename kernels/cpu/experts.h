@@ -28,13 +28,20 @@ typedef struct {
     long map, act;     /* where gate_up is not gated: of `Map`, from its product to the input of down */
     float alpha, limit;
     float zero_scale;  /* of the inputs that the router's others return */
+    const int32_t *places; /* of each of the router's experts: slot, turn, turns; 0: the slots are the router's experts */
+    int64_t *load;         /* [num_experts]: how many assignments each slot has had */
 } Experts;
 
 /* Each row's experts and their weights, best first (of equals the first). logits: m rows of num, stride apart; weights,
  * ids: [m][top_k]. */
 void pagewire_route(const Router *a, const float *logits, long stride, float *weights, int32_t *ids, long m);
 
-/* y = Σ weight · down(act(gate(x)) · up(x)) over each row's experts; with `adds` it is added to y. x: m rows, x_stride
- * apart. */
+/* Turns the ids of experts into the slots of this rank's matrices: the slot where positions mod turns is the turn, and
+ * else -1, for another rank computes it. Slots from num_experts on are the router's others. ids: [m][top_k]; positions:
+ * [m], of the rows in their sequences. */
+void pagewire_place(const Experts *e, int32_t *ids, const int64_t *positions, long m);
+
+/* y = Σ weight · down(act(gate(x)) · up(x)) over each row's slots, without those that are -1; with `adds` it is added to
+ * y. x: m rows, x_stride apart. */
 void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
                       float *y, long y_stride, long m, long adds);

@@ -24,6 +24,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
     "route": (_P, _P, _L, _P, _P, _L),
+    "place": (_P, _P, _P, _L),
     "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
     "program": (_P, _L, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _I),
@@ -66,6 +67,7 @@ class Kernels:
         self.attend = function("attend")
         self.rotary = function("rotary")
         self.route = function("route")
+        self.place = function("place")
         self.experts = function("experts")
         self.program = function("program")
         self.write_kv = function("write_kv")

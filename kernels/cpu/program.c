@@ -162,6 +162,7 @@ static void mix(const Operation *o, const Step *s)
     float *weights = pagewire_scratch(SLOT_STEP, m * top_k * 8);
     int32_t *ids = (int32_t *)(weights + m * top_k);
     pagewire_route(&e->router, at(s, o->in2), o->in2.stride, weights, ids, m);
+    pagewire_place(e, ids, s->positions, m);
     pagewire_experts(e, weights, ids, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue == ADD);
 }
 

@@ -51,6 +51,7 @@ class ExpertsFields(ctypes.Structure):
         ("router", RouterFields),
         *((name, _L) for name in ("num_experts", "scales_input", "map", "act")),
         *((name, _F) for name in ("alpha", "limit", "zero_scale")),
+        *((name, _P) for name in ("places", "load")),
     )
 
 

@@ -111,11 +111,14 @@ def _route_kernel(
     logits,
     logits_stride,
     num_tokens,
+    places,
+    positions,
     NUM_EXPERTS: tl.constexpr,
     LANES: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
+    """places: slot, turn and turns of each expert, if other ranks have some of them."""
     token = tl.program_id(0)
     lane = tl.arange(0, LANES)
     x = tl.load(logits + token * logits_stride + lane, mask=lane < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
@@ -133,7 +136,13 @@ def _route_kernel(
         weight = weight / tl.sum(weight, axis=0)
     at = token * TOP_K + choice
     tl.store(weights + at, weight, mask=choice >= 0)
-    tl.store(experts + at, tl.where(token < tl.load(num_tokens), lane, -1), mask=choice >= 0)
+    slot = lane
+    if places is not None:
+        place = places + 3 * lane
+        turns = tl.load(place + 2, mask=choice >= 0, other=1)
+        is_own = tl.load(positions + token) % turns == tl.load(place + 1, mask=choice >= 0, other=0)
+        slot = tl.where(is_own, tl.load(place, mask=choice >= 0, other=-1), -1)
+    tl.store(experts + at, tl.where(token < tl.load(num_tokens), slot, -1), mask=choice >= 0)
 
 
 @triton.jit(do_not_specialize=["num_assigned"])
@@ -153,6 +162,7 @@ def _align_kernel(
     num_blocks,
     experts,
     counts,
+    load,
     num_assigned,
     NUM_EXPERTS: tl.constexpr,
     LANES: tl.constexpr,
@@ -162,7 +172,8 @@ def _align_kernel(
     PARTS: tl.constexpr,
 ):
     """The first programs place the assignments of a part each, the others name the blocks of an expert each and pad its
-    last one. Without counts there is one part, and the programs of experts place their own assignments in it."""
+    last one. Without counts there is one part, and the programs of experts place their own assignments in it. load:
+    [experts], to which each expert's assignments are added."""
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.int32)
@@ -189,6 +200,8 @@ def _align_kernel(
         own_total = tl.sum(tl.where(lane == expert, total, 0), axis=0)
         if expert == 0:
             tl.store(num_blocks, tl.sum(blocks, axis=0))
+        if load is not None:
+            tl.store(load + expert, tl.load(load + expert) + own_total)
         for first in range(0, own_blocks, PAIRS):
             tl.store(block_experts + own_first // ROWS + first + pair, expert, mask=first + pair < own_blocks)
         rest = own_total + tl.arange(0, ROWS)
@@ -341,12 +354,16 @@ def _sum_kernel(
     tl.store(out + token * out_stride + columns, total.to(dtype), mask=inside)
 
 
-def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *, top_k: int, renormalize: bool) -> None:
+def route(
+    router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *, top_k: int, renormalize: bool,
+    places: Tensor | None = None, positions: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fills `workspace.weights` and `.experts`: the softmax over all experts at the `top_k` best, best first, equal
     scores by index; with `renormalize` divided by their sum.
 
     router_logits: [tokens, experts], rows of any stride. num_tokens: [1] int32; tokens beyond it are padding, which no
-    expert computes.
+    expert computes. places: [experts, 3] int32, if ranks share out the experts: the slot of each among this rank's, or
+    -1; and turn and turns of the ranks that have the same expert, by positions, [tokens] int32.
     """
     tokens, num_experts = router_logits.shape
     assert top_k <= num_experts and router_logits.stride(1) == 1, (top_k, router_logits.shape)
@@ -356,6 +373,8 @@ def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *,
         router_logits,
         router_logits.stride(0),
         num_tokens,
+        places,
+        positions,
         NUM_EXPERTS=num_experts,
         LANES=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
@@ -364,8 +383,11 @@ def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *,
     )
 
 
-def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> None:
-    """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` from `.experts`."""
+def align(
+    workspace: MoeWorkspace, *, num_assigned: int, num_experts: int, num_all: int = 0, load: Tensor | None = None
+) -> None:
+    """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` from `.experts`, and adds to `load`, [experts]
+    int64, how many assignments each has. num_all: experts of all ranks, if there are more than `num_experts`."""
     lanes, num_parts = triton.next_power_of_2(num_experts), triton.cdiv(num_assigned, _PAIRS)
     counts = None
     if num_parts > 1:
@@ -379,10 +401,11 @@ def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> No
         workspace.num_blocks,
         workspace.experts,
         counts,
+        load,
         num_assigned,
         NUM_EXPERTS=num_experts,
         LANES=lanes,
-        ROWS=_tiles(num_assigned, num_experts).rows,
+        ROWS=_tiles(num_assigned, num_all or num_experts).rows,
         PAIRS=_PAIRS,
         STEP=_STEP,
         PARTS=_PARTS,
@@ -401,12 +424,13 @@ def product(
     num_assigned: int,
     per: int,
     act: str | None = None,
+    num_all: int = 0,
 ) -> None:
     """out[assignment] = [act of] (x[assignment // per] · its expert's weightᵀ [+ bias]) [· its scale], of the
     assignments that `align` has sorted. out: [≥ num_assigned, n]; weight: [experts, n, k]; bias: [experts, n]; scales:
     [num_assigned] float32."""
     num_experts, n, k = weight.shape
-    tiles = _tiles(num_assigned, num_experts)
+    tiles = _tiles(num_assigned, num_all or num_experts)
     _product_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(n, tiles.columns))](
         out,
         x,
@@ -473,10 +497,13 @@ def experts(
     down_bias: Tensor | None = None,
     is_weighted: bool = True,
     zero_scale: float | None = None,
+    num_all: int = 0,
+    load: Tensor | None = None,
 ) -> None:
     """out[token] = the sum over its experts of weight · down(act(gate(x)) · up(x)), or of weight · down(act(up(x))).
     `workspace.experts` of these tokens says which, and `workspace.weights` has the weights, unless they are all 1
-    because not is_weighted. zero_scale: experts from num_experts on have no weights and return x · zero_scale.
+    because not is_weighted. zero_scale: experts from num_experts on have no weights and return x · zero_scale. Experts
+    of -1 are those of other ranks, which with these are num_all. load: see `align`.
 
     out: [tokens, hidden]; x: [tokens, hidden], or [tokens · top_k, hidden] if the input of each expert is another; rows
     of any stride; gate_up: [experts, 2 · inter, hidden] contiguous, the gates first, or without gates [experts, inter,
@@ -493,10 +520,10 @@ def experts(
     assert zero_scale is None or (is_weighted and len(x) == tokens), "experts without weights have a token's input"
     if tokens == 0:
         return
-    align(workspace, num_assigned=num_assigned, num_experts=num_experts)
+    align(workspace, num_assigned=num_assigned, num_experts=num_experts, num_all=num_all, load=load)
     inner = workspace.gated
     if has_gate:
-        tiles = _tiles(num_assigned, num_experts)
+        tiles = _tiles(num_assigned, num_all or num_experts)
         _gate_up_kernel[(_max_blocks(num_assigned, num_experts, tiles.rows), triton.cdiv(width, tiles.columns))](
             inner,
             x,
@@ -518,9 +545,14 @@ def experts(
             **_options(tiles),
         )
     else:
-        product(inner, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per, act=act)
+        product(
+            inner, x, gate_up, gate_up_bias, None, workspace, num_assigned=num_assigned, per=per, act=act,
+            num_all=num_all,
+        )  # fmt: skip
     scales = workspace.weights if is_weighted else None
-    product(workspace.parts, inner, down, down_bias, scales, workspace, num_assigned=num_assigned, per=1)
+    product(
+        workspace.parts, inner, down, down_bias, scales, workspace, num_assigned=num_assigned, per=1, num_all=num_all
+    )
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED))](
         out,
         out.stride(0),

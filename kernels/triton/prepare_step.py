@@ -11,7 +11,7 @@ sent in one copy:
     a record for each row: row, first token, tokens, position of the first (-1: the one of the id that the row sampled
         last), index of its first new block in its tables, number of new blocks, offset of these among a table's new
         blocks, offset of its ids among the ids, position of the first of its ids, first sample, samples, length of the
-        prompt
+        prompt, place of its position 0 in the rotary tables
     for each row an id for each position that its tokens may have; -1: the id that the row sampled last
     for each table, the pages of the new blocks of all rows
     the table of states (see `scans.py`), if the model has recurrent layers
@@ -33,7 +33,7 @@ from .variant import Plan, Variant, shaped
 
 _HEADER = 8
 STATES_AT = 4  # of the header; at a multiple of 16 bytes, as kernels' pointers must
-_RECORD = 12
+_RECORD = 13
 _BLOCK = 256  # tokens or blocks that a program copies at a time
 
 
@@ -56,6 +56,7 @@ def fill_packet(
     num_behind: NDArray[np.integer[Any]] | int = 0,
     num_samples: NDArray[np.integer[Any]] | int = 0,
     num_prompt: NDArray[np.integer[Any]] | int = 0,
+    rotary_firsts: NDArray[np.integer[Any]] | int = 0,
 ) -> int:
     """Writes a step's packet and returns its length in int32. rows: the rows in step order; counts, starts: [rows]
     tokens of each and the position of the first; places, num_new: [rows] index of each row's first new block in its
@@ -65,7 +66,8 @@ def fill_packet(
     num_decode: how many of the first rows get a length in `decode_lens`. num_behind: [rows] or one number for all, how
     many positions before `starts` a row may begin; above 0: it begins with the id that it sampled last, wherever that
     is. ids: row after row, those of the positions from starts - num_behind up to starts + counts; -1 for the id that
-    the row sampled last. num_samples: of each row, after its last tokens; num_prompt: where its output begins."""
+    the row sampled last. num_samples: of each row, after its last tokens; num_prompt: where its output begins;
+    rotary_firsts: where the rotary tables have its position 0."""
     num_ids = counts + num_behind
     ids_at = _HEADER + _RECORD * len(rows)
     blocks_at = ids_at + len(ids)
@@ -84,6 +86,7 @@ def fill_packet(
     records[:, 10] = num_samples
     records[:, 9] = np.cumsum(records[:, 10]) - records[:, 10]
     records[:, 11] = num_prompt
+    records[:, 12] = rotary_firsts
     packet[ids_at:blocks_at] = ids
     packet[blocks_at:end] = pages.reshape(-1)
     return end
@@ -102,6 +105,7 @@ def _prepare_step(
     decode_lens,
     sample_positions,
     tables,
+    rotary_places,
     max_tokens,
     max_blocks,
     all_rows,
@@ -125,6 +129,8 @@ def _prepare_step(
             token = begin + lanes
             tl.store(ids + token, 0, mask=token < max_tokens)
             tl.store(positions + token, 0, mask=token < max_tokens)
+            if rotary_places is not None:
+                tl.store(rotary_places + token, 0, mask=token < max_tokens)
             if HAS_TABLES:
                 tl.store(own_slots + token, -1, mask=token < max_tokens)
     elif place >= num_rows:
@@ -160,6 +166,8 @@ def _prepare_step(
             is_last = (known < 0) | (is_behind & (i == 0))
             tl.store(ids + first_token + i, tl.where(is_last, last_id, known), mask=inside)
             tl.store(positions + first_token + i, position, mask=inside)
+            if rotary_places is not None:
+                tl.store(rotary_places + first_token + i, tl.load(record + 12) + position, mask=inside)
             if HAS_TABLES:
                 block = tl.load(table + position // PAGE, mask=inside, other=0)
                 tl.store(own_slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
@@ -231,13 +239,15 @@ def prepare_step(
     sample_positions: Tensor,
     tables: Tensor,
     block_size: int,
+    rotary_places: Tensor | None = None,
 ) -> None:
     """All tensors are int32. State: last_ids, last_positions: [all rows] the id that each row sampled last, and its
     position in the output, from 0; row_tables: [tables, all rows, max blocks], to which the new blocks are added. Step:
     ids, positions: [max tokens]; slots: [tables, max tokens]; context_lens, decode_lens: [max rows], this step's tokens
     included, the latter 0 for all but decode rows; sample_positions: [samples], in the output; tables: [tables, max
-    rows, max blocks], of which only a row's own blocks are written. Slots and tables may be the first ones of more. A
-    row may appear once in a packet.
+    rows, max blocks], of which only a row's own blocks are written. Slots and tables may be the first ones of more.
+    rotary_places: [max tokens], of the positions in the rotary tables; None: they are the positions. A row may appear
+    once in a packet.
     """
     assert tables.shape[2] == row_tables.shape[2] == tables.stride(1), (tables.shape, row_tables.shape)
     assert row_tables.is_contiguous() and len(slots) == len(tables) == len(row_tables), (slots.shape, tables.shape)
@@ -254,6 +264,7 @@ def prepare_step(
         decode_lens,
         sample_positions,
         tables,
+        rotary_places,
         len(ids),
         tables.shape[2],
         row_tables.shape[1],
@@ -316,13 +327,15 @@ def _integers(*shape: int) -> Tensor:
     return shaped(*shape, dtype=torch.int32)
 
 
-def _variant(block_size: int) -> Variant:
+def _variant(block_size: int, *, has_regimes: bool = False) -> Variant:
     def launch(rows: int) -> None:
         tokens, tables, of_rows, state = _integers(40 * rows), _integers(1, rows, 700), _integers(rows), _integers(256)
         step = (tokens, tokens, tokens[None], of_rows, of_rows, of_rows, tables)
-        prepare_step(_integers(1000), state, state, _integers(1, 256, 700), *step, block_size)
+        rotary_places = tokens if has_regimes else None
+        prepare_step(_integers(1000), state, state, _integers(1, 256, 700), *step, block_size, rotary_places)
 
-    return Variant(name=f"prepare_step page {block_size}", launch=launch, plans={"_prepare_step": Plan()})
+    name = f"prepare_step page {block_size}" + (" two regimes" if has_regimes else "")
+    return Variant(name=name, launch=launch, plans={"_prepare_step": Plan()})
 
 
 def _launch_remember(rows: int) -> None:
@@ -337,6 +350,7 @@ def _launch_accept(rows: int) -> None:
 
 VARIANTS = (
     _variant(64),
+    _variant(64, has_regimes=True),
     Variant(name="remember_sampled", launch=_launch_remember, plans={"_remember_sampled": Plan()}),
     Variant(name="accept_drafts", launch=_launch_accept, plans={"_accept_drafts": Plan()}),
 )

@@ -138,7 +138,7 @@ COMPLETION_ONLY: list[tuple[str, list[Any]]] = [
     ("best_of", [0, 129, 1.5]),
     ("suffix", ["x"]),
 ]
-UNSUPPORTED = ["guided_decoding_backend", "logits_processors", "kv_transfer_params", "prompt_embeds"]
+UNSUPPORTED = ["guided_decoding_backend", "logits_processors", "prompt_embeds", "ec_transfer_params", "bootstrap_room"]
 
 
 @pytest.mark.parametrize(

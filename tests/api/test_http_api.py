@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pagewire.api.anthropic.types import MessagesRequest
+from pagewire.api.openai.generate_types import GenerateRequest
 from pagewire.api.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from pagewire.api.openai.types import ChatRequest, CompletionRequest
 from pagewire.api.output.shapes import GenerationRequest
@@ -22,6 +23,7 @@ SHAPES: dict[str, type[Struct]] = {
     "POST /v1/completions": CompletionRequest,
     "POST /v1/responses": ResponsesRequest,
     "POST /v1/messages": MessagesRequest,
+    "POST /inference/v1/generate": GenerateRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,
 }

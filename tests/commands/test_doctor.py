@@ -5,9 +5,12 @@ import socket
 import struct
 import sysconfig
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import checkpoints
 import pytest
+import vocabulary
 
 from pagewire.commands import doctor
 from pagewire.config.config import EngineConfig, MachineFacts, NumaNode
@@ -119,6 +122,15 @@ def test_a_broken_model_is_reported(tmp_path: Path, damage: Callable[[Path], str
     sentence = damage(folder)
     *_, last = doctor.check_model(str(folder), MACHINE)
     assert last.level == "bad" and sentence in last.found, last
+
+
+def test_the_ranks_of_serve_are_asked_for(tmp_path: Path) -> None:
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "qwen3_moe", num_experts=7))
+    ask = partial(doctor.check_model, str(folder), MACHINE, num_ranks=2)
+    assert any("4 of 7 experts of a layer on this rank" in each.found for each in ask(deals_experts=True))
+    assert not any("experts of a layer" in each.found for each in ask())
+    *_, last = doctor.check_model("", MACHINE, num_ranks=2, deals_experts=True)
+    assert last.level == "bad" and "this one has none" in last.found
 
 
 def test_a_model_that_is_too_large_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

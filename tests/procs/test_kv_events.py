@@ -12,7 +12,9 @@ import msgspec
 import pytest
 import zmq
 from fakes import EOS, FakeWorker, enqueue
+from kv_routers import RECORDED, LlmD, read_aibrix, read_dynamo
 from msgspec.structs import replace
+from waiting import until
 
 from pagewire.config.config import EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
@@ -20,11 +22,14 @@ from pagewire.config.resolve import resolve
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import CacheOffer, Message, StepPlan
+from pagewire.ipc.messages import CacheOffer, GroupShape, Message, StepPlan
+from pagewire.ipc.zmq_channel import Keys, read_keys
+from pagewire.procs import kv_events
 from pagewire.procs.core import CoreActor
 from pagewire.procs.kv_events import END, NUM_KEPT, KvEventPublisher
 
 KEY = bytes(range(32))
+TOPIC = "kv@pod-7@m"
 
 
 def stored(number: int) -> Stored:
@@ -34,29 +39,42 @@ def stored(number: int) -> Stored:
 class Router:
     """A subscriber and a client of the replay socket."""
 
-    def __init__(self, context: "zmq.Context[zmq.SyncSocket]", address: str, replay: str) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.SyncSocket]", address: str, replay: str, keys: Keys | None = None
+    ) -> None:
         self._events = context.socket(zmq.SUB)
-        self._events.subscribe(b"")
+        self._events.subscribe(b"kv@")
         self._replay = context.socket(zmq.DEALER)
         for socket, where in ((self._events, address), (self._replay, replay)):
             socket.linger = 0
             socket.rcvtimeo = 10_000
+            if keys is not None:
+                socket.curve_serverkey = socket.curve_publickey = keys.public.encode()
+                socket.curve_secretkey = keys.secret.encode()
             socket.connect(where)
 
+    def frames(self) -> list[bytes]:
+        return self._events.recv_multipart()
+
     def receive(self) -> tuple[int, Any]:
-        topic, number, batch = self._events.recv_multipart()
-        assert topic == b""
+        topic, number, batch = self.frames()
+        assert topic == TOPIC.encode()
         return int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)
 
-    def replay(self, start: int) -> Iterator[tuple[int, Any]]:
+    def ask(self, start: int) -> list[list[bytes]]:
+        """The frames of a replay, the end included."""
         self._replay.send_multipart((b"", start.to_bytes(8, "big")))
-        while True:
-            empty, number, batch = self._replay.recv_multipart()
-            assert empty == b""
-            if number == END:
-                assert batch == b""
-                return
-            yield int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)
+        found = [self._replay.recv_multipart()]
+        while found[-1][2] != END:
+            found.append(self._replay.recv_multipart())
+        return found
+
+    def replay(self, start: int) -> Iterator[tuple[int, Any]]:
+        *found, end = self.ask(start)
+        assert end == [b"", b"", END, b""]
+        for expected, (empty, topic, number, batch) in enumerate(found, start):
+            assert (empty, topic, int.from_bytes(number, "big")) == (b"", TOPIC.encode(), expected)
+            yield expected, msgspec.msgpack.decode(batch)
 
     def send_nonsense(self) -> None:
         for frames in ([b"x"], [b"", b""], [b"", b"x" * 9], [b"x", bytes(8)], [b"", b"", bytes(8)]):
@@ -84,7 +102,7 @@ def router(folder: str) -> Iterator[Router]:
 @contextmanager
 def publishing() -> Iterator[tuple[str, Callable[[list[KvCacheEvent]], None]]]:
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
-        publisher = KvEventPublisher(address=f"ipc://{folder}/events", replay=f"ipc://{folder}/replay")
+        publisher = KvEventPublisher(address=f"ipc://{folder}/events", replay=f"ipc://{folder}/replay", topic=TOPIC)
         try:
             yield folder, publisher.publish
         finally:
@@ -93,15 +111,16 @@ def publishing() -> Iterator[tuple[str, Callable[[list[KvCacheEvent]], None]]]:
 
 
 def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None]) -> int:
-    """Publish until the subscription is established; return how many batches that took."""
-    for number in range(100_000):
-        publish([Cleared()])
-        if subscriber.waits(1):
-            last, _ = subscriber.receive()
-            while last < number:
-                last, _ = subscriber.receive()
-            return number + 1
-    raise AssertionError("nothing arrives")
+    """Publish until the subscription is established and its snapshot came; return the number of the next batch."""
+    publish([Cleared()])  # or there is nothing to tell
+    number, (_, events, _) = subscriber.receive()
+    while events[0] != ["AllBlocksCleared"]:
+        number, (_, events, _) = subscriber.receive()
+    mark = [number + 1] * 4
+    publish([Stored((b"mark" * 8,), None, array("i", mark).tobytes(), 4)])
+    while events[-1][0] != "BlockStored" or events[-1][3] != mark:
+        number, (_, events, _) = subscriber.receive()
+    return number + 1
 
 
 def test_batches_have_the_documented_format() -> None:
@@ -111,14 +130,20 @@ def test_batches_have_the_documented_format() -> None:
         publish([Stored((KEY, KEY[::-1]), bytes(32), ids.tobytes(), 2), Removed((KEY,), "host"), Cleared()])
         publish([])
         publish(
-            [Stored((KEY,), None, b"", 16, "disk"), Stored((KEY,), None, b"", 16, group=1), Removed((KEY,), group=1)]
+            [
+                Stored((KEY, KEY[::-1]), None, bytes(16), 2, salt="alice"),
+                Stored((KEY,), None, b"", 16, "disk"),
+                Stored((KEY,), None, b"", 16, group=1, shape=GroupShape("window", 128, 1)),
+                Removed((KEY,), group=1),
+                Removed((KEY,), "mine"),
+            ]
         )
         number, (ts, events, rank) = subscriber.receive()
         low, high = int.from_bytes(KEY[-8:], "big"), int.from_bytes(bytes(range(8))[::-1], "big")
         assert (number, rank) == (first, 0)
         assert ts > 1.7e9
         assert events == [
-            ["BlockStored", [low, high], 0, ids.tolist(), 2, None, "GPU", None],
+            ["BlockStored", [low, high], 0, ids.tolist(), 2, None, "GPU", None, [None, None]],
             ["BlockRemoved", [low], "CPU"],
             ["AllBlocksCleared"],
         ]
@@ -126,9 +151,11 @@ def test_batches_have_the_documented_format() -> None:
         assert number == first + 1  # no events, no batch
         other = low ^ 2 << 56
         assert events == [
-            ["BlockStored", [low], None, [], 16, None, "DISK", None],
-            ["BlockStored", [other], None, [], 16, None, "GPU", None, 1],
+            ["BlockStored", [low, high], None, [0] * 4, 2, None, "GPU", None, [["alice"], None]],
+            ["BlockStored", [low], None, [], 16, None, "DISK", None, [None]],
+            ["BlockStored", [other], None, [], 16, None, "GPU", None, [None], 1, "sliding_window", 128],
             ["BlockRemoved", [other], "GPU", 1],
+            ["BlockRemoved", [low], "EXTERNAL"],
         ]
 
 
@@ -137,8 +164,9 @@ def test_missed_batches_can_be_replayed() -> None:
         for number in range(50):
             publish([stored(number)])
         with router(folder) as late:
-            connected(late, publish)
+            number = connected(late, publish)
             replayed = list(late.replay(20))
+            assert replayed[-1][0] == number - 1
             assert [number for number, _ in replayed[:30]] == list(range(20, 50))
             assert [batch[1][0][1] for _, batch in replayed[:30]] == [[number] for number in range(20, 50)]
             assert list(late.replay(10**6)) == []
@@ -148,13 +176,13 @@ def test_missed_batches_can_be_replayed() -> None:
 
 def test_only_the_last_batches_are_kept_and_a_slow_subscriber_is_not_awaited() -> None:
     with publishing() as (folder, publish), router(folder) as subscriber:
-        connected(subscriber, publish)
+        first = connected(subscriber, publish)
         for number in range(NUM_KEPT + 2):  # the subscriber reads none of them meanwhile
-            publish([stored(number)])
+            publish([stored(number % 100)])
+        until(lambda: len(list(subscriber.replay(first + NUM_KEPT + 1))) > 0, "all batches are sent")
         for _ in range(2):  # the first replay does not use up the second
-            numbers = [number for number, _ in subscriber.replay(0)]
-            assert numbers == list(range(numbers[0], numbers[0] + NUM_KEPT))
-            assert numbers[0] > 0
+            assert list(subscriber.replay(0)) == []  # a run that begins later would be worse than nothing
+            assert len(list(subscriber.replay(first + 2))) >= NUM_KEPT
 
 
 @pytest.mark.parametrize(
@@ -196,7 +224,15 @@ def engine_config(**flags: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    "flags", [{"kv_events_replay": "ipc:///tmp/x"}, {"kv_events": "ipc:///tmp/x", "enable_prefix_caching": False}]
+    "flags",
+    [
+        {"kv_events_replay": "ipc:///tmp/x"},
+        {"kv_events_insecure": True},
+        {"kv_events": "ipc:///tmp/x", "enable_prefix_caching": False},
+        {"kv_events": "ipc:///tmp/x", "kv_events_insecure": True, "kv_events_key_file": "k"},
+        {"kv_events": "ipc:///tmp/x", "kv_events_host": "a@b"},
+        {"kv_events": "ipc:///tmp/x", "served_model_name": ("a@b",)},
+    ],
 )
 def test_flags_that_exclude_each_other_are_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--kv-events"):
@@ -208,7 +244,9 @@ def test_the_events_of_the_core_describe_its_prefix_cache() -> None:
     size, num_blocks = 4, 12
     with tempfile.TemporaryDirectory(prefix="pw-") as folder, router(folder) as subscriber:
         config = replace(
-            engine_config(kv_events=f"ipc://{folder}/events", kv_events_replay=f"ipc://{folder}/replay"),
+            engine_config(
+                kv_events=f"ipc://{folder}/events", kv_events_replay=f"ipc://{folder}/replay", kv_events_host="pod-7"
+            ),
             block_size=size,
         )
         worker = FakeWorker(num_blocks=num_blocks, block_size=size, max_num_seqs=8, max_num_batched_tokens=64)
@@ -223,32 +261,143 @@ def test_the_events_of_the_core_describe_its_prefix_cache() -> None:
         core.handle([CacheOffer(0, num_blocks)])
         prompts = [[n] * 9 + [n + 1] * 10 for n in (1, 2, 3, 1)]
         for rid, prompt in enumerate(prompts):  # more blocks than the pool has
-            core.handle([enqueue(rid, prompt, max_tokens=3)])
+            core.handle([replace(enqueue(rid, prompt, max_tokens=3), cache_salt=f"salt-{rid % 3}")])
             while plans:
                 core.handle([worker.run(plans.pop(0))])
-
-        known: dict[int, list[int]] = {}  # hash → all tokens up to the end of its block
-        num_removed = 0
-        for _, (_, events, _) in subscriber.replay(0):
-            for kind, *fields in events:
-                hashes, *rest = fields or [[]]
-                if kind == "BlockStored":
-                    parent, ids, block_size = rest[:3]
-                    assert (block_size, len(ids)) == (size, size)
-                    known[hashes[0]] = (known[parent] if parent is not None else []) + ids
-                elif kind == "AllBlocksCleared":
-                    known.clear()
-                else:
-                    assert kind == "BlockRemoved"
-                    num_removed += len(hashes)
-                    for key in hashes:
-                        known.pop(key, None)
-        assert num_removed > 0
+        prefixes: dict[int, tuple[int, ...]] = {}  # hash → all tokens up to the end of its block, of what can be found
         root = root_key(config.kv_model_key, b"")
         for prompt in prompts:
             key = root
             for start in range(0, len(prompt) - size + 1, size):
                 key = block_key(key, array("i", prompt[start : start + size]).tobytes())
-                tokens = known.get(int.from_bytes(key[-8:], "big"))
-                assert tokens == (None if core.scheduler.pool.find(key) is None else prompt[: start + size])
+                if core.scheduler.pool.find(key) is not None:
+                    prefixes[int.from_bytes(key[-8:], "big")] = tuple(prompt[: start + size])
+
+        def known() -> dict[int, tuple[int, ...]]:
+            """What a router knows of these prompts that follows every event from the first on."""
+            seen = LlmD(subscriber.ask)
+            seen.connected()
+            asked = [prompt[: i + size] for prompt in prompts for i in range(0, len(prompt) - size + 1, size)]
+            found = {key: seen.tokens[key] for _, _, key in +seen.blocks}
+            return {key: tokens for key, tokens in found.items() if list(tokens) in asked}
+
+        until(lambda: known() == prefixes, "the publisher's thread has sent all")
+        assert 0 < len(prefixes) < len({tuple(p[:i]) for p in prompts for i in range(size, len(p) + 1, size)})
         asyncio.run(core.stop(0.0))
+
+
+def test_what_is_published_is_read_by_every_router() -> None:
+    """Their decoders' rules, on events of their own tests and on ours."""
+    theirs = {name.partition(" ")[0]: events for name, events in RECORDED.items()}
+    reader = LlmD(lambda start: [])
+    for event in theirs["llm-d"]:
+        reader.apply(event)
+    payload = msgspec.msgpack.encode([1.5, theirs["aibrix"], 0])
+    assert len(list(read_aibrix(payload))) == len(theirs["aibrix"])
+    payload = msgspec.msgpack.encode([1.5, theirs["dynamo"], None])
+    assert len(list(read_dynamo(payload))) == len(theirs["dynamo"])
+    window, other = GroupShape("window", 128, 1), KEY[::-1]
+    events: list[KvCacheEvent] = [
+        Cleared(),
+        Stored((KEY, other), None, bytes(16), 2, salt="alice"),
+        Stored((KEY,), None, b"", 2, "host"),
+        Stored((KEY,), None, bytes(8), 2, group=1, shape=window),
+        Removed((KEY,), group=1),
+        Removed((other,)),
+    ]
+    with publishing() as (folder, publish), router(folder) as subscriber:
+        first = connected(subscriber, publish)
+        publish(events)
+        seen = LlmD(subscriber.ask)
+        seen.last = first - 1
+        seen.live(frames := subscriber.frames())
+    low, high = (int.from_bytes(key[-8:], "big") for key in (KEY, other))
+    assert +seen.blocks == {("gpu", -1, low): 1, ("cpu", -1, low): 1}
+    assert (seen.model, seen.salts) == ("m", {low: ["alice"]})
+    kinds = ["AllBlocksCleared", "BlockStored", "BlockStored", "BlockStored", "BlockRemoved", "BlockRemoved"]
+    assert [kind for kind, _ in read_aibrix(frames[2])] == kinds
+    dynamo = list(read_dynamo(frames[2]))
+    stored_hashes = [hashes for kind, hashes in dynamo if kind == "BlockStored"]
+    assert stored_hashes == [[low, high], [low]]  # it leaves out the group
+
+
+def test_a_late_subscriber_is_told_all_blocks_with_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_SNAPSHOT_BLOCKS", 10)
+    chain = [number.to_bytes(32, "big") for number in range(35)]
+
+    def block(i: int) -> Stored:
+        return Stored((chain[i],), chain[i - 1] if i else None, array("i", [i] * 4).tobytes(), 4)
+
+    with publishing() as (folder, publish):
+        publish([Cleared(), *(block(i) for i in range(35))])
+        publish([Removed((chain[3], chain[34]))])
+        publish([block(3)])  # its children are older now
+        with router(folder) as late:
+            seen = LlmD(late.ask)
+            while len(seen.tokens) < 34 or seen.last is None:  # live batches alone, as without a replay socket
+                seen.last = None
+                frames = late.frames()
+                seen.last = int.from_bytes(frames[1], "big") - 1
+                seen.live(frames)
+            assert +seen.blocks == {("gpu", -1, i): 1 for i in range(34)}
+            assert seen.tokens[33][-4:] == (33,) * 4 and len(seen.tokens[33]) == 34 * 4
+
+
+def test_a_subscriber_whose_batches_are_gone_goes_on_with_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is no longer kept: the end alone, then live batches, which llm-d takes at once."""
+    monkeypatch.setattr(kv_events, "NUM_KEPT", 20)
+    monkeypatch.setattr(kv_events, "_SNAPSHOT_PAUSE_S", 0.01)
+    with publishing() as (folder, publish), router(folder) as reader:
+        for number in range(50):
+            publish([stored(number)])
+        assert reader.ask(0) == [[b"", b"", END, b""]]
+        seen = LlmD(reader.ask)
+        seen.connected()  # replays from 0, which is gone
+        while len(seen.tokens) < 50:
+            seen.live(reader.frames())
+        assert seen.num_resets == 0
+        assert len(+seen.blocks) == 50
+        assert seen.last is not None
+        for number in range(50, 75):  # it misses so many that the first of them is gone as well
+            publish([stored(number)])
+        missed = seen.last
+        last = missed
+        while last < missed + 25:
+            last, _ = reader.receive()
+        publish([stored(75)])
+        seen.live(reader.frames())
+        assert seen.num_resets == 1  # it forgets, and after its cooldown the snapshot of a replay tells it all again
+        seen.cooled_down()
+        publish([stored(76)])
+        while len(+seen.blocks) < 77:
+            seen.live(reader.frames())
+        assert seen.num_resets == 1
+
+
+def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own, other = read_keys(tmp_path / "own"), read_keys(tmp_path / "other")
+    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    events, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + 1}"
+    publisher = KvEventPublisher(address=events, replay=None, topic=TOPIC, keys=own)
+    with zmq.Context() as context:
+        stranger = Router(context, f"tcp://127.0.0.1:{port}", replay, keys=other)
+        plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
+        friend = Router(context, f"tcp://127.0.0.1:{port}", replay, keys=own)
+        try:
+            connected(friend, publisher.publish)
+            assert not stranger.waits(1) and not plain.waits(1)
+        finally:
+            for one in (stranger, plain, friend):
+                one.close()
+            publisher.close()
+    assert caplog.text == ""
+    publisher = KvEventPublisher(address=events, topic=TOPIC, is_insecure=True)
+    with zmq.Context() as context:
+        plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
+        try:
+            connected(plain, publisher.publish)
+        finally:
+            plain.close()
+            publisher.close()
+    assert "whoever connects there reads prompts" in caplog.text

@@ -1,6 +1,6 @@
 """Blocks of prompts, and the engines that have processed them."""
 
-from pagewire.route.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_blocks
+from pagewire.route.prefixes import BLOCK_BYTES, MAX_BLOCKS, MAX_HOLDERS, Prefixes, prefix_blocks
 
 LONG = bytes(range(256)) * 64
 
@@ -23,16 +23,23 @@ def test_the_longest_prefix_of_each_holder_is_found() -> None:
     prefixes.add([1, 2, 3, 4], holder=7)
     prefixes.add([1, 2, 8], holder=9)
     assert prefixes.matches([1, 2, 3, 5]) == {7: 3, 9: 2}
-    assert prefixes.matches([2, 3]) == {7: 2, 9: 1}  # real block hashes include the blocks before them; these do not
-    assert prefixes.matches([5, 1]) == {} and prefixes.matches([]) == {}
+    assert prefixes.matches([5]) == {} and prefixes.matches([]) == {}
 
 
-def test_a_holder_that_lacks_a_block_does_not_match_later_blocks() -> None:
+def test_the_last_holders_of_a_block_are_remembered() -> None:
     prefixes = Prefixes()
-    prefixes.add([1, 2, 3], holder=7)
-    prefixes.add([3], holder=9)
-    prefixes.add([1], holder=9)
-    assert prefixes.matches([1, 2, 3]) == {7: 3, 9: 1}
+    for holder in range(MAX_HOLDERS + 3):
+        prefixes.add([1, 2], holder)
+    prefixes.add([1, 2], MAX_HOLDERS)  # known already
+    assert prefixes.matches([1, 2, 9]) == dict.fromkeys(range(3, MAX_HOLDERS + 3), 2)
+
+
+def test_a_long_prefix_is_searched_in_few_steps() -> None:
+    prefixes = Prefixes()
+    prefixes.add(range(500), holder=7)
+    prefixes.add(range(3), holder=9)
+    found = prefixes.matches(range(510))
+    assert found[7] == 500 and 0 < found[9] <= 3, "a shorter beginning is found as well, perhaps not all of it"
 
 
 def test_the_ends_of_the_least_recently_used_prefixes_are_evicted_first() -> None:

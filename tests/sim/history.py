@@ -11,6 +11,7 @@ Longer than 500 lines, because all kinds of events share one state and one clock
 from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import compress
 from random import Random
 from unittest.mock import patch
 
@@ -20,7 +21,8 @@ from invariants import check, writes_are_exclusive
 from pagewire.engine.core import policy
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_events import Cleared, Stored
-from pagewire.engine.core.request import State
+from pagewire.engine.core.plan_builder import InFlight
+from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.ipc.messages import (
     Cancel,
@@ -39,10 +41,17 @@ from .grammar import FakeGrammar
 from .oracle import Oracle
 from .patience import Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
+from .stages import Pipeline, Stage
 from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
 
 MAX_EVENTS = 20_000
 _PARTIAL = -1
+
+
+def _sampling(flight: InFlight) -> list[Request]:
+    """The rows of a plan that sample a token."""
+    return [*flight.decodes, *compress(flight.others, flight.sample)]
+
 
 Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 
@@ -50,13 +59,14 @@ Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 class History:
     """A setting, and the events in it."""
 
-    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
-        """`log`: gets a line for each event."""
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None, num_stages: int = 1) -> None:
+        """`log`: gets a line for each event. `num_stages`: of the model's layers, each with a worker of its own."""
         self.rng = Random(seed)
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self._log = log
-        self._setting = Setting(self.rng)
+        self._setting = Setting(self.rng, num_stages)
+        self._passed: dict[Request, int] = {}  # see `FirstInQueue`
         self._oracle = Oracle(self._setting.groups, BLOCK_SIZE, self._setting.regime_limit)
         self._journal = Journal(self._oracle)
         self._facts = facts_of(self._setting.groups, BLOCK_SIZE)
@@ -107,8 +117,8 @@ class History:
 
     def _on_worker(self, delay_s: float, call: Callable[[], None]) -> None:
         """Schedules a call, unless the worker has been replaced by then."""
-        worker = self._worker
-        self._later(delay_s, lambda: call() if worker is self._worker else None)
+        workers = self._workers
+        self._later(delay_s, lambda: call() if workers is self._workers else None)
 
     def _say(self, text: str) -> None:
         if self._log is not None:
@@ -194,6 +204,7 @@ class History:
             max_queued_requests=setting.max_queued_requests,
             max_queued_tokens=setting.max_queued_tokens,
             depth=setting.depth,
+            num_stages=setting.num_stages,
             eos_token_ids=(EOS,),
             prefix_caching=setting.prefix_caching,
             policy=setting.policy,
@@ -300,6 +311,7 @@ class History:
         healthy = [request for request in scheduler._in_flight[0].requests() if not request.is_poisoned]
         num_changes = scheduler.counters.num_regime_changes
         scheduler.apply(message)
+        self._sources.pop(message.step, None)
         for _ in range(scheduler.counters.num_regime_changes - num_changes):
             self._patience.change_regime()
         if (group := scheduler.pool.groups.state) is not None:
@@ -323,11 +335,12 @@ class History:
     def _plan(self) -> bool:
         """Makes the next plan, runs it on the worker and schedules its result. False: there is no plan."""
         scheduler = self._scheduler
-        if scheduler.num_in_flight == self._setting.depth:
+        if scheduler.num_in_flight == scheduler.max_in_flight:
             assert scheduler.plan() is None, "more plans than may be in flight"
             return False
-        first = FirstInQueue(scheduler)
+        first = FirstInQueue(scheduler, self._passed)
         before = scheduler.counters.num_preemptions
+        distance = max(1, min(self._setting.num_stages, scheduler.micro_batches.num_rows))
         plan = scheduler.plan()
         if self._log is not None and (plan is not None or scheduler.counters.num_preemptions > before):
             self._say(self._describe(plan))
@@ -336,15 +349,11 @@ class History:
         if plan is None:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
+        self._check_distance(distance)
         copies = bytes_to_ids(plan.copies)
         others = set().union(*scheduler.pool._rest.values())
         writes_are_exclusive(scheduler, [page for page in copies[1::2] if page not in others])
-        core_knew = not self._worker.is_faulted or plan.after_fault
-        result = self._worker.run(plan)
-        if self._worker.is_faulted:
-            self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
-            if core_knew:
-                self._faults.add(plan.step)
+        result = self._run(plan)
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self.counts["copies"] += len(copies) // 2
@@ -362,9 +371,32 @@ class History:
                 self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
                 if self.rng.random() < 0.3:
                     self._later(self.rng.random() * 0.01, self._lose_worker)
-        self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
-        self._on_worker(self._busy_until - self.now, lambda: self._finish(result))
+        if result is not None:
+            self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
+            self._on_worker(self._busy_until - self.now, lambda: self._finish(result))
         return True
+
+    def _run(self, plan: StepPlan) -> StepResult | None:
+        """Runs a plan at once, if there is one stage. Several stages run it in their own time."""
+        if self._pipeline is not None:
+            states = [page for opened in plan.open for page in bytes_to_ids(opened.state_from)]
+            self._sources[plan.step] = {*bytes_to_ids(plan.copies)[::2], *states}
+            self._pipeline.run(plan)
+            return None
+        (worker,) = self._workers
+        core_knew = not worker.is_faulted or plan.after_fault
+        result = worker.run(plan)
+        if worker.is_faulted:
+            self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
+            if core_knew:
+                self._faults.add(plan.step)
+        return result
+
+    def _check_distance(self, least: int) -> None:
+        """Asserts that no row of the newest plan is in one of the plans just before it, unless that one is applied."""
+        *before, newest = self._scheduler._in_flight
+        near = {id(r) for flight in before if flight.step > newest.step - least for r in _sampling(flight)}
+        assert near.isdisjoint(map(id, _sampling(newest))), "a row is planned too soon after its last plan"
 
     def _describe(self, plan: StepPlan | None) -> str:
         scheduler = self._scheduler
@@ -424,19 +456,28 @@ class History:
 
     def _new_worker(self) -> None:
         setting = self._setting
-        self._worker = worker = FakeWorker(
-            num_blocks=setting.num_pages,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.budget,
-            carry_out=self._carry_out,
-            draft=self._draft,
-            fits=self._fits,
-            groups=setting.groups,
-        )
-        worker.memory[:] = self.rng.randbytes(len(worker.memory))
-        worker.fail_seeds = self._fail_seeds
+        options: dict[str, object] = {
+            "num_blocks": setting.num_pages,
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": setting.max_num_seqs,
+            "max_num_batched_tokens": setting.budget,
+            "carry_out": self._carry_out,
+            "draft": self._draft,
+            "fits": self._fits,
+            "groups": setting.groups,
+        }
+        num, self._pipeline = setting.num_stages, None
+        if num == 1:
+            self._workers = [FakeWorker(**options)]  # type: ignore[arg-type]
+        else:
+            stages = [Stage(place, num, setting.speculate, **options) for place in range(num)]
+            self._workers = [*stages]
+            self._pipeline = Pipeline(stages, rng=self.rng, later=self._on_worker, answer=self._answer)
+        for worker in self._workers:
+            worker.memory[:] = self.rng.randbytes(len(worker.memory))
+            worker.fail_seeds = self._fail_seeds
         self._faults.clear()
+        self._sources: dict[int, set[int]] = {}  # step of a plan in flight → pages that it copies or begins from
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
             for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
@@ -448,7 +489,7 @@ class History:
                 setting.tier,
                 self._stores,
                 facts=self._facts,
-                worker=worker,
+                worker=self._workers[0],
                 oracle=self._oracle,
                 rng=self.rng,
                 schedule=self._transfer,
@@ -483,6 +524,13 @@ class History:
     def _count(self, event: str, number: int) -> None:
         self.counts[event] += number
 
+    def _answer(self, result: StepResult) -> None:
+        """The last stage answers."""
+        if result.fault is not None:
+            self.counts["steps of stages without memory"] += 1
+            self._faults.add(result.step)
+        self._post(result)
+
     def _finish(self, result: StepResult) -> None:
         self._post(result)
         self._poll()
@@ -510,8 +558,9 @@ class History:
         self.counts["sleeps with running requests"] += scheduler.num_running > 0
         self._say("the engine sleeps")
         scheduler.empty()
-        self._worker.memory[:] = self.rng.randbytes(len(self._worker.memory))
-        self._worker.rows = [None] * self._setting.max_num_seqs
+        for worker in self._workers:
+            worker.memory[:] = self.rng.randbytes(len(worker.memory))
+            worker.rows = [None] * self._setting.max_num_seqs
         self._patience.start_again()
         if self._fairness is not None:
             self._fairness.start_again()
@@ -547,17 +596,23 @@ class History:
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_content(self) -> None:
-        """Every block with a key has the content that its key names. Not checked after a step without memory."""
-        worker, pool = self._worker, self._scheduler.pool
+        """Every block with a key has the content that its key names. Not checked after a step without memory, nor
+        while stages run plans in their own time."""
+        pool = self._scheduler.pool
         if not self._setting.tier:  # a tier may read blocks with the next plan
-            for page in pool._empty:
-                worker.write_block(page, b"\xdd" * worker.block_bytes)
-        if self._faults:
+            # A plan reads what it copies before any later plan can write there, so it does not hold it.
+            read = set().union(*self._sources.values())
+            for worker in self._workers:
+                for page in pool._empty:
+                    if page not in read:
+                        worker.write_block(page, b"\xdd" * worker.block_bytes)
+        if self._faults or (self._pipeline is not None and self._scheduler.num_in_flight):
             return
         for block in pool._by_name.values():
             key, group = pool._key[block], pool._group[block]
             assert key is not None
-            self._oracle.expect(key, *map(worker.read_block, pool.pages([block])), group=group)
+            for stage, worker in enumerate(self._workers):
+                self._oracle.expect(key, *map(worker.read_block, pool.pages([block])), group=group, stage=stage)
 
     def _check_the_end(self) -> None:
         scheduler, setting = self._scheduler, self._setting

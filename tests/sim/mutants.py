@@ -15,6 +15,7 @@ from pagewire.engine.core.constraints import Constraints
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.kv_connector import Held, Item
 from pagewire.engine.core.loads import Loads
+from pagewire.engine.core.micro_batches import MicroBatches, Turn
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache, _Lookup, key_at
@@ -26,6 +27,7 @@ from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.host import HostCore
 from pagewire.ipc.messages import Failed, RowOpen, StepPlan, Tokens
 
+from .stages import Hidden, Sampled, Stage
 from .stores import Copy, StoreWorker
 
 _pool_release = BlockPool.release
@@ -70,6 +72,8 @@ _lacks = _Lookup._lacks
 _held_by = PrefixCache.held_by
 _restorable = PrefixCache.restorable
 _send = Scheduler._send
+_num_batches = MicroBatches._num_batches
+_hear = Stage.hear
 
 
 def _leak_a_block(self: BlockPool, blocks: list[int]) -> None:
@@ -273,7 +277,9 @@ def _take_every_request(self: Scheduler, message):
 
 
 def _no_limit_in_flight(self: Scheduler) -> StepPlan | None:
-    return self._send(self._planner.build())
+    in_flight = self._in_flight
+    applied = in_flight[0].step - 1 if in_flight else self.step
+    return self._send(self._planner.build(Turn(self.step + 1, applied, len(in_flight))))
 
 
 def _never_removed(self: PrefixCache):
@@ -521,6 +527,23 @@ def _open_in_the_first_regime(self: Request, pool: BlockPool) -> RowOpen:
     return replace(_request_as_row(self, pool), regime=0)
 
 
+def _one_plan_too_early(self: MicroBatches, has_prompt: bool) -> int:
+    return max(1, _num_batches(self, has_prompt) - 1)
+
+
+def _run_without_input(self: Stage, plan: StepPlan, hidden: Hidden | None) -> bool:
+    return self.is_faulted and not plan.after_fault
+
+
+def _hear_no_fault(self: Stage, sampled: Sampled) -> None:
+    if not sampled.fault:
+        _hear(self, sampled)
+
+
+def _compute_again_in_no_plan(self: RequestTable, request: Request, num: int) -> None:
+    request.set_back(num)
+
+
 def _nothing(*_: object) -> None:
     """Replaces a method by nothing."""
 
@@ -626,9 +649,25 @@ MUTANTS: dict[str, Patch] = {
 }
 
 
+MUTANTS_OF_STAGES: dict[str, Patch] = {
+    "the first stage does not wait for ids": (Stage, "knows", lambda self, plan: True),
+    "ids of an earlier owner of a row count": (Stage, "_is_of", lambda self, row, step: True),
+    "a later stage runs a plan without memory": (Stage, "is_dropped", _run_without_input),
+    "the first stage waits for ids of a dropped plan": (Stage, "hear", _hear_no_fault),
+    "a row is in two micro-batches": (MicroBatches, "leave", _nothing),
+    "a row is planned too early": (MicroBatches, "_num_batches", _one_plan_too_early),
+    "a mask comes and its row stays where it is": (MicroBatches, "allow", _nothing),
+    "a row of a dropped plan is in no other": (RequestTable, "compute_again", _compute_again_in_no_plan),
+    "row and blocks return before the last stage": (RequestTable, "end", _release_in_flight),
+    "more plans are in flight than the depth": MUTANTS["more plans are in flight than the depth"],
+    "a step without memory counts as computed": MUTANTS["a step without memory counts as computed"],
+}
+"""Faults that histories with several stages must find."""
+
+
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """Runs the block with this fault in the engine."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(*MUTANTS[name]))
+        stack.enter_context(patch.object(*({**MUTANTS, **MUTANTS_OF_STAGES}[name])))
         yield

@@ -37,10 +37,13 @@ class Oracle:
                 known[digest.digest()] = content, start, end
             parent = digest.digest()
 
-    def expect(self, key: bytes, *pages: bytes, group: int = 0) -> None:
-        """Asserts that the pages of a block match its key."""
+    def expect(self, key: bytes, *pages: bytes, group: int = 0, stage: int = 0) -> None:
+        """Asserts that the pages of a block of a stage match its key."""
         assert key in self._known, "a key of tokens that no request has"
         content, start, end = self._known[key]
+        for _ in range(stage):
+            assert content.next_stage is not None, "there are fewer stages"
+            content = content.next_stage
         if group < self.groups.num_tables:
             values = bytes(content.values[group][start * KV_BYTES : end * KV_BYTES])
         else:

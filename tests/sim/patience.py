@@ -1,9 +1,9 @@
 """How long a request may wait: the bounds that hold for every history.
 
-Under `fcfs` and `priority` the first request of the order has a position in every plan, or is blocked only by what is
-in flight. It therefore ends within `depth + 1` plans for each of its positions and tokens, and each other request waits
-for those before it to do the same. Plans made during a load, a query to a connector or the wait for a mask are not
-counted. A request that loses its KV with a worker starts again.
+Under `fcfs` and `priority` the first request of the order has a position in every plan, with several stages in one of
+2P − 1, or is blocked only by what is in flight. It therefore ends within `max_in_flight + 2P − 1` plans for each of its
+positions and tokens, and each other request waits for those before it to do the same. Plans made during a load, a query
+to a connector or the wait for a mask are not counted. A request that loses its KV with a worker starts again.
 """
 
 from invariants import Touched
@@ -43,7 +43,7 @@ class Patience:
         """The request was accepted."""
         self._num_arrived += 1
         rank = (client.ask.priority if self._by_priority else 0, self._num_arrived)
-        cost = (self._scheduler.depth + 1) * client.size
+        cost = (self._scheduler.max_in_flight + 2 * self._scheduler.micro_batches.num_stages - 1) * client.size
         before = 0
         for rid, wait in self._waits.items():
             if wait.rank < rank:
@@ -133,9 +133,12 @@ class Fairness:
 class FirstInQueue:
     """The first running request in the order of the policy, before a plan is made."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, passed: dict[Request, int]) -> None:
+        """`passed`: by how many plans requests with something to compute were passed over for others; with one stage,
+        none is."""
         running = sorted((r for r in scheduler.table.running if r.state is State.RUNNING), key=order(scheduler._policy))
         self._scheduler = scheduler
+        self._passed = passed
         self._first = running[0] if running else None
         self._known = set(map(id, scheduler.table.running))
         self._working = next((r for r in running if r.has_work), None)
@@ -150,8 +153,9 @@ class FirstInQueue:
         )
 
     def check(self, was_planned: bool) -> None:
-        """Asserts that the first request was not preempted for others, and that the first request with something to
-        compute is in the plan, unless it waits for blocks in flight. `was_planned`: whether there is a plan."""
+        """Asserts that the first request was not preempted for others, and that the first one with something to compute
+        is in the plan, unless it waits for blocks in flight or, with several stages, for its turn. `was_planned`: there
+        is a plan."""
         scheduler, table = self._scheduler, self._scheduler.table
         first, working = self._first, self._working
         if first is not None and first.state in (State.LEAVING, State.WAITING):
@@ -161,6 +165,7 @@ class FirstInQueue:
             return
         flights = scheduler._in_flight
         if was_planned and working in flights[-1].decodes + flights[-1].others:
+            self._passed.pop(working, None)
             return
         if self._may_wait and was_planned and any(id(r) not in self._known for r in flights[-1].others):
             return  # a request that may interrupt it was admitted first
@@ -169,4 +174,10 @@ class FirstInQueue:
         ended = [r for flight in flights for r in flight.decodes + flight.others if r.state is State.ENDED]
         ended += [r for r, _ in loads if r.state is State.ENDED]
         behind = working.num_in_flight > 0 and scheduler.pool.groups.moving  # blocks behind its windows return
-        assert coming or ended or table.held or behind, f"{working.rid} is the first and not in the plan"
+        if coming or ended or table.held or behind:
+            return
+        num_stages, num = scheduler.micro_batches.num_stages, self._passed.get(working, 0) + was_planned
+        assert num_stages > 1 and flights and num < 2 * num_stages - 1, (
+            f"{working.rid} is the first and not in the plan"
+        )
+        self._passed[working] = num

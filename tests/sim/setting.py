@@ -3,6 +3,8 @@
 from random import Random
 from typing import Literal
 
+from fakes import StagedGroups
+
 from pagewire.engine.core import policy
 from pagewire.engine.core.eviction import EvictionName
 from pagewire.engine.core.groups import PLAIN, Groups
@@ -30,7 +32,8 @@ def _draw_groups(rng: Random) -> Groups:
 class Setting:
     """The configuration of an engine and its clients."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
         self.num_blocks = rng.randint(4, 24)
         self.depth = rng.randint(1, 3)
         self.max_num_seqs = rng.randint(1, 8)
@@ -81,3 +84,8 @@ class Setting:
             )
         # Beyond so many ids, all positions of a sequence have another content.
         self.regime_limit = rng.randint(1, self.max_len) if rng.random() < 0.3 else None
+        if num_stages > 1:
+            if self.groups.state is not None:  # a stage is not told how many draft tokens its states have moved over
+                self.speculate = 0
+            self.groups = StagedGroups(self.groups, num_stages)
+            self.tier = None  # `tests/sim/stores.py` copies the blocks of one worker

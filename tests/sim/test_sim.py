@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 
 from .history import History
-from .mutants import MUTANTS, mutated
+from .mutants import MUTANTS, MUTANTS_OF_STAGES, mutated
 
 NUM_BATCHES, BATCH = 1, 1000
 MUTANT_SEEDS = 2000
+NUM_OF_STAGES = 60
+STAGES = (2, 3, 4)  # in turn
 
 # Events that must happen at least so often in every batch; otherwise the histories no longer test them.
 COVERED = {
@@ -58,8 +60,26 @@ COVERED = {
 }
 
 
-def replay(seed: int) -> str:
-    return f"history {seed} failed. To see it: PYTHONPATH=.typing python -m tests.sim --seed {seed}"
+COVERED_BY_STAGES = {
+    "cached tokens": 500,
+    "cancelled in flight": 10,
+    "constrained": 100,
+    "cores lost": 5,
+    "draft tokens accepted": 50,
+    "masks": 250,
+    "preempted": 10,
+    "regime changes": 2,
+    "sleeps with running requests": 2,
+    "states kept": 10,
+    "steps of stages without memory": 50,
+    "workers lost at work": 5,
+}
+
+
+def replay(seed: int, num_stages: int = 1) -> str:
+    return (
+        f"history {seed} failed. To see it: PYTHONPATH=.typing python -m tests.sim --stages {num_stages} --seed {seed}"
+    )
 
 
 @pytest.mark.slow
@@ -75,6 +95,27 @@ def test_every_history_keeps_every_invariant(batch: int) -> None:
     assert not missing, f"the histories no longer cover this: {missing}"
 
 
+@pytest.mark.slow
+def test_every_history_of_stages_keeps_every_invariant() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_OF_STAGES):
+        num_stages = STAGES[seed % len(STAGES)]
+        try:
+            counts += History(seed, num_stages=num_stages).run()
+        except Exception as error:
+            raise AssertionError(f"{replay(seed, num_stages)}\n{type(error).__name__}: {error}") from error
+    missing = {event: counts[event] for event, num in COVERED_BY_STAGES.items() if counts[event] < num}
+    assert not missing, f"the histories no longer cover this: {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS_OF_STAGES)
+def test_some_history_of_stages_fails_for_each_mutant(name: str) -> None:
+    with mutated(name), pytest.raises((AssertionError, KeyError, IndexError, TypeError, ValueError)):
+        for seed in range(NUM_OF_STAGES):
+            History(seed, num_stages=STAGES[seed % len(STAGES)]).run()
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.long
 def test_some_history_fails_for_each_mutant(name: str) -> None:
@@ -87,5 +128,5 @@ def test_a_seed_always_gives_the_same_history() -> None:
     logs: list[list[str]] = [[], []]
     for lines in logs:
         for seed in range(20):
-            History(seed, log=lines.append).run()
+            History(seed, log=lines.append, num_stages=3 if seed % 5 == 0 else 1).run()
     assert logs[0] == logs[1] and len(logs[0]) > 500

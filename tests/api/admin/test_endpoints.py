@@ -37,11 +37,13 @@ def test_an_admin_key_is_required_and_valid_nowhere_else(method: str, path: str)
     keys: dict[str, Any] = {**ON, "api_keys": ("user",)}
     user = {"authorization": "Bearer user"}
     assert request(FakeEngine(), path, b"", method=method, **keys).status == 401
-    assert request(FakeEngine(), path, b"", method=method, headers=user, **keys).status == 401
+    reads = method == "GET"  # production-stack's router asks with the key that it has for all requests
+    assert request(FakeEngine(), path, b"", method=method, headers=user, **keys).status == (200 if reads else 401)
     assert request(FakeEngine(), path, b"", method=method, headers=ADMIN, **keys).status == 200
     assert request(FakeEngine(), "/v1/models", headers=ADMIN, **keys).status == 401
     assert request(FakeEngine(), "/v1/models", headers=user, **keys).status == 200
-    assert request(FakeEngine(), path, b"", method=method, **ON).status == 401, "also if users need no key"
+    without = request(FakeEngine(), path, b"", method=method, **ON).status
+    assert without == (200 if reads else 401), "also if users need no key"
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)

@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from harness import CONFIG
 from metrics_page import MODEL, families, page
 
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import OLD_NAMES, Metrics
+from pagewire.ipc.messages import Snapshot
 from pagewire.tools.reference import full_name
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -20,7 +24,7 @@ request_max_num_generation_tokens_bucket request_params_n_bucket request_params_
 request_success_total prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total cache_config_info
 iteration_tokens_total_bucket request_time_per_output_token_seconds_bucket external_prefix_cache_hits_total
 spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
-external_prefix_cache_queries_total prompt_tokens_cached_by_source_total
+external_prefix_cache_queries_total prompt_tokens_cached_by_source_total engine_sleep_state lora_requests_info
 """  # names of samples
 
 
@@ -86,6 +90,8 @@ def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
 # Metric → the panel that shows the same, or why it has none.
 NO_PANEL = {
     "cache_config_info": "it never changes",
+    "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
+    "lora_requests_info": "it never changes",
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
@@ -105,3 +111,58 @@ def test_every_metric_has_a_panel() -> None:
 
 def test_the_names_of_vllm_are_served() -> None:
     assert {f"vllm:{name}" for name in VLLM_HAS.split()} <= series(page("vllm"))
+
+
+def test_old_names_stand_beside_new_ones_under_vllms_prefix_only() -> None:
+    new, old = families(page("vllm")), {name.removesuffix("_total"): old for name, old in OLD_NAMES.items()}
+    for name, alias in old.items():
+        was = new[f"vllm:{alias.removesuffix('_total')}"]
+        assert f"pagewire:{was.name.removeprefix('vllm:')}" not in families(page())
+        if name == "prefix_cache_hit_rate":
+            ((sample,), (hits,), (asked,)) = (
+                new[f"vllm:{kind}"].samples
+                for kind in ("gpu_prefix_cache_hit_rate", "prefix_cache_hits", "prefix_cache_queries")
+            )
+            assert sample.value == hits.value / asked.value > 0 and f"vllm:{name}" not in new
+            continue
+        now = new[f"vllm:{name}"]
+        assert was.type == now.type
+        assert [(s.labels, s.value) for s in was.samples] == [(s.labels, s.value) for s in now.samples]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    assert dict(rows) == {old: name for name, old in OLD_NAMES.items()}
+
+
+# What they read, as their source names it: production-stack of 2026-08-05 (`stats/engine_stats.py`), aibrix of
+# 2026-08-23 (`pkg/metrics/metrics.go`), the Gateway API inference extension of 2026-08-18 (model server protocol).
+READ_BY = {
+    "production-stack": """num_requests_running num_requests_waiting gpu_prefix_cache_hit_rate
+        gpu_prefix_cache_hits_total gpu_prefix_cache_queries_total gpu_cache_usage_perc""",
+    "aibrix": """num_requests_running num_requests_waiting engine_sleep_state gpu_cache_usage_perc
+        time_per_output_token_seconds_bucket time_per_output_token_seconds_sum time_to_first_token_seconds_bucket
+        e2e_request_latency_seconds_bucket kv_cache_usage_perc prefix_cache_hits_total lora_requests_info""",
+    "gateway": "num_requests_waiting num_requests_running kv_cache_usage_perc cache_config_info lora_requests_info",
+}
+
+
+def test_what_the_systems_around_an_engine_read_is_there() -> None:
+    found = families(page("vllm"))
+    for reader, names in READ_BY.items():
+        assert {f"vllm:{name}" for name in names.split()} <= series(page("vllm")), reader
+    (facts,) = found["vllm:cache_config_info"].samples
+    assert facts.labels["block_size"] == str(CONFIG.block_size) and facts.labels["num_gpu_blocks"] == "100"
+    (lora,) = found["vllm:lora_requests_info"].samples
+    assert lora.labels == {
+        "model_name": MODEL, "max_lora": "1", "running_lora_adapters": MODEL, "waiting_lora_adapters": ""
+    }  # fmt: skip
+    assert lora.value > 1.7e9
+    states = {s.labels["sleep_state"]: s.value for s in found["vllm:engine_sleep_state"].samples}
+    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+
+
+def test_a_model_without_an_adapter_that_sleeps() -> None:
+    gateway = Gateway(lambda message: None)
+    gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
+    found = families(Metrics(gateway, CONFIG).render().decode())
+    assert "pagewire:lora_requests_info" not in found
+    states = {s.labels["sleep_state"]: s.value for s in found["pagewire:engine_sleep_state"].samples}
+    assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}

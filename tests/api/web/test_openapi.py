@@ -83,8 +83,11 @@ def test_an_example_is_answered_as_described(path: str, example: dict[str, Any])
     answer = request(FakeEngine(), path, example)
     assert answer.status == 200, answer.json
     content = DESCRIPTION["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
-    schema = SCHEMAS[content["schema"]["$ref"].rpartition("/")[2]]
-    assert set(schema["required"]) <= set(answer.json) <= set(schema["properties"])
+    described = content["schema"]
+    bodies = answer.json if described.get("type") == "array" else [answer.json]
+    schema = SCHEMAS[described.get("items", described)["$ref"].rpartition("/")[2]]
+    for body in bodies:
+        assert set(schema["required"]) <= set(body) <= set(schema["properties"])
 
 
 def test_the_security_scheme_is_listed_if_keys_are_needed() -> None:

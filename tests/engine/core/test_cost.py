@@ -47,6 +47,12 @@ def test_draft_tokens_of_more_rows_need_a_higher_acceptance_rate() -> None:
     assert shares[2] == pytest.approx((64 * 0.05 + 64 * 0.02) / (2 + 64 * 0.05 + 64 * 0.02), abs=0.1)
 
 
+def test_a_row_and_what_it_reads_have_their_own_costs() -> None:
+    assert CostModel().of_rows() == (1.0, 0.0), "all rows are equal until steps were seen"
+    of_row, of_position = trained(random.Random(5)).of_rows()
+    assert of_row == pytest.approx(0.05, rel=0.2) and of_position == pytest.approx(1e-4, rel=0.2)
+
+
 def test_the_model_follows_a_machine_that_gets_slower() -> None:
     rng = random.Random(2)
     model = trained(rng)

@@ -85,7 +85,7 @@ def state(scheduler: Scheduler) -> list[object]:
     return [counters, *((_counters(r), len(r.ids), r.held.copy()) for r in scheduler.table.running)]
 
 
-def log_of(seed: int) -> list[object]:
+def log_of(seed: int, num_stages: int = 1) -> list[object]:
     """Runs a history. Returns the scheduler's plans and outputs, with all counters after each."""
     log: list[object] = []
 
@@ -100,7 +100,7 @@ def log_of(seed: int) -> list[object]:
         return patch.object(Scheduler, name, call)
 
     with logged("plan"), logged("apply"), logged("take_outputs"):
-        History(seed).run()
+        History(seed, num_stages=num_stages).run()
     return log
 
 
@@ -116,6 +116,13 @@ def test_bulk_and_row_by_row_give_the_same_history() -> None:
         assert len(in_bulk) == len(by_row), seed
     assert min(counts[name] for name in ("planned", "not planned", "applied", "not applied", "drafted")) > 150, counts
     assert counts["drafted, left"] > 15, counts
+
+
+def test_bulk_and_row_by_row_give_the_same_history_of_stages() -> None:
+    for seed in range(8):
+        in_bulk = log_of(seed, num_stages=3)
+        with row_by_row():
+            assert log_of(seed, num_stages=3) == in_bulk, f"history {seed} differs"
 
 
 @pytest.mark.parametrize("name", ["plan_each", "apply_each", "apply_drafted"])

@@ -87,7 +87,7 @@ class Decoder:
         tiles = packet.tiles[1 : 1 + packet.tiles[0, 0], 2].tolist() if shape.tile_rows else []
         self.steps.append((num_rows, num_tokens, int(packet.step[6]), tiles))
         self.ids = packet.step[int(packet.step[2]) : int(packet.step[3])].clone()
-        records = packet.step[8 : int(packet.step[2])].view(-1, 12)
+        records = packet.step[8 : int(packet.step[2])].view(-1, 13)
         self.records.append(records.tolist())
         state.begin(records)
         if packet.states is not None:
@@ -145,7 +145,7 @@ class State:
         self.sample(hidden, packet, first, shape)
 
     def accept(self, packet, ids, *, rows, most):
-        for row, _, _, _, _, _, _, first_id, _, first, num, _ in self.records:
+        for row, _, _, _, _, _, _, first_id, _, first, num, _, _ in self.records:
             drafts = ids[first_id + 1 : first_id + num].tolist()
             own = self.sampled[first : first + num].tolist()
             wrong = [i for i, draft in enumerate(drafts) if own[i] != draft]
@@ -312,12 +312,12 @@ def test_a_launch_does_not_wait_and_the_ring_keeps_packets_in_flight(steps):
 
 def test_only_the_used_part_of_a_packet_is_sent(steps):
     ours, _, _, queue = steps(max_num_seqs=64, max_num_batched_tokens=512)
-    ours.launch(plan(0, [0], [300], open=[(0, 300, GREEDY)]))
+    ours.launch(plan(0, [0], [301], open=[(0, 301, GREEDY)]))
     ours.launch(plan(1, [0], [1]))
     (_, prompt), (_, decode) = queue.sent
-    samples, header, record, opened = 5 * 64, 8, 12, 11
+    samples, header, record, opened = 5 * 64, 8, 13, 11
     assert decode == samples + header + record + 1, "neither tiles nor blocks"
-    assert prompt == 4 * (1 + ours._limits.tiles) + samples + header + record + 300 + 19 + 1 + opened, (
+    assert prompt == 4 * (1 + ours._limits.tiles) + samples + header + record + 301 + 19 + 3 + opened, (
         "padded before `opened`"
     )
 
@@ -367,7 +367,7 @@ def test_draft_tokens_do_not_depend_on_what_the_host_has_read(steps):
         if is_read_early:
             ours.collect()
         ours.launch(structs.replace(plan(2, [1], [1]), num_speculative=1, speculate=3))
-        _, _, count, start, *_, ids_at, base, _, _, _ = decoder.records[2][0]
+        _, _, count, start, *_, ids_at, base, _, _, _, _ = decoder.records[2][0]
         return count, [int(decoder.ids[ids_at + position - base]) for position in range(17, 20)], start
 
     (count, tokens, start), (other_count, other_tokens, other_start) = drafted(False), drafted(True)

@@ -6,6 +6,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from family_kinds import LONGROPE, make_kind
 from runner_driver import Request
 
 from pagewire.ipc.messages import Pooling, RowOpen, Sampling, StepPlan, ids_to_bytes
@@ -57,3 +58,18 @@ def test_pooled_vectors_are_those_of_transformers(checkpoint, driver):
     wanted = states[0].mean(0).numpy(), torch.nn.functional.normalize(states[1][-1, :8], dim=0).numpy()
     np.testing.assert_allclose(np.frombuffer(vectors[1][0], "<f4"), wanted[0], atol=1e-4)
     np.testing.assert_allclose(np.frombuffer(vectors[0][1], "<f4"), wanted[1], atol=1e-4)
+
+
+def test_both_regimes_of_longrope_share_a_step(tmp_path, driver):
+    """Prompts up to and beyond the original length, whose keys have other frequencies at all positions."""
+    lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    changes = {**LONGROPE, **lengths, "num_hidden_layers": 1, "sliding_window": None}
+    folder = make_kind(tmp_path / "model", "Phi3Config", changes)
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in (12, 17, 33)]
+    expected = checkpoints.reference_greedy(folder, prompts, 4)
+    served = driver(folder, **SMALL)
+    assert served.runner.notes[0].startswith("Triton kernels")
+    requests = [Request(prompt, max_new=4) for prompt in prompts]
+    served.run(requests, chunk=20, budget=32, rows=3)
+    assert [request.output for request in requests] == expected

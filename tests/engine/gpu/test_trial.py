@@ -14,18 +14,27 @@ import pytest
 import quantized_checkpoints
 import torch
 from defaults import COMPILED, machine
+from family_kinds import make_kind
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from runner_driver import Driver, Request, engine_config
 
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import Metrics
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner import kernel_checks
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.steps.trial_journal import TrialJournal
-from pagewire.errors import ConfigError, StartError
+from pagewire.errors import BrokenDeviceError, ConfigError, StartError
+from pagewire.ipc.messages import Message, Ping, Snapshot
 from pagewire.kernels.triton import compile
 from pagewire.kernels.triton.decode_attention import decode_attention
+from pagewire.kernels.triton.latent_attention import attend_latent
 from pagewire.kernels.triton.moe import experts as multiply
 from pagewire.kernels.triton.quantized_product import quantized_product
 from pagewire.kernels.triton.rms_norm import rms_norm
+from pagewire.procs.core import CoreActor
+from pagewire.procs.worker import Worker
 
 NUM_BLOCKS = 96
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
@@ -44,7 +53,7 @@ def load(
 ) -> Runner:
     """changes: of the resolved configuration, which `resolve` would refuse for a CPU."""
     with machine(COMPILED):
-        config = engine_config(folder, cpu_kernels="torch", **SMALL, **flags)
+        config = engine_config(folder, cpu_kernels="torch", **{**SMALL, **flags})
     config = msgspec.structs.replace(config, **(changes or {}))
     return Runner.load(config, queue=queue or EagerQueue(torch.device("cpu")), is_checked=True)
 
@@ -187,7 +196,34 @@ def test_without_their_kernels_quantized_matrices_are_widened(kind, tmp_path, mo
 
 
 @pytest.mark.long
-def test_the_kernels_of_experts_and_latents(checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "target", "result", "failed"),
+    [
+        ("awq", "widen", 1, ("widen",)),
+        ("int8", "scale_sums", 3, ("round_rows",)),
+        ("awq", "silu_mul", 1, ("widen", "silu_mul")),  # gates are tried in the same call; then those of wide weights
+    ],
+)
+def test_products_of_many_rows_are_tried(kind, target, result, failed, tmp_path, monkeypatch):
+    """Weights of 8 and 4 bits take other kernels above 256 rows, which no step of the trial has."""
+    from pagewire.engine.gpu import products
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    source = checkpoints.make_checkpoint(tmp_path / "float", "llama", **sizes)
+    quantized, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    flags = {
+        "changes": {"dtype": "float16", "kv_cache_dtype": "float16", "arithmetic": "float16"},
+        "max_num_batched_tokens": products.MAX_NARROW_ROWS + 64,
+    }
+    monkeypatch.setattr(products, target, wrong(getattr(products, target), result))
+    runner = load(quantized, **flags)
+    assert runner.failed_kernels == failed and runner.notes[0].startswith("Triton kernels")
+    narrow = [product for product in runner._model.decoder._walk._products.values() if hasattr(product, "_narrow")]
+    assert bool(narrow) == ("widen" not in failed) and not any(product._narrow for product in narrow)
+
+
+@pytest.mark.long
+def test_the_kernels_of_experts(checkpoint, monkeypatch):
     from pagewire.engine.gpu import experts
 
     folder = checkpoint("qwen3_moe-sparse", num_hidden_layers=2)
@@ -227,7 +263,9 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoin
 
     monkeypatch.setattr(kernel_checks, "TrialJournal", Kept)
     monkeypatch.setattr(walk, "rms_norm", breaking)
-    with pytest.raises(StartError, match=r"GPU kernel rms_norm broke the device .* The next start leaves that kernel"):
+    with pytest.raises(
+        BrokenDeviceError, match=r"GPU kernel rms_norm broke the device .* The next process leaves that"
+    ):
         load(folder, queue=queue)
     (file,) = (tmp_path / "cache" / "pagewire").glob("trial-*")
     os.close(journals[0]._fd)  # as the system does when the process ends
@@ -239,6 +277,39 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(checkpoin
     assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
     file.unlink()
     assert load(folder).failed_kernels == ()
+
+
+def test_the_metrics_page_names_a_kernel_that_failed_in_a_worker(checkpoint, monkeypatch):
+    """The second worker after one whose device a kernel broke; its cache folder keeps nothing."""
+    from pagewire.engine.gpu import walk
+
+    monkeypatch.setattr(walk, "rms_norm", None)  # it is not tried
+    monkeypatch.setattr(kernel_checks, "_cache_folder", lambda: None)
+    queue, read = EagerQueue(torch.device("cpu")), Runner.load
+    monkeypatch.setattr(Runner, "load", lambda config, **given: read(config, queue=queue, is_checked=True, **given))
+    with machine(COMPILED):
+        config = engine_config(checkpoint("qwen3", num_hidden_layers=1), cpu_kernels="torch", **SMALL)
+    worker, core, gateway = (
+        Worker(config, broken_kernels=("rms_norm",)),
+        CoreActor(config),
+        Gateway(lambda message: None),
+    )
+
+    def post(receiver: str, message: Message) -> None:
+        if receiver == "core":
+            core.handle([message])  # type: ignore[list-item]  # the topology says which messages a process gets
+        elif isinstance(message, Snapshot):
+            gateway.handle([message])
+
+    core.start(post)
+    worker.start(post)
+    core.handle([Ping()])
+    (family,) = [each for each in families_of(Metrics(gateway, config)) if each.name == "pagewire:kernel_fallbacks"]
+    assert [(sample.labels["kernel"], sample.value) for sample in family.samples] == [("rms_norm", 1.0)]
+
+
+def families_of(metrics: Metrics) -> list[Metric]:
+    return list(text_string_to_metric_families(metrics.render().decode()))
 
 
 def test_the_ranks_agree_on_what_failed():
@@ -256,6 +327,62 @@ def test_the_ranks_agree_on_what_failed():
     theirs.zero_()
     theirs[-1] = 1
     assert len(kernel_checks._of_all_ranks({}, Two(), torch.device("cpu"))) == 1
+
+
+LATENT = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def test_a_wrong_kernel_of_latent_attention_is_replaced(tmp_path, monkeypatch):
+    folder = make_kind(tmp_path / "model", "DeepseekV3Config", LATENT)
+    monkeypatch.setattr(f"{GPU}walk.attend_latent", wrong(attend_latent, 0))
+    runner = load(folder)
+    assert runner.failed_kernels == ("latent_attention",) and runner.notes[0].startswith("kernels of torch")
+    assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
+
+
+RECURRENT = {
+    "conv": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "scan_delta": (
+        "qwen3_5",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 1,
+        },
+    ),
+    "scan_mamba1": ("jamba", {"num_hidden_layers": 2, "mamba_d_state": 5, "num_experts": 2, "hidden_size": 64}),
+    "scan_mamba2": ("mamba2", {"num_hidden_layers": 1}),
+    "scan_lightning": ("minimax", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize(
+    "scan", [pytest.param(each, marks=() if each == "scan_mamba2" else pytest.mark.long) for each in RECURRENT]
+)
+def test_a_wrong_kernel_of_recurrent_layers_is_replaced(scan, checkpoint, monkeypatch):
+    from pagewire.engine.gpu import mixers
+
+    kind, changes = RECURRENT[scan]
+    folder, original = checkpoint(kind, **changes), getattr(mixers.DeviceScans, scan)
+    monkeypatch.setattr(mixers.DeviceScans, scan, staticmethod(lambda *args: original(*args) * 1.5))
+    runner = load(folder)
+    assert runner.failed_kernels == ("scans",) and runner.notes[0].startswith("kernels of torch")
+    assert outputs(runner) == checkpoints.reference_greedy(folder, prompts(), 4)
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ class FakeRequest:
     ids: "array[int]" = field(default_factory=lambda: array("i", range(30)))
     num_computed: int = 8
     root: bytes = b""
+    awaits_kv: bool = False
 
     def block_keys(self, num, block_size):
         return [bytes([i]) * 32 for i in range(num)]

@@ -53,6 +53,7 @@ class FakeRequest:
     num_computed: int = 0
     keys: list[bytes] = field(default_factory=list)
     root: bytes = root_key(b"model", b"")
+    awaits_kv: bool = False
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         while len(self.keys) < num:

@@ -1,10 +1,12 @@
 """Experts of every kind of matrix, together in one list of tasks, against one after the other."""
 
 import ctypes
+from copy import copy
 
 import pytest
 import torch
 
+from pagewire.engine.models.expert_placement import places, table
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.experts import SOFTMAX, NativeExperts
@@ -59,18 +61,34 @@ class Layer:
             pairs.append((gate_up, down))
         ours, self._specified = ([(gate_up[i], down[i]) for gate_up, down in pairs] for i in range(2))
         router = RouterFields(num=EXPERTS, top_k=TOP_K, score=SOFTMAX, groups=1, renormalize=True, scale=1.0)
+        self._pairs, self._router = ours, router
+        self.load = torch.zeros(EXPERTS, dtype=torch.int64)
         self._experts = NativeExperts(*zip(*ours, strict=True), router)
 
-    def forward(self, x, logits):
+    def part(self, own, rows):
+        """Of a rank with some of the experts. rows: the table of places."""
+        part = copy(self)
+        pairs = [self._pairs[expert] for expert in own]
+        places = torch.tensor(rows, dtype=torch.int32)
+        part.load = torch.zeros(len(own), dtype=torch.int64)
+        part._experts = NativeExperts(*zip(*pairs, strict=True), self._router, places=places, load=part.load)
+        return part
+
+    def forward(self, x, logits, positions=None, adds=None):
+        """adds: what the result is added to."""
         m = len(x)
-        weights, ids, out = torch.empty(m, TOP_K), torch.empty(m, TOP_K, dtype=torch.int32), torch.empty_like(x)
+        weights, ids = torch.empty(m, TOP_K), torch.empty(m, TOP_K, dtype=torch.int32)
+        out = torch.empty_like(x) if adds is None else adds.clone()
         self._kernels.route(
             ctypes.addressof(self._experts.fields.router), logits.data_ptr(), logits.stride(0), weights.data_ptr(),
             ids.data_ptr(), m,
         )  # fmt: skip
+        if positions is not None:
+            fields = ctypes.addressof(self._experts.fields)
+            self._kernels.place(fields, ids.data_ptr(), positions.contiguous().data_ptr(), m)
         self._kernels.experts(
             ctypes.addressof(self._experts.fields), weights.data_ptr(), ids.data_ptr(), x.data_ptr(), x.stride(0),
-            out.data_ptr(), out.stride(0), m, 0,
+            out.data_ptr(), out.stride(0), m, adds is not None,
         )  # fmt: skip
         return out
 
@@ -110,3 +128,33 @@ def test_bytes_are_those_of_the_quantized_numbers(level, kind, bits):
     """And their scales: one for 128 columns with a zero point, or one for a row of 256."""
     matrix, _ = make(level, kind, 512, 256, is_gated=True)
     assert matrix.nbytes == 512 * 256 * bits / 8
+
+
+def test_the_parts_of_ranks_with_whole_experts_add_up(level):
+    """Of six experts two ranks have four each; those that both have are computed by turns. A rank counts its own."""
+    whole = Layer(level, KINDS)
+    x, logits, positions = torch.randn(70, HIDDEN), torch.randn(70, EXPERTS), torch.randint(0, 9, (70,))
+    expected, slots = whole.forward(x, logits), ((0, 1, 2, 3), (5, 4, 3, 2))
+    total, loads = torch.zeros_like(x), torch.zeros(EXPERTS, dtype=torch.int64)
+    for rank, own in enumerate(slots):
+        part = whole.part(own, table(places(EXPERTS, slots, rank), len(own), 0))
+        out = part.forward(x, logits, positions)
+        for first, count in ((0, 1), (7, 12), (69, 1)):
+            rows = slice(first, first + count)
+            assert torch.equal(part.forward(x[rows], logits[rows], positions[rows]), out[rows])
+        total += out
+        loads[list(own)] += part.load
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
+    chosen = reference.route(logits, TOP_K, True)[1]
+    again = torch.cat([chosen, chosen[:1], chosen[7:19], chosen[69:]])
+    assert torch.equal(loads, again.flatten().bincount(minlength=EXPERTS))
+
+
+def test_tokens_whose_experts_are_all_elsewhere(level):
+    part = Layer(level, KINDS).part((5,), table(places(EXPERTS, ((0, 1, 2, 3, 4), (5,)), 1), 1, 0))
+    x, logits = torch.randn(3, HIDDEN), torch.zeros(3, EXPERTS)
+    logits[:, 5] = torch.tensor([-1.0, 1.0, -1.0])
+    out = part.forward(x, logits, torch.arange(3))
+    assert not out[0].any() and out[1].any() and not out[2].any()
+    assert not part.forward(x[:1], logits[:1], torch.arange(1)).any()
+    assert torch.equal(part.forward(x, logits, torch.arange(3), adds=x), x + out)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pagewire.engine.executors import functions
+from pagewire.engine.models.expert_placement import places as places_of
+from pagewire.engine.models.expert_placement import table
 from pagewire.kernels import reference
 from pagewire.kernels.triton import moe
 
@@ -233,6 +235,36 @@ def test_experts_without_weights_return_their_input(device, tokens):
     moe.experts(out, x, gate_up, down, workspace, zero_scale=0.5)
     each = x[:, None].expand(-1, top_k, -1)
     assert _error(out, _exact(case, each, chosen, weights, (None, None), "silu", {}, zero_scale=0.5)) < CLOSE
+
+
+@pytest.mark.parametrize("tokens", [5, 600])
+def test_the_parts_of_ranks_with_whole_experts_add_up(device, tokens):
+    """Of five experts two ranks have three each; the one that both have is computed by turns."""
+    num_experts, top_k, hidden, inter = 5, 3, 64, 32
+    sizes = {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "inter": inter}
+    x, logits, gate_up, down, _ = _case(device, tokens=tokens, **sizes)
+    positions = torch.randint(0, 9, (tokens,), dtype=torch.int32, device=device)
+    num_tokens = torch.tensor([tokens - 1], dtype=torch.int32, device=device)
+    total, loads = torch.zeros(tokens, hidden, device=device), torch.zeros(num_experts, device=device)
+    slots = ((0, 1, 2), (2, 3, 4))
+    for rank, own in enumerate(slots):
+        workspace = _case(device, tokens=tokens, **sizes | {"num_experts": len(own)})[-1]
+        places = torch.tensor(table(places_of(num_experts, slots, rank), len(own), 0), dtype=torch.int32)
+        load = torch.zeros(len(own), dtype=torch.int64, device=device)
+        moe.route(
+            logits, num_tokens, workspace, top_k=top_k, renormalize=True, places=places.to(device), positions=positions
+        )
+        out = torch.full((tokens, hidden), torch.nan, dtype=x.dtype, device=device)
+        own_ones = list(own)
+        moe.experts(out, x, gate_up[own_ones], down[own_ones], workspace, num_all=num_experts, load=load)
+        moe.experts(out, x, gate_up[own_ones], down[own_ones], workspace, num_all=num_experts, load=load)
+        total += out
+        loads.index_add_(0, torch.tensor(own, device=device), load.float())
+        assert 0 < load[own.index(2)] < 2 * (reference.route(logits, top_k, True)[1] == 2).sum()
+    assert _error(total[:-1], _expected(x, logits, gate_up, down, top_k)[:-1]) < CLOSE
+    assert not total[-1].any()
+    chosen = reference.route(logits, top_k, True)[1][:-1].flatten().bincount(minlength=num_experts)
+    assert loads.tolist() == (2 * chosen).tolist(), "each launch adds its assignments"
 
 
 @pytest.mark.parametrize(("hidden", "inter"), [(40, 24), (72, 100), (1064, 33)])

@@ -28,7 +28,7 @@ class Device:
         self.last_ids, self.last_positions = integers(NUM_ROWS), integers(NUM_ROWS)
         self.row_tables = integers(NUM_TABLES, NUM_ROWS, MAX_BLOCKS)
         self.tables = integers(NUM_TABLES, MAX_ROWS + 2, MAX_BLOCKS)[:, :MAX_ROWS]  # a graph may have fewer rows
-        self.ids, self.positions = integers(MAX_TOKENS), integers(MAX_TOKENS)
+        self.ids, self.positions, self.rotary_places = (integers(MAX_TOKENS) for _ in range(3))
         self.slots = integers(NUM_TABLES, MAX_TOKENS + 5)[:, :MAX_TOKENS]
         self.context_lens, self.decode_lens = integers(MAX_ROWS), integers(MAX_ROWS)
         self.sample_positions = integers(MAX_TOKENS)
@@ -48,7 +48,7 @@ class Device:
     def prepare(self):
         prepare_step(
             self.packet, self.last_ids, self.last_positions, self.row_tables, self.ids, self.positions, self.slots,
-            self.context_lens, self.decode_lens, self.sample_positions, self.tables, PAGE,
+            self.context_lens, self.decode_lens, self.sample_positions, self.tables, PAGE, self.rotary_places,
         )  # fmt: skip
 
 
@@ -156,7 +156,9 @@ def test_decode_rows_have_lengths_and_samples_have_positions_in_the_output(devic
     ours.step(
         rows=[3, 1, 2], counts=[1, 1, 4], starts=[20, 7, 10], ids=[-1, -1, -1, 5, 6, 7], places=[0, 0, 0],
         num_new=[2, 1, 1], blocks=[1, 2, 3, 4], num_decode=2, num_samples=[1, 0, 4], num_prompt=[15, 7, 8],
+        rotary_firsts=[0, 100, 200],
     )  # fmt: skip
+    assert ours.rotary_places[:7].tolist() == [20, 107, 210, 211, 212, 213, 0]
     assert ours.context_lens.tolist() == [21, 8, 14, *[0] * (MAX_ROWS - 3)]
     assert ours.decode_lens.tolist() == [21, 8, *[0] * (MAX_ROWS - 2)]
     assert ours.sample_positions[:6].tolist() == [6, 3, 4, 5, 6, 12345]

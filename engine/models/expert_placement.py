@@ -1,0 +1,36 @@
+"""Which rank has which experts of a layer. Plain arithmetic; no torch."""
+
+from collections.abc import Sequence
+
+from .description import Place
+
+Slots = tuple[tuple[int, ...], ...]
+"""The experts of a layer that each rank has, in the order of its matrices."""
+
+
+def deal(num_experts: int, ranks: int) -> Slots:
+    """Each expert to one rank, in order; the first ranks have one more if the number does not divide. At least one for
+    each of up to `num_experts` ranks."""
+    ends = [-(-rank * num_experts // ranks) for rank in range(ranks + 1)]
+    return tuple(tuple(range(ends[rank], ends[rank + 1])) for rank in range(ranks))
+
+
+def places(num_experts: int, slots: Slots, rank: int) -> tuple[Place, ...]:
+    """Where a rank has each expert of a layer. The ranks that have the same expert take turns in their order."""
+    holders: list[list[int]] = [[] for _ in range(num_experts)]
+    for each, experts in enumerate(slots):
+        for expert in experts:
+            holders[expert].append(each)
+    assert all(holders), f"no rank has expert {holders.index([])}"
+    own = {expert: slot for slot, expert in enumerate(slots[rank])}
+    return tuple(
+        Place(own[expert], ranks.index(rank), len(ranks)) if expert in own else Place(-1)
+        for expert, ranks in enumerate(holders)
+    )
+
+
+def table(places: Sequence[Place], num_slots: int, others: int) -> list[tuple[int, int, int]]:
+    """Slot, turn, turns of each expert of a router, as kernels read them. others: experts without weights, which come
+    last; their slots follow those of the matrices."""
+    rows = [(place.slot, place.turn, place.turns) for place in places]
+    return rows + [(num_slots + i, 0, 1) for i in range(others)]

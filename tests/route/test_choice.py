@@ -1,0 +1,150 @@
+"""The rules of the choice, one by one; `tests/sim/fleet` plays them together."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from pagewire.route.choice import MAX_SLOWNESS, RAMP_S, SLACK, Choice, Condition, Conversation, Member, stable_hash
+
+NOW = 1000.0
+
+
+def choice_of(num: int, *, seed: int = 0) -> Choice[Member]:
+    choice: Choice[Member] = Choice(seed=seed)
+    for i in range(num):
+        member = Member(f"http://engine-{i}:8000")
+        choice.add(member)
+        choice.turned(member, Condition.ABLE)
+    return choice
+
+
+def names(choice: Choice[Member], num: int, *, holds: bool = True) -> Counter[str]:
+    """The engines of `num` requests without anything in common; `holds`: they stay open."""
+    found: Counter[str] = Counter()
+    for _ in range(num):
+        member = choice.choose([], None, NOW)
+        assert member is not None
+        found[member.name] += 1
+        if holds:
+            choice.opened(member)
+    return found
+
+
+def test_requests_without_a_past_are_spread_evenly() -> None:
+    assert set(names(choice_of(5), 50).values()) == {10}
+    assert set(names(choice_of(5), 50, holds=False).values()) == {10}, "in turn while all are idle"
+    many = names(choice_of(300), 30_000)
+    assert len(many) == 300 and max(many.values()) <= 110
+
+
+def test_a_prompt_goes_where_its_beginning_is_until_that_engine_is_too_busy() -> None:
+    choice = choice_of(8)
+    first = choice.choose([1, 2, 3], None, NOW)
+    assert first is not None
+    chosen = []
+    for _ in range(SLACK + 2):
+        member = choice.choose([1, 2, 3, 4], None, NOW)
+        assert member is not None
+        chosen.append(member)
+        choice.opened(member)
+    assert chosen == [first] * (SLACK + 1) + chosen[-1:] and chosen[-1] is not first
+
+
+def test_a_beginning_that_many_engines_have_does_not_decide() -> None:
+    choice = choice_of(8)
+    for i, only in itertools.product(range(3), list(choice.members)):
+        choice.choose([1, 2, 100 + i], None, NOW, [other for other in choice.members if other is not only])
+    found = Counter(member.name for i in range(64) if (member := choice.choose([1, 2, 200 + i], None, NOW)))
+    assert len(found) == 8 and set(found.values()) == {8}
+
+
+def test_routers_that_share_nothing_send_a_conversation_to_the_same_engine() -> None:
+    one, other = choice_of(40), choice_of(40, seed=9)
+    homes = Counter[str]()
+    for number in range(400):
+        conversation = Conversation(stable_hash(b"%d" % number), 2)
+        a, b = (choice.choose([number, -number], conversation, NOW) for choice in (one, other))
+        assert a is not None and b is not None and a.name == b.name
+        homes[a.name] += 1
+    assert len(homes) == 40 and max(homes.values()) < 30, "the places on the ring are spread"
+
+
+def test_a_later_turn_goes_home_and_not_where_only_the_system_prompt_is() -> None:
+    choice, elsewhere = choice_of(8), choice_of(8)
+    conversation = Conversation(stable_hash(b"a"), 3)
+    home = elsewhere.choose([1, 2, 3], conversation, NOW)  # another router had the first turn
+    assert home is not None
+    choice.choose([1, 2], None, NOW, [member for member in choice.members if member.name == home.name])
+    again = choice.choose([1, 2, 3, 4], conversation, NOW)
+    assert again is not None and again.name == home.name
+
+
+def test_a_lost_engine_has_lost_its_cache() -> None:
+    choice = choice_of(3)
+    first = choice.choose([1, 2, 3], None, NOW)
+    assert first is not None
+    choice.lost(first)
+    second = choice.choose([1, 2, 3], None, NOW)
+    assert second is not None and second is not first
+    choice.turned(first, Condition.ABLE)
+    assert choice.choose([1, 2, 3], None, NOW) is second
+
+
+def test_an_engine_that_has_just_started_gets_its_share_little_by_little() -> None:
+    choice = choice_of(4)
+    names(choice, 80)
+    (new,) = (member for member in choice.members if member.name.startswith("http://engine-2"))
+    for _ in range(20):
+        choice.closed(new)
+    choice.started(new, NOW)
+    names(choice, 8)
+    assert new.load <= 3 and new.ramp(NOW + RAMP_S) == 1.0
+
+
+def test_a_slow_engine_gets_less_but_not_nothing() -> None:
+    choice = choice_of(5)
+    slow = choice.members[3]
+    for member in choice.members:
+        choice.paced(member, 0.3 if member is slow else 0.02)
+    choice.compare_paces()
+    assert slow.slowness == MAX_SLOWNESS
+    found = names(choice, 205)
+    assert 3 <= found[slow.name] <= 8
+    for _ in range(20):
+        choice.paced(slow, 0.02)
+    choice.compare_paces()
+    assert slow.slowness == 1.0
+
+
+def test_when_most_engines_are_silent_they_are_chosen_from_as_well() -> None:
+    choice = choice_of(6)
+    for member in choice.members[:3]:
+        choice.turned(member, Condition.SILENT)
+    assert len(names(choice, 60)) == 3
+    choice.turned(choice.members[3], Condition.SILENT)
+    choice.turned(choice.members[0], Condition.OUT)
+    assert len(names(choice, 600)) == 5
+
+
+def test_conversations_of_a_leaving_engine_move_to_the_one_that_started_last() -> None:
+    choice = choice_of(6)
+    old = choice.choose([1, 2, 3], Conversation(7, 2), NOW)
+    new = Member("http://new:8000")
+    assert old is not None
+    choice.add(new)
+    choice.started(new, NOW)
+    choice.turned(new, Condition.ABLE)
+    choice.leaves(old, True)
+    assert choice.choose([1, 2, 3, 4], Conversation(7, 2), NOW) is new
+    choice.remove(old)
+    assert choice.choose([1, 2, 3, 4, 5], Conversation(7, 2), NOW) is new
+
+
+@pytest.mark.parametrize("num", [1, 2, 20])
+def test_no_engine_may_be_left(num: int) -> None:
+    choice = choice_of(num)
+    assert choice.choose([1], None, NOW, list(choice.members)) is None
+    for member in choice.members:
+        choice.lost(member)
+    assert choice.choose([1], Conversation(1, 1), NOW) is None

@@ -1,0 +1,382 @@
+"""Routers, engines and conversations in virtual time."""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from pagewire.route.choice import SLACK, Choice, Condition, Member, check_interval_s, stable_hash
+from pagewire.route.choice import Conversation as Known
+from pagewire.route.prefixes import Prefixes
+
+BLOCK_TOKENS = 512  # coarse, so that a prompt is few blocks
+PREFILL_S = 1 / 20_000  # of a token
+STEP_S = 0.01  # of a decode step with one row
+ROW_S = 0.0002  # of each further row
+CACHED_BLOCKS = 6_000  # of an engine
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """What happens in a history. Times are seconds of virtual time."""
+
+    num_engines: int = 16
+    num_routers: int = 1
+    num_conversations: int = 1000
+    num_apps: int = 8  # conversations of an app share a system prompt
+    duration: float = 120.0  # in which conversations begin
+    think: float = 8.0  # mean time between an answer and the next turn
+    mean_turns: float = 5.0
+    mean_output: int = 150  # tokens
+    table: int = 1 << 17  # blocks that a router remembers
+    deaths: int = 0
+    restart: float = 15.0
+    num_slow: int = 0  # engines that become ten times slower at a third of the time, for a third
+    blackout: float = 0.0  # how long the checks of all routers fail, at half of the time
+    is_upgraded: bool = False  # each engine is replaced by a new one, one after another
+
+
+class Request:
+    def __init__(self, conversation: "Conversation", router: "Router", blocks: list[int], num_output: int) -> None:
+        self.conversation = conversation
+        self.router = router
+        self.blocks = blocks
+        self.num_output = num_output
+        self.num_attempts = 0
+        self.num_ends = 0
+
+
+class Conversation:
+    def __init__(self, number: int, app: int, num_turns: int) -> None:
+        self.blocks = [hash((app, i)) for i in range(4)]
+        is_known = number % 4 > 0  # others are plain prompts
+        self.known = Known(stable_hash(b"%d" % number), len(self.blocks) + 1) if is_known else None
+        self.number = number
+        self.num_turns = num_turns
+        self.place: tuple[Engine, int] | None = None  # where its last turn ran, and that engine's life
+        self.num_upgrade_moves = 0
+
+    def next_turn(self) -> list[int]:
+        self.blocks = [*self.blocks, hash((self.number, len(self.blocks)))]
+        self.num_turns -= 1
+        return self.blocks
+
+
+class Engine:
+    """A server of requests whose speed depends on their number when they begin."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_up = True
+        self.life = 0
+        self.slowness = 1.0
+        self.was_slow = False
+        self.open: dict[Request, None] = {}
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.up_since = -math.inf
+        self.num_computed = 0  # tokens of prompts
+        self.num_found = 0
+
+    def num_cached(self, blocks: list[int]) -> int:
+        """The leading blocks whose KV it has."""
+        return next((i for i, block in enumerate(blocks) if block not in self.cache), len(blocks))
+
+    def seconds(self, request: Request) -> tuple[float, float]:
+        """(seconds of the whole request, seconds of a token), now that it begins."""
+        num_cached = self.num_cached(request.blocks)
+        for block in reversed(request.blocks):
+            self.cache[block] = None
+            self.cache.move_to_end(block)
+        while len(self.cache) > CACHED_BLOCKS:
+            self.cache.popitem(last=False)
+        num_new = (len(request.blocks) - num_cached) * BLOCK_TOKENS
+        self.num_computed += num_new
+        self.num_found += num_cached * BLOCK_TOKENS
+        token = self.slowness * (STEP_S + ROW_S * len(self.open))
+        return self.slowness * num_new * PREFILL_S + request.num_output * token, token
+
+
+class Router:
+    """A router's view: its own `Choice`, with a member for each engine."""
+
+    def __init__(self, seed: int, capacity: int) -> None:
+        self.choice: Choice[Member] = Choice(seed=seed, prefixes=Prefixes(capacity))
+        self.member_of: dict[str, Member] = {}
+        self.engine_of: dict[Member, Engine] = {}
+
+    def add(self, engine: Engine) -> Member:
+        member = Member(engine.name)
+        self.member_of[engine.name] = member
+        self.engine_of[member] = engine
+        self.choice.add(member)
+        return member
+
+    def remove(self, engine: Engine) -> None:
+        member = self.member_of.pop(engine.name)
+        del self.engine_of[member]
+        self.choice.remove(member)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Fleet:
+    """One history."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting = setting
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.worst_excess = 0.0  # of an engine's load over its bound
+        self.max_mean = 0.0  # load of the engines
+        self._interval = check_interval_s(setting.num_engines)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._num_open = 0
+        self._num_conversations = 0
+        self._waiting: list[Request] = []
+        self._is_dark = False
+        self._upgrade_began = math.inf
+        self._slow: dict[Engine, list[int]] = {}  # requests sent to it, and to all, since it has been slow for 10 s
+        self._calm_from = 0.0  # when the consequences of the last fault are over
+        self.engines: dict[str, Engine] = {}
+        self.routers = [Router(seed + i, setting.table) for i in range(setting.num_routers)]
+        for i in range(setting.num_engines):
+            engine = Engine(f"engine-{i}")
+            self.engines[engine.name] = engine
+            for router in self.routers:
+                router.choice.turned(router.add(engine), Condition.ABLE)
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), call))
+
+    def run(self) -> Counter[str]:
+        """Plays it to its end. Raises Broken."""
+        setting = self.setting
+        for _ in range(setting.num_conversations):
+            self.at(self.random.uniform(0, setting.duration), self._begin)
+        for router in self.routers:
+            self.at(self.random.uniform(0, self._interval), lambda router=router: self._check(router))
+        for i in range(setting.deaths):
+            self.at(setting.duration * (i + 1) / (setting.deaths + 1), self._kill)
+        if setting.num_slow:
+            self.at(setting.duration / 3, self._slow_down)
+        if setting.blackout:
+            self.at(setting.duration / 2, self._darken)
+        if setting.is_upgraded:
+            self.at(setting.duration / 4, lambda: self._upgrade(iter(list(self.engines.values()))))
+        while self._events and (self._num_open or self._num_conversations < setting.num_conversations):
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+        self._check_end()
+        return self.counts
+
+    def _begin(self) -> None:
+        num_turns = 1 + int(self.random.expovariate(1 / (self.setting.mean_turns - 1)))
+        app = self.random.randrange(self.setting.num_apps)
+        conversation = Conversation(self._num_conversations, app, num_turns)
+        self._num_conversations += 1
+        self._num_open += 1
+        self._turn(conversation)
+
+    def _turn(self, conversation: Conversation) -> None:
+        num_output = 1 + int(self.random.expovariate(1 / self.setting.mean_output))
+        router = self.random.choice(self.routers)
+        request = Request(conversation, router, conversation.next_turn(), num_output)
+        self.counts["requests"] += 1
+        self._send(request)
+
+    def _send(self, request: Request) -> None:
+        router, conversation = request.router, request.conversation
+        refused: list[Member] = []
+        while True:
+            member = router.choice.choose(request.blocks, conversation.known, self.now, refused)
+            if member is None:
+                self.counts["waits for an engine"] += 1
+                self._waiting.append(request)
+                return
+            engine = router.engine_of[member]
+            if engine.is_up:
+                break
+            self.counts["refused connections"] += 1  # the router has not noticed the death yet
+            router.choice.lost(member)
+            refused.append(member)
+        self._check_choice(request, member, engine)
+        request.num_attempts += 1
+        conversation.place = engine, engine.life
+        router.choice.opened(member)
+        seconds, token = engine.seconds(request)
+        engine.open[request] = None
+        self.at(self.now + seconds, lambda life=engine.life: self._finish(request, engine, life, member, token))
+
+    def _finish(self, request: Request, engine: Engine, life: int, member: Member, token: float) -> None:
+        if engine.life != life or request not in engine.open:
+            return  # the engine died; `_kill` has sent it elsewhere
+        del engine.open[request]
+        request.router.choice.closed(member)
+        request.router.choice.paced(member, token)
+        request.num_ends += 1
+        self.counts["ends"] += 1
+        if request.num_ends != 1:
+            raise Broken("a request has ended twice")
+        conversation = request.conversation
+        if conversation.num_turns:
+            self.at(self.now + self.random.expovariate(1 / self.setting.think), lambda: self._turn(conversation))
+        else:
+            self._num_open -= 1
+
+    def _check(self, router: Router) -> None:
+        """A router asks all its engines for their state, as `Fleet` in pagewire.route does."""
+        choice = router.choice
+        for member, engine in router.engine_of.items():
+            if self._is_dark and self.random.random() < 0.9:
+                choice.turned(member, Condition.SILENT)
+            elif engine.is_up:
+                if engine.up_since > self.now - self._interval and member.condition is Condition.OUT:
+                    choice.started(member, self.now)
+                choice.turned(member, Condition.ABLE)
+                choice.reported(member, len(engine.open))
+            elif member.condition is not Condition.OUT:
+                choice.lost(member)
+        choice.compare_paces()
+        self._check_balance(router)
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            self._send(request)
+        self.at(self.now + self._interval, lambda: self._check(router))
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _kill(self) -> None:
+        engine = self.random.choice([engine for engine in self.engines.values() if engine.is_up])
+        self.counts["deaths"] += 1
+        self._end(engine)
+        self.at(self.now + self.setting.restart, lambda: self._restart(engine))
+
+    def _end(self, engine: Engine) -> None:
+        engine.is_up = False
+        engine.life += 1
+        engine.cache.clear()
+        lost, engine.open = list(engine.open), {}
+        for request in lost:
+            member = request.router.member_of[engine.name]
+            request.router.choice.closed(member)
+            request.router.choice.lost(member)
+        for request in lost:
+            self.counts["resumed"] += 1
+            self._send(request)
+
+    def _restart(self, engine: Engine) -> None:
+        engine.is_up = True
+        engine.up_since = self.now
+
+    def _slow_down(self) -> None:
+        self._slow = {engine: [0, 0] for engine in self.random.sample([*self.engines.values()], self.setting.num_slow)}
+        for engine in self._slow:
+            engine.slowness, engine.was_slow = 10.0, True
+        self.at(self.now + 10.0, self._watch_slow)
+        self.at(self.now + self.setting.duration / 3, self._speed_up)
+
+    def _watch_slow(self) -> None:
+        self._slow = {engine: [engine_sent(self, engine), self.counts["requests"]] for engine in self._slow}
+
+    def _speed_up(self) -> None:
+        shares = []
+        for engine, (before, all_before) in self._slow.items():
+            engine.slowness = 1.0
+            fair = (self.counts["requests"] - all_before) / len(self.engines)
+            shares.append((engine_sent(self, engine) - before) / fair)
+        if sum(shares) / len(shares) > 0.15:
+            raise Broken(f"engines that are ten times slower get these shares of a fair share: {shares}")
+        self._slow = {}
+
+    def _darken(self) -> None:
+        self._is_dark = True
+        self.at(self.now + self.setting.blackout, self._lighten)
+
+    def _lighten(self) -> None:
+        self._is_dark = False
+
+    def _upgrade(self, remaining: Iterator[Engine]) -> None:
+        """Adds a new engine, then lets an old one leave, as a rolling upgrade with a surge of one does."""
+        self._upgrade_began = min(self._upgrade_began, self.now)
+        old = next(remaining, None)
+        if old is None:
+            return
+        new = Engine(f"{old.name}-new")
+        new.up_since = self.now
+        self.engines[new.name] = new
+        for router in self.routers:
+            member = router.add(new)
+            router.choice.started(member, self.now)
+            router.choice.turned(member, Condition.ABLE)
+            router.choice.leaves(router.member_of[old.name], True)
+        self.counts["upgrades"] += 1
+        self.at(self.now + 1.0, lambda: self._retire(old, remaining))
+
+    def _retire(self, old: Engine, remaining: Iterator[Engine]) -> None:
+        if old.open:
+            self.at(self.now + 1.0, lambda: self._retire(old, remaining))
+            return
+        self.at(self.now + 10.0, lambda: self._upgrade(remaining))
+
+    # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_choice(self, request: Request, member: Member, engine: Engine) -> None:
+        """A conversation changes its engine only for a reason."""
+        conversation, choice, now = request.conversation, request.router.choice, self.now
+        if conversation.place is None:
+            return
+        before, life = conversation.place
+        if before is engine and life == engine.life:
+            self.counts["stayed"] += 1
+            return
+        old = request.router.member_of[before.name]
+        if life != before.life or old.condition is not Condition.ABLE:
+            self.counts["moved by a death"] += 1
+        elif old.is_leaving:
+            self.counts["moved by an upgrade"] += 1
+            conversation.num_upgrade_moves += 1
+            self.counts["second moves by the upgrade"] += conversation.num_upgrade_moves > 1
+        elif not choice.takes(old, SLACK, now):
+            self.counts["moved by load"] += 1
+        elif engine.num_cached(request.blocks) >= before.num_cached(request.blocks):
+            self.counts["moved without cost"] += 1
+        elif conversation.known is None and len(self.routers) > 1:
+            self.counts["moved unknown to the router"] += 1
+        else:
+            self.counts["moved without a reason"] += 1
+
+    def _check_balance(self, router: Router) -> None:
+        """No engine has much more to do than the others, by its true load."""
+        loads = [len(engine.open) for engine in self.engines.values() if engine.is_up and not engine.was_slow]
+        mean = sum(loads) / max(1, len(loads))
+        bound = 2 * mean + 2 * SLACK
+        self.worst_excess = max(self.worst_excess, max(loads, default=0) - bound)
+        self.max_mean = max(self.max_mean, mean)
+        for engine in self.engines.values():
+            if 0 < self.now - engine.up_since < 2.0 and len(engine.open) > 0.6 * mean + SLACK:
+                raise Broken(f"an engine that has just started has {len(engine.open)} requests, the mean is {mean:.1f}")
+
+    def _check_end(self) -> None:
+        counts = self.counts
+        if counts["ends"] != counts["requests"]:
+            raise Broken(f"{counts['requests']} requests had {counts['ends']} ends")
+        if counts["second moves by the upgrade"] > 0.1 * counts["moved by an upgrade"]:
+            raise Broken(f"the upgrade moved {counts['second moves by the upgrade']} conversations again")
+        if self.worst_excess > 0:
+            raise Broken(f"an engine had {self.worst_excess:.0f} requests more than twice the mean and {2 * SLACK}")
+        if self.setting.blackout and counts["waits for an engine"]:
+            raise Broken(f"{counts['waits for an engine']} requests found no engine while the checks failed")
+
+
+def engine_sent(fleet: Fleet, engine: Engine) -> int:
+    """Requests that all routers have sent it."""
+    return sum(router.member_of[engine.name].num_sent for router in fleet.routers)

@@ -1,0 +1,57 @@
+"""Possible faults of the choice: each is a small change to the real class that must make some history fail."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from pagewire.route.choice import Choice, Condition, Member
+
+
+def _takes_anything(self: Choice[Member], member: Member, *_: object) -> bool:
+    self._select()
+    return member in self._is_candidate
+
+
+def _keep_the_cache(self: Choice[Member], member: Member) -> None:
+    """A lost engine is believed to have what it was sent."""
+    self.turned(member, Condition.OUT)
+
+
+def _no_heir(self: Choice[Member], member: Member, now: float) -> None:
+    member.started_at = now
+
+
+def _choose_silent_never(self: Choice[Member]) -> None:
+    self._candidates = [member for member in self.members if member.is_able]
+    self._is_candidate = set(self._candidates)
+    self._total = 0
+    for member in self._candidates:
+        member.counted = member.load
+        self._total += member.load
+
+
+def _own_place(self: Choice[Member], conversation: int, now: float, avoid: object) -> Member | None:
+    """Each router has another ring."""
+    return self._candidates[hash((id(self), conversation)) % len(self._candidates)] if self._candidates else None
+
+
+MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "an engine is never too busy": (Choice, "takes", _takes_anything),
+    "a lost engine keeps its prefixes": (Choice, "lost", _keep_the_cache),
+    "nobody inherits conversations": (Choice, "started", _no_heir),
+    "silent engines are never chosen": (Choice, "_select", _choose_silent_never),
+    "routers have rings of their own": (Choice, "_at_home", _own_place),
+    "slow engines are not told from others": (Choice, "compare_paces", lambda self: None),
+    "requests of other routers do not count": (Choice, "reported", lambda self, member, load: None),
+    "the least busy engine is not looked for": (Choice, "_least_busy", lambda self, now, avoid: self._candidates[0]),
+    "prefixes are ignored": (Choice, "_with_prefix", lambda self, blocks, root, now, avoid: (None, 0)),
+    "a new engine gets all at once": (Member, "ramp", lambda self, now: 1.0),
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Runs the block with this fault."""
+    with patch.object(*MUTANTS[name]):
+        yield

@@ -1,0 +1,56 @@
+"""Histories of a fleet keep every invariant, and every mutant breaks one."""
+
+from collections import Counter
+
+import pytest
+
+from .fleet import Broken, Fleet, Setting
+from .mutants import MUTANTS, mutated
+
+SETTINGS = {
+    "calm": Setting(num_conversations=2000),
+    "few engines": Setting(num_engines=2, num_conversations=300, deaths=2),
+    "deaths": Setting(num_conversations=2000, deaths=6),
+    "slow engines": Setting(num_conversations=2000, num_slow=2),
+    "checks that fail": Setting(num_conversations=2000, blackout=5.0),
+    "an upgrade": Setting(num_conversations=2000, duration=240.0, is_upgraded=True),
+    "several routers": Setting(num_engines=48, num_routers=3, num_conversations=4000, table=4000, deaths=2),
+}
+MOST_MOVES = 0.08  # of all turns, without a reason, where several routers know different parts
+LARGE = Setting(num_engines=1000, num_routers=4, num_conversations=20_000, deaths=20, blackout=10.0)
+
+
+def play(setting: Setting) -> Counter[str]:
+    """Raises Broken."""
+    counts = Fleet(setting, seed=0).run()
+    if counts["moved without a reason"] > (MOST_MOVES * counts["requests"] if setting.num_routers > 1 else 0):
+        raise Broken(f"conversations moved without a reason: {counts}")
+    return counts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_history_keeps_every_invariant(name: str) -> None:
+    play(SETTINGS[name])
+
+
+def test_the_histories_have_what_they_are_about() -> None:
+    upgrade, deaths = (play(SETTINGS[name]) for name in ("an upgrade", "deaths"))
+    assert upgrade["upgrades"] >= 8 and upgrade["moved by an upgrade"] > 50
+    assert deaths["deaths"] == 6 and deaths["resumed"] > 20 and deaths["moved by a death"] > 50
+
+
+@pytest.mark.long
+def test_a_thousand_engines() -> None:
+    assert play(LARGE)["deaths"] == 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MUTANTS)
+def test_some_history_fails_for_each_mutant(name: str) -> None:
+    with mutated(name):
+        for setting in SETTINGS.values():
+            try:
+                play(setting)
+            except Broken:
+                return
+    pytest.fail(f"no history has noticed: {name}")

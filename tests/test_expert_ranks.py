@@ -1,0 +1,129 @@
+"""Ranks with whole experts (`--enable-expert-parallel`) give the tokens of one rank: every kind of routing, files with
+an expert a tensor or all in one, and every format of quantized experts."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import families
+import gguf_files
+import numpy as np
+import pytest
+import quantized_checkpoints
+from runner_driver import GREEDY, Request, engine_config
+from thread_ranks import tokens_of
+
+from pagewire.engine.runner.forecast import forecast
+from pagewire.engine.runner.runner import Runner
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import Sampling
+
+pytestmark = pytest.mark.slow
+
+SEEDED = Sampling(temperature=1.0, seed=5)
+# Of three ranks, which have 3, 3 and 2 of eight experts.
+THREE: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3}
+DEALT: dict[str, Any] = {"enable_expert_parallel": True}
+
+
+def requests() -> list[Request]:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(num)] for num in (1, 7, 40, 18)]
+    return [Request(prompt, sampling, max_new=10) for prompt in prompts for sampling in (GREEDY, SEEDED)]
+
+
+def check(folder: Path, size: int, **flags: Any) -> None:
+    flags = {"dtype": "float32", **flags}
+    expected = tokens_of(folder, requests, **flags)
+    assert tokens_of(folder, requests, size=size, **flags, **DEALT) == expected
+
+
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.long)])
+def test_uneven_parts_of_separate_experts(kernels: str, tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path, "qwen3_moe", **THREE)
+    flags: dict[str, Any] = {"dtype": "float32", "cpu_kernels": kernels}
+    expected = tokens_of(folder, requests, **flags)
+    loads: list[dict[int, bytes]] = []
+    weights: list[int] = []
+
+    def take_load(runner: Runner) -> None:
+        weights.append(runner.memory.weights)
+        loads.append(runner.take_expert_load())
+        assert not any(any(load) for load in runner.take_expert_load().values()), "it was taken"
+
+    assert tokens_of(folder, requests, size=3, at_end=take_load, **flags, **DEALT) == expected
+    planned = forecast(engine_config(folder, tensor_parallel_size=3, **flags, **DEALT)).memory.weights
+    assert planned == pytest.approx(max(weights), rel=0.02), "the plan is that of the ranks with most experts"
+    assert min(weights) < 0.9 * planned
+    tokens = sum(len(request.prompt) + request.max_new - 1 for request in requests())
+    for layer in (0, 2):
+        load = np.array([np.frombuffer(each[layer], np.int64) for each in loads])
+        assert load.sum() == 3 * tokens, "each token has three experts"
+        assert sorted(tuple(np.flatnonzero(own)) for own in load) == [(0, 1, 2), (3, 4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",  # all experts in one tensor, with biases
+        pytest.param("deepseek_v3", marks=pytest.mark.long),  # groups, a correction, shared experts, latent attention
+        pytest.param("llama4_text", marks=pytest.mark.long),  # weights of the input
+        pytest.param("longcat_flash", marks=pytest.mark.long),  # experts that return their input
+        pytest.param("phimoe", marks=pytest.mark.long),
+        pytest.param("granitemoeshared", marks=pytest.mark.long),
+        pytest.param("jamba", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_of_a_family(family: str, kernels: str, tmp_path: Path) -> None:
+    if kernels == "torch" and family == "gpt_oss":
+        pytest.skip("the other files' tests have torch's kernels")
+    folder = families.make_family(tmp_path, family)
+    check(folder, 2, cpu_kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "awq",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fp8-block", "gptq", "packed-zeros", "mxfp4")),
+    ],
+)
+def test_quantized_experts_whose_columns_no_rank_can_divide(kind: str, tmp_path: Path) -> None:
+    """Groups of the downs' columns are as wide as an expert."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": quantized_checkpoints.GROUP, "mlp_only_layers": []}
+    source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3_moe", hidden_size=128, head_dim=32, **sizes)
+    folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\..* choose another --tensor-parallel-size"):
+        tokens_of(folder, requests, size=2, dtype="float32")
+    check(folder, 2)
+
+
+@pytest.mark.long
+def test_superblocks_of_a_gguf_file_stay_whole(tmp_path: Path) -> None:
+    """Two ranks would divide the downs' columns within one, and round activations otherwise."""
+    sizes: dict[str, Any] = {
+        **gguf_files.QUANTIZED_SIZES,
+        "moe_intermediate_size": 256,
+        "num_experts": 5,
+        "num_attention_heads": 8,
+    }
+    sizes["mlp_only_layers"] = []
+    folder = checkpoints.make_checkpoint(tmp_path / "folder", "qwen3_moe", **sizes)
+    file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types={"down_proj.weight": "Q6_K"})
+    check(file, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "why"),
+    [
+        ("qwen3", 2, "--enable-expert-parallel is for models with experts, and this one has none"),
+        ("qwen3_moe", 1, "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size"),
+        ("jamba", 8, "8 ranks cannot share the 4 experts of a layer"),
+    ],
+)
+def test_what_is_refused(kind: str, size: int, why: str, tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path, kind, num_attention_heads=8, num_key_value_heads=8)
+    with pytest.raises(ConfigError, match=why):
+        tokens_of(folder, requests, size=size, **DEALT)

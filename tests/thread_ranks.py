@@ -1,0 +1,111 @@
+"""The ranks of a group as threads of this process, on real checkpoints. One of them runs at a time, since Triton's
+interpreter is not made for several threads; it hands over where it waits for the others."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from order_device import Meeting
+from runner_driver import Driver, Request, engine_config
+from torch import Tensor
+
+from pagewire.engine.device.queue import EagerQueue
+from pagewire.engine.parallel.rank import RankInfo
+from pagewire.engine.runner import runner
+from pagewire.engine.runner.runner import Runner
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """A rank's side. Sums are added in the order of the ranks, as those of processes are."""
+
+    def __init__(self, meeting: Meeting, rank: int, runs: threading.Lock) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting, self._runs = meeting, runs
+
+    def all_reduce(self, x: Tensor) -> None:
+        first, *others = self._exchange(x)
+        x.copy_(first)
+        for part in others:
+            x.add_(part)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x))
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._runs.release()
+        try:
+            return self._meeting.exchange(self.rank, x)
+        finally:
+            self._runs.acquire()
+
+
+def of_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
+    """What each rank's work returns. Raises the error of one that fails."""
+    meeting, runs = Meeting(size), threading.Lock()
+
+    def run(rank: int) -> T:
+        torch.set_num_threads(1)
+        try:
+            with runs, torch.inference_mode(), np.errstate(all="ignore"):
+                return work(ThreadGroup(meeting, rank, runs))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(run, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if "BrokenBarrier" not in type(error).__name__:
+                raise error
+        return [future.result() for future in futures]
+
+
+def tokens_of(
+    folder: Path,
+    requests: Callable[[], list[Request]],
+    *,
+    size: int = 1,
+    in_triton: bool = False,
+    at_end: Callable[[Runner], None] = lambda _: None,
+    **flags: Any,
+) -> list[list[int]]:
+    """The outputs of requests, which all ranks must agree on. at_end: called with each rank's runner. flags: of
+    `serve`."""
+    if size > 1:
+        flags["tensor_parallel_size"] = size
+    config = engine_config(folder, **flags)
+
+    def serve(group: ThreadGroup | None) -> list[list[int]]:
+        info = RankInfo() if group is None else RankInfo(group.rank, tuple(range(size)))
+        queue = EagerQueue(torch.device("cpu")) if in_triton else None
+        loaded = Runner.load(config, rank_info=info, queue=queue, is_checked=False)
+        loaded.open_cache(200)
+        asked = requests()
+        Driver(loaded, 200).run(asked, chunk=23)
+        at_end(loaded)
+        return [request.output for request in asked]
+
+    if size == 1:
+        return serve(None)
+    groups: dict[int, ThreadGroup] = {}
+
+    def join(info: RankInfo, *_: object, **__: object) -> ThreadGroup:
+        return groups[info.rank]
+
+    def of_rank(group: ThreadGroup) -> list[list[int]]:
+        groups[group.rank] = group
+        return serve(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "join", join)
+        first, *others = of_ranks(size, of_rank)
+    assert all(other == first for other in others), "the ranks sampled other tokens"
+    return first
