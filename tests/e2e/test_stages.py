@@ -91,13 +91,21 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "stages", "ranks"), [("jamba", 2, 2), ("qwen3_moe", 3, 1), ("minimax", 2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "stages", "ranks", "flags"),
+    [
+        ("jamba", 2, 2, ()),
+        ("qwen3_moe", 3, 1, ()),
+        ("qwen3_moe", 2, 2, ("--enable-expert-parallel",)),
+        ("minimax", 2, 2, ()),
+    ],
+)
 def test_stages_of_other_families(
-    kind: str, stages: int, ranks: int, tmp_path: Path, start: Callable[..., Server]
+    kind: str, stages: int, ranks: int, flags: tuple[str, ...], tmp_path: Path, start: Callable[..., Server]
 ) -> None:
     folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, kind))
     sizes = ("--pipeline-parallel-size", str(stages), "--tensor-parallel-size", str(ranks))
-    server = start(str(folder), "--dtype", "float32", *sizes).wait_ready()
+    server = start(str(folder), "--dtype", "float32", *sizes, *flags).wait_ready()
     _check(folder, server)
     assert server.stop() == 0, server.log.read_text()
 
