@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from .commands import batch, completion, doctor, talk, tokenize, top
+from .commands import batch, completion, doctor, launch, talk, tokenize, top
 from .config.flags import add_flags, read_settings
 from .errors import ConfigError, PagewireError
 from .route.config import add_route_flags
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("tokenize", tokenize, "show the ids of a text, or the text of ids"),
         ("run-batch", batch, "answer a file of requests"),
         ("top", top, "watch a running server"),
+        ("launch", launch, "work for an engine that another machine serves"),
         ("doctor", doctor, "check this machine, and say what to do"),
         ("completion", completion, "print what makes a shell complete this command"),
     ):
@@ -68,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         match arguments.command:
             case "serve":
                 return _explain(arguments) if arguments.explain else _serve(arguments)
+            case "launch":
+                return launch.main(arguments)
             case "route":
                 return _route(arguments)
             case "chat":
@@ -104,6 +107,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from .procs.prepare import prepare_server
 
     config = read_settings(arguments)[0]
+    if config.service.nnodes > 1:
+        from .procs.launch import run
+        from .procs.lead import make_lead
+
+        return run(make_lead(prepare_server(config)))
+    if config.service.join_address is not None:
+        raise ConfigError("--join-address is for engines on several machines: say how many with --nnodes.")
     if config.engine.data_parallel_size > 1:
         from .route.replicas import Replicas
 

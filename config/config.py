@@ -381,6 +381,18 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
     ] = 60.0
+    nnodes: Annotated[
+        int,
+        _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
+    ] = 1
+    join_address: Annotated[
+        str | None,
+        _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
+    ] = None
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

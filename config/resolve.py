@@ -65,8 +65,10 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
-    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()
+    nnodes = _check_nnodes(config)
+    of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
+    num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=model,
@@ -89,6 +91,21 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
 
 _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of them
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
+
+
+def _check_nnodes(config: Config) -> int:
+    """The number of machines. Raises ConfigError."""
+    nnodes, num_ranks = config.service.nnodes, config.engine.tensor_parallel_size
+    if num_ranks % nnodes:
+        raise ConfigError(f"--nnodes {nnodes} does not divide the {num_ranks} ranks: each machine runs as many.")
+    if nnodes > 1 and config.engine.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--nnodes {nnodes} divides the ranks of --tensor-parallel-size among machines, and not stages: "
+            "start those on their machines by python -m pagewire.procs.launch."
+        )
+    if nnodes > 1 and config.cpu.cpu_bind not in ("auto", "none"):
+        raise ConfigError("--cpu-bind names CPUs of one machine: leave it out with --nnodes.")
+    return nnodes
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:

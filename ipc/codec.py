@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from .client_messages import ToClient, ToPort
+from .control_messages import ToFollower, ToLead
 from .messages import Message
 
 DecodeError = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -18,7 +19,7 @@ M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message | ToClient | ToPort) -> bytes:
+def encode(message: Message | ToClient | ToPort | ToLead | ToFollower) -> bytes:
     return _encoder.encode(message)
 
 

@@ -6,6 +6,10 @@ of an earlier epoch are dropped, and frames of a later one wait until the receiv
 
 The link between core and workers has its own epoch, which only the death of one of these changes: the death of another
 process does not disturb a step in flight.
+
+An epoch is a term and a counter. An engine on one machine has term 0, since no other launch can reach its mailboxes. An
+engine on several machines has a new term with each start of its first launch (`procs/lead.py`), so a process that an
+earlier launch left behind on another machine sends frames of an older epoch, whatever its counter was.
 """
 
 import struct
@@ -13,8 +17,19 @@ from enum import IntEnum
 
 from .messages import Reset
 
-_HEADER = struct.Struct("<BI")  # link, epoch
+_HEADER = struct.Struct("<BQ")  # link, epoch
 HEADER_BYTES = _HEADER.size
+_COUNTER_BITS = 32
+
+
+def first_epoch(term: int) -> int:
+    """The first epoch of a term; the next ones follow it one by one."""
+    return term << _COUNTER_BITS | 1
+
+
+def counter_of(epoch: int) -> int:
+    """The number of an epoch within its term, from 1."""
+    return epoch & ((1 << _COUNTER_BITS) - 1)
 
 
 class Link(IntEnum):

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from .channel import ChannelFull, Decoding
 from .client_messages import ToPort
 from .codec import encode
+from .control_messages import ToLead
 from .epochs import HEADER_BYTES, Epochs, Link
 from .messages import Hidden, Message, Reset
 from .watch import EVENTS, ZmqWatch
@@ -175,9 +176,12 @@ class ZmqContext:
         socket.connect(address)
         return ZmqOutbox(socket, address, self._epochs, link)
 
-    def inbox(self, address: str, accepts: object) -> "ZmqInbox[M]":
-        """Binds a mailbox. Raises ConfigError if the address cannot be had."""
+    def inbox(self, address: str, accepts: object, *, fd: int = -1) -> "ZmqInbox[M]":
+        """Binds a mailbox. `fd`: a socket that listens on this tcp:// address already, which this object closes.
+        Raises ConfigError if the address cannot be had."""
         socket = self._socket(zmq.PULL, address)
+        if fd >= 0:
+            socket.setsockopt(zmq.USE_FD, fd)
         _bind(socket, address)
         return ZmqInbox(socket, accepts, self._epochs)
 
@@ -202,13 +206,17 @@ class ZmqContext:
             raise ConfigError(f"Cannot listen on {address}: another process does, or {path} is not a socket.")
         socket = self._socket(zmq.ROUTER, address)
         socket.router_mandatory = True  # else messages to unknown peers are dropped without an error
+        socket.router_handover = True  # a peer with a name of its own that connects again goes on under it
         _find_dead_peers(socket)
         _bind(socket, address)
         return ZmqRouter(socket, path if address.startswith("ipc://") else None)
 
-    def dealer(self, address: str) -> "ZmqDealer":
-        """Connects to a router, which need not exist yet."""
+    def dealer(self, address: str, name: bytes = b"") -> "ZmqDealer":
+        """Connects to a router, which need not exist yet. `name`: by which the router knows it, also after the
+        connection broke and was made again; empty: each connection gets another name."""
         socket = self._socket(zmq.DEALER, address)
+        if name:
+            socket.routing_id = name
         _find_dead_peers(socket)
         socket.connect(address)
         return ZmqDealer(socket)
@@ -336,7 +344,14 @@ class ZmqDealer:
         except zmq.Again:
             return None
 
-    def send(self, message: ToPort) -> None:
+    def wait(self, timeout_s: float, fd: int) -> None:
+        """Blocks until a message may be waiting or `fd` can be read, for at most `timeout_s` seconds."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(fd, zmq.POLLIN)
+        poller.poll(max(0, int(timeout_s * 1000)))
+
+    def send(self, message: ToPort | ToLead) -> None:
         """Raises ChannelFull."""
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)

@@ -24,7 +24,7 @@ from ..engine.parallel.rank import RankInfo
 from ..errors import BrokenDeviceError, CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
-from ..ipc.epochs import Epochs
+from ..ipc.epochs import Epochs, counter_of
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -70,6 +70,7 @@ class Launch(Struct, frozen=True):
     device_epoch: int = 1
     weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
     broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
+    mailbox_fd: int = -1  # a listening socket for its mailbox, which outlives it; -1: it binds its address itself
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -193,7 +194,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config, keys=launch.keys, epoch=launch.epoch)
+            actor = CoreActor(config, keys=launch.keys, epoch=counter_of(launch.epoch))
         case "grammar":
             from .grammar import GRAMMAR_BYTES, GrammarActor
 
@@ -202,7 +203,8 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .limits import CpuLimit
             from .tokenizer import TokenizerActor
 
-            actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True, is_replacement=launch.epoch > 1)
+            is_replacement = counter_of(launch.epoch) > 1
+            actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True, is_replacement=is_replacement)
         case "detokenizer":
             from .detokenizer import DetokenizerActor
 
@@ -211,7 +213,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .api import ApiActor
 
             assert launch.http is not None, name
-            first_rid = api_index(index(name), launch.epoch, launch.num_apis)
+            first_rid = api_index(index(name), counter_of(launch.epoch), launch.num_apis)
             actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
@@ -263,7 +265,7 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     python_s = process_age_s()
     code = 0
     try:
-        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)])
+        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)], fd=launch.mailbox_fd)
         if kind(name) == "worker":
             run_worker(name, launch, epochs, inbox, post, on_ready)
         else:

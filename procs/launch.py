@@ -51,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
         metavar="ACTOR=ADDRESS",
         help="where an actor's mailbox is, ipc:///path or tcp://host:port (default: in this launch's own folder)",
     )
-    parser.add_argument("--key-file", type=Path, help="shared key for tcp:// addresses; made if it does not exist")
     add_flags(parser)
     arguments = parser.parse_args(argv)
     try:
@@ -62,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         actors = arguments.actors.split(",") if arguments.actors else list(known)
         if unknown := [name for name in actors if name not in known]:
             raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(known)}.")
-        keys = read_keys(arguments.key_file) if arguments.key_file else None
+        if config.service.nnodes > 1:
+            raise ConfigError("--nnodes divides the ranks itself; use it with pagewire serve.")
+        keys = read_keys(Path(config.service.key_file)) if config.service.key_file else None
         addresses = {}
         for text in arguments.address:
             name, _, address = text.partition("=")

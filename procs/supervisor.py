@@ -47,6 +47,7 @@ from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
 from .rank_memory import RankMemory
+from .remote import RemoteProcess
 from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 from .weight_memory import close_segments, new_segment, new_segments
@@ -60,7 +61,7 @@ _LATE = "not ready in time"
 STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
-Process = asyncio.subprocess.Process | ForkedProcess
+Process = asyncio.subprocess.Process | ForkedProcess | RemoteProcess
 
 
 class Child:
@@ -69,6 +70,7 @@ class Child:
     def __init__(self, name: str, process: Process, epoch: int) -> None:
         self.name = name
         self.process = process
+        self.started = epoch
         self.epoch = epoch  # the latest that it has confirmed
         self.started_at = time.monotonic()
         self.facts: Facts | None = None  # once ready
@@ -129,9 +131,8 @@ class Supervisor:
         self._weight_fds = list(weight_fds)
         self._template: Template | None = None
         self._unstarted: list[str] = []  # actors that no process was started for yet
-        self._broken_kernels: dict[
-            str, None
-        ] = {}  # whose check broke a worker's device; the next workers leave them out
+        self._broken_kernels: dict[str, None] = {}  # their check broke a device: workers leave them out
+        self._mailbox_fds: dict[str, int] = {}  # listening sockets of mailboxes that other machines reach
 
     def weights_for(self, config: EngineConfig) -> list[int]:
         """New descriptors of this engine's packed weights, if another engine's are the same; else none."""
@@ -148,6 +149,11 @@ class Supervisor:
         self._lifeline, self._lifeline_held = os.pipe()
         self._weight_fds = self._weight_fds or new_segments(self._config)
         try:
+            if "api" in self._actors and self._listening is None:
+                self._listening = Listening(self._http.listen)
+            await self._gather(context)
+            if self._must_end:
+                return 0
             for address in self._given.values():
                 check_address(address, self._keys)
             self._addresses = {
@@ -159,8 +165,6 @@ class Supervisor:
             self._inbox.subscribe(loop, self._woken.set)
             self._elsewhere.watch(context, loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
-            if "api" in self._actors and self._listening is None:
-                self._listening = Listening(self._http.listen)
             first = [name for name in self._actors if kind(name) == "worker"] or self._actors[:1]
             self._waits_since = time.monotonic()
             self._next_report = self._waits_since + START_REPORT_S
@@ -190,6 +194,9 @@ class Supervisor:
             remove_run_folder(run_folder)
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _gather(self, context: ZmqContext) -> None:
+        """Waits for other machines, if there are any. Raises StartError, ConfigError."""
 
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these processes at the same time. Either all ranks of the model are among them or none is."""
@@ -248,7 +255,8 @@ class Supervisor:
     async def _start(self, name: str, launch: Launch) -> None:
         is_worker = kind(name) == "worker"
         weights_fd = self._weight_fds[index(name)] if is_worker and self._weight_fds else -1
-        part = msgspec.structs.replace(launch.part_of(name), weights_fd=weights_fd)
+        mailbox_fd = self._mailbox_fds.get(name, -1)
+        part = msgspec.structs.replace(launch.part_of(name), weights_fd=weights_fd, mailbox_fd=mailbox_fd)
         launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(part))
@@ -257,6 +265,7 @@ class Supervisor:
         if is_worker:
             own = ("memory_fd", "input_fd", "output_fd")
             fds = {"weights_fd": weights_fd} | {field: getattr(part, field) for field in own}
+        fds["mailbox_fd"] = part.mailbox_fd
         process: Process
         if is_worker and can_fork(self._config):
             if self._template is None or not self._template.is_alive:
@@ -370,9 +379,11 @@ class Supervisor:
         for child in self._children.values():
             if child.exited.done() or child.may_end:
                 continue
-            if child.liveness is None:
+            if child.facts is None:
                 late = now > child.started_at + self._service.start_timeout_s
                 complaint = "did not become ready in time" if late else None
+            elif child.liveness is None:  # on another machine, where a follower watches it
+                continue
             else:
                 if was_away:
                     child.liveness.excuse(now)
@@ -407,7 +418,7 @@ class Supervisor:
             cause = self._cause(child)
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
-            lost.update(dict.fromkeys(lost_with(child.name, self._config.num_ranks)))
+            lost.update(dict.fromkeys(self._lost_with(child.name)))
             if (fault := self._faults.get(child.name)) is not None and fault.broken_kernel:
                 self._broken_kernels[fault.broken_kernel] = None
         lost = {name: None for name in lost if name in self._children}  # the others are not started yet
@@ -416,6 +427,16 @@ class Supervisor:
         if self._deaths.are_a_storm:
             raise StartError(f"{reason} Stopping: {self._deaths.summary()}")
         print(f"pagewire: {reason} Replacing {', '.join(lost)}.", file=sys.stderr, flush=True)
+        is_device = any(kind(name) in ("core", "worker") for name in lost)
+        await self._begin(list(lost), reason, self._epoch + 1, self._device_epoch + is_device)
+
+    def _lost_with(self, name: str) -> tuple[str, ...]:
+        """The actors to replace when this one has ended."""
+        return lost_with(name, self._config.num_ranks)
+
+    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
+        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place."""
+        now = time.monotonic()
         for name in lost:
             child = self._children[name]
             child.may_end = True
@@ -424,13 +445,12 @@ class Supervisor:
             await child.exited
             self._faults.pop(name, None)
             self._lost_at.setdefault(name, now)
-        self._epoch += 1
-        self._device_epoch += any(kind(name) in ("core", "worker") for name in lost)
-        for name in self._children:
+        self._epoch, self._device_epoch = epoch, device_epoch
+        for name in (name for name in self._actors if name in self._children):
             if name not in lost:
-                self._outboxes[name].send(Reset(self._epoch, self._device_epoch, tuple(lost), reason))
+                self._outboxes[name].send(Reset(epoch, device_epoch, tuple(lost), reason))
                 self._outboxes[name].send(Ping())
-        await self._spawn(list(lost))
+        await self._spawn(lost)
 
     async def _look_elsewhere(self) -> None:
         """Raises StartError if an actor of another launch is lost, unless that launch ends in order: its `Leave` may

@@ -12,6 +12,7 @@ import checkpoints
 import family_kinds
 import numpy as np
 import pytest
+import torch
 import vocabulary
 from short_memory import ShortAttention, ShortMemory
 
@@ -135,16 +136,27 @@ def test_prompt_log_probabilities_and_embeddings(alone: LLM, folder: Path) -> No
             assert np.array_equal(ours.outputs.embedding, wanted.outputs.embedding)
 
 
+class TwiceShort(ShortAttention):
+    """Out of memory in every Nth call, and in the next one as well."""
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        if ShortMemory.calls and ShortMemory.calls % self._every == 0:
+            ShortMemory.calls += 1
+            raise MemoryError
+        return super().forward(*arguments)
+
+
 @pytest.mark.parametrize("short", ["worker", "worker-1", "worker-2"])
 def test_a_stage_without_memory_changes_no_token(short: str, folder: Path) -> None:
-    """Later stages skip such a step, and earlier ones compute in vain until the core knows."""
+    """Later stages skip such a step, and earlier ones compute in vain until the core knows. Every second fault is that
+    of the plan that tells of the first."""
     with engine(folder, 1, extension="short_memory:ShortMemory,every=1000000000") as llm:
         expected = tokens(llm, SEEDED)
     with engine(folder, 3, pipeline_depth=3) as llm:
         runner = llm._engine._workers[short]._runner
         assert runner is not None and runner._cache is not None
         steps: Any = runner._steps
-        attention = ShortAttention(steps._attention, every=7, cache=runner._cache)
+        attention = TwiceShort(steps._attention, every=7, cache=runner._cache)
         ShortMemory.calls = 0
         steps._attention = attention
         assert runner._stage_steps is not None

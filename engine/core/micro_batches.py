@@ -14,7 +14,7 @@ first stage waits for ids that it lacks.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import chain, compress
+from itertools import compress
 from typing import NamedTuple
 
 from .cost import CostModel
@@ -80,13 +80,18 @@ class MicroBatches:
         after they were planned."""
         if self.num_stages == 1:
             return
-        for request in chain(builder.decodes, compress(builder.others, builder.sample)):
-            if request.state is not State.RUNNING:
+        queue = self._queue
+        for request in builder.decodes:
+            last = queue.get(request)
+            if last is None:
+                self._append(request, step)
                 continue
-            self.leave(request)
             num = request.num_planned
-            self._context += num
-            (self._masked if request.is_constrained else self._queue)[request] = step, num
+            self._context += num - last[1]
+            queue[request] = step, num
+            queue.move_to_end(request)
+        for request in compress(builder.others, builder.sample):
+            self._append(request, step)
 
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,6 +129,13 @@ class MicroBatches:
     def _num_batches(self, has_prompt: bool) -> int:
         """Into how many micro-batches the rows are divided. Chunks of prompts fill plans without rows."""
         return self.num_stages if has_prompt else max(1, min(self.num_stages, self.num_rows))
+
+    def _append(self, request: Request, step: int) -> None:
+        if request.state is not State.RUNNING:
+            return
+        self.leave(request)
+        self._context += request.num_planned
+        (self._masked if request.is_constrained else self._queue)[request] = step, request.num_planned
 
     def _take(self, num: int) -> list[Request]:
         """The rows that have waited longest, until they make up a share of all work, but at least one.

@@ -79,11 +79,10 @@ class TritonDecoder:
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
         # What the last norm takes.
         self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
-        logits = aligned(limits.part * program.head.rows * dtype.itemsize) + aligned(
-            limits.part * program.head.rows * 4
-        )
+        most, rows = limits.scored, program.head.rows
+        logits = aligned(most * rows * dtype.itemsize) + aligned(most * rows * 4)
         projected = program.head_project.rows * dtype.itemsize if program.head_project is not None else 0
-        hidden = aligned(limits.part * self._states.shape[1] * dtype.itemsize) + aligned(limits.part * projected)
+        hidden = aligned(most * self._states.shape[1] * dtype.itemsize) + aligned(most * projected)
         self._walk.allocate(least=hidden + logits)
         self._vocab = program.vocab
         self._cache: KvCache | None = None
@@ -100,8 +99,8 @@ class TritonDecoder:
     @property
     def left_to_torch(self) -> int:
         """Bytes that a step takes from the allocator at most, estimated: what torch's functions return."""
-        gathered = 0 if self._ranks.size == 1 else 3 * self._limits.part * self._vocab * 4
-        normed = self._limits.part * self._walk.finishing
+        gathered = 0 if self._ranks.size == 1 else 3 * self._limits.scored * self._vocab * 4
+        normed = self._limits.scored * self._walk.finishing
         return max(self._limits.tokens * self._walk.left_to_torch, gathered + normed)
 
     @property
@@ -183,7 +182,7 @@ class TritonDecoder:
         return self.vocabulary.logits(hidden)
 
     def sampled_hidden(self, tokens: Tensor) -> Tensor:
-        """`hidden` of at most `limits.part` tokens of the step, until the next call or step."""
+        """`hidden` of at most `limits.scored` tokens of the step, until the next call or step."""
         scratch = self._walk.scratch
         scratch.begin()
         hidden = scratch.take((len(tokens), self._states.shape[1]), self._states.dtype)
@@ -191,6 +190,6 @@ class TritonDecoder:
         return self._walk.finish(hidden)
 
     def sampled_logits(self, tokens: Tensor) -> Tensor:
-        """The logits of at most `limits.part` tokens of the step, until the next call or step. tokens: [n] int32 →
+        """The logits of at most `limits.scored` tokens of the step, until the next call or step. tokens: [n] int32 →
         [n, vocab] float32."""
         return self.vocabulary.logits_in(self.sampled_hidden(tokens), self._walk.scratch.take)

@@ -348,7 +348,7 @@ class DeviceSteps:
         if len(step.rows):
             self._run(sent.shape, step)
             for each, target in zip(scores, attached[3:], strict=True):
-                prompt.append((each.index, *each.compute(target, self._logits_of, self._vocab_size)))
+                prompt.append((each.index, *self._score(each, target)))
             pooled = self._pooler.states(
                 step.rows, step.starts, step.counts, step.order, rows.num_prompt, self._hidden_of
             )
@@ -678,8 +678,16 @@ class DeviceSteps:
     def _hidden_of(self, first: int, last: int) -> Tensor:
         return self._decoder.hidden(torch.arange(first, last, dtype=torch.int32, device=self._queue.device))
 
-    def _logits_of(self, first: int, last: int) -> Tensor:
-        return self._decoder.logits(self._hidden_of(first, last))
+    def _score(self, scores: PromptScores, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`PromptScores.compute` in the scratch of samplings. targets: on the device."""
+        shape = len(targets), 1 + min(scores.num_best, self._vocab_size)
+        ids, values = (torch.empty(shape, dtype=of, device=targets.device) for of in (torch.int32, torch.float32))
+        for at in range(0, len(targets), self._limits.scored):
+            own = slice(at, at + self._limits.scored)
+            first, num = scores.first + at, len(targets[own])
+            tokens = torch.arange(first, first + num, dtype=torch.int32, device=targets.device)
+            self._state.score(self._decoder.sampled_logits(tokens), targets[own], ids[own], values[own])
+        return ids, values
 
     def _read(self, step: _Launched) -> Sampled:
         """Waits for a step's results and takes them from its slot. Steps are read in the order of their launches."""

@@ -17,6 +17,7 @@ from ...kernels.triton.scans import StateTable
 from ..attention.kv_cache import KvCache
 from ..executors.mixers import Mixer, Mixers
 from ..executors.weights import Weights
+from ..models.program import GatedNormalize
 from .packet import Packet
 
 Mix = Callable[[list[Tensor]], Tensor]
@@ -47,11 +48,17 @@ class DeviceMixers:
         self._mixers = Mixers(weights, device, scans)
         self._cache: KvCache | None = None
         self._tiles: dict[tuple[int, int, int], Tiles] = {}
+        self._used: set[tuple[int, int, int]] = set()  # arguments of `state_tiles` in steps
         self._rows: StateTable | None = None
 
     def open(self, cache: KvCache) -> None:
+        """Copies to the device where states lie in the cache, since no step may wait for that."""
         self._cache = cache
-        self._tiles.clear()
+        for first, count, per_tile in self._used:
+            tiles = cache.state_tiles(first, count, per_tile)
+            self._tiles[first, count, per_tile] = Tiles(
+                tiles.shelves.to(cache.device), tiles.offsets.to(cache.device), per_tile
+            )
 
     def begin(self, packet: Packet, *, num_rows: int, is_long: bool) -> None:
         """num_rows: that the packet may describe at most. is_long: there may be rows of so many tokens that scans
@@ -66,6 +73,8 @@ class DeviceMixers:
         )
 
     def operation(self, args: Mixer) -> Mix:
+        if not isinstance(args, GatedNormalize):
+            self._used.add((args.states.first, args.states.count, args.states.per_tile))
         return lambda ins: self._mixers.run(args, ins, self)
 
     # Where the states of the step are.
@@ -75,10 +84,5 @@ class DeviceMixers:
         return self._rows
 
     def state_tiles(self, first: int, count: int, per_tile: int) -> Tiles:
-        """Where the states of `count` adjacent units lie in the cache (`KvCache.state_tiles`), copied to the device."""
-        key = first, count, per_tile
-        if key not in self._tiles:
-            assert self._cache is not None, "a mixer before open"
-            tiles, device = self._cache.state_tiles(*key), self._cache.device
-            self._tiles[key] = Tiles(tiles.shelves.to(device), tiles.offsets.to(device), per_tile)
-        return self._tiles[key]
+        """Where the states of `count` adjacent units lie in the cache (`KvCache.state_tiles`), on the device."""
+        return self._tiles[first, count, per_tile]

@@ -22,6 +22,7 @@ from ...kernels.triton.prepare_step import STATES_AT, packet_size
 from ...kernels.triton.scans import states_size
 
 _COLUMNS = 5  # of `Part`
+_SCORED = 64  # with fewer, the head is read too often; each takes the logits of a vocabulary
 _ALIGNED = 4  # int32: kernels' pointers must be at a multiple of 16 bytes
 
 
@@ -38,6 +39,11 @@ class Limits:
     tables: int = 1  # per row: one for each shelf of each group of the cache but that of states
     state_pages: int = 0  # of a row; 0: the model has no recurrent layers
     behind: int = 0  # draft tokens of a row in all steps whose results the host does not know
+
+    @property
+    def scored(self) -> int:
+        """Prompt tokens whose log-probabilities are computed at once."""
+        return max(self.part, min(self.tokens, _SCORED))
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RowState:
         self._vocab_size = vocab_size
         self._part = part
         self._workspace = workspace_sampling(max_picked=part, vocab_size=vocab_size, device=device)
-        self._logprobs = workspace_logprobs(max_asking=part, vocab_size=vocab_size, device=device)
+        self._logprobs = workspace_logprobs(max_asking=limits.scored, vocab_size=vocab_size, device=device)
         self._edited = torch.empty((part, vocab_size), device=device)
         self.masks = torch.zeros((limits.rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)  # of a step
         self.sample_positions = torch.zeros(
@@ -79,6 +79,11 @@ class RowState:
         self.sampled = torch.zeros(limits.samples, dtype=torch.int32, device=device)
         self.best_ids = torch.zeros((limits.samples, 1 + MAX_BEST), dtype=torch.int32, device=device)
         self.best_values = torch.zeros((limits.samples, 1 + MAX_BEST), device=device)
+        # Log-probabilities of prompt tokens. At fixed addresses, since Triton compiles kernels by alignment.
+        self._every = torch.arange(limits.scored, dtype=torch.int32, device=device)
+        self._targets = torch.zeros_like(self._every)
+        self._scored_ids = torch.zeros((limits.scored, 1 + MAX_BEST), dtype=torch.int32, device=device)
+        self._scored_values = torch.zeros((limits.scored, 1 + MAX_BEST), device=device)
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +131,16 @@ class RowState:
         )  # fmt: skip
         sample_of_parts(sampled, vocabulary.group.all_gather(found), picked, positions, self._sampling, kind=kind)
         remember_sampled(self.last_ids, self.last_positions, sampled, positions, picked)
+
+    def score(self, logits: Tensor, targets: Tensor, ids: Tensor, values: Tensor) -> None:
+        """Log-probabilities of the targets, then those of the best tokens, best first. logits: [n, vocab] float32, n at
+        most `limits.scored`; targets: [n] int32; ids, values: [n, 1 + best tokens] int32 and float32, to be written."""
+        num, width = ids.shape
+        own_ids, own_values, own_targets = self._scored_ids[:num], self._scored_values[:num], self._targets[:num]
+        own_targets.copy_(targets)
+        logprobs(own_ids, own_values, logits, self._every[:num], own_targets, self._logprobs, num_best=width - 1)
+        ids.copy_(own_ids[:, :width])
+        values.copy_(own_values[:, :width])
 
     def accept(self, packet: Packet, ids: Tensor, *, rows: int, most: int) -> None:
         """Accepts draft tokens after all parts of a step are sampled. ids: [tokens] of the step, whose packet has

@@ -295,7 +295,7 @@ class Runner:
     def take_ids(self, message: SampledIds) -> None:
         """What the last stage has sampled, for the first one."""
         self._stages().take_ids(message)
-        if message.fault is not None and message.step > self._unfaulted_at:
+        if message.fault is not None and message.step >= self._unfaulted_at:
             self._is_faulted = True
 
     def run_stage(self, plan: StepPlan, hidden: Hidden | None) -> Hidden | StepResult:

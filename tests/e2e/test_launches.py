@@ -6,13 +6,12 @@ import json
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from open_requests import END_S, STREAMS, OpenRequest, open_stream
 from waiting import until
 
 from pagewire.procs.topology import ACTORS
@@ -23,63 +22,8 @@ Start = Callable[..., Server]
 Launches = Callable[..., tuple[Server, Server]]
 COMMAND = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
 HANG_S = 3
-END_S = 60.0  # limit for all waits; an idle machine needs HANG_S and a second or two
 WORKER = ("worker",)
 ENGINE = ("worker", "core", "grammar")
-GREEDY = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
-CHAT = GREEDY | {"messages": [{"role": "user", "content": "hello"}]}
-STREAMS: dict[str, Any] = {
-    "/v1/completions": GREEDY | {"prompt": "hello"},
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": {"input": "hello", "max_output_tokens": 4000, "ignore_eos": True, "temperature": 0},
-    "/v1/messages": CHAT,
-}
-
-
-class OpenRequest:
-    """A request whose response is read to its end on a thread."""
-
-    def __init__(self, server: Server, path: str, body: dict[str, object]) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=END_S)
-        self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self._lines: list[str] = []
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            response = self.connection.getresponse()
-            self.status, self.headers = response.status, {k.lower(): v for k, v in response.getheaders()}
-            while line := response.readline():
-                self._lines.append(line.decode())
-        except (OSError, http.client.HTTPException) as failure:
-            self._failure = failure
-
-    @property
-    def num_events(self) -> int:
-        return sum(line.startswith("data: ") for line in list(self._lines))
-
-    def body(self) -> str:
-        """The whole body. Fails unless the response ends properly."""
-        self._thread.join(END_S)
-        assert not self._thread.is_alive(), "the response has not ended"
-        self.connection.close()
-        assert self._failure is None, self._failure
-        return "".join(self._lines)
-
-    def events(self) -> list[str]:
-        """The data of all events. Fails unless the stream ends properly."""
-        return [line.removeprefix("data: ") for line in self.body().splitlines() if line.startswith("data: ")]
-
-
-def open_stream(server: Server, path: str, **more: object) -> OpenRequest:
-    """A stream that has begun."""
-    request = OpenRequest(server, path, STREAMS[path] | {"stream": True} | more)
-    until(lambda: request.num_events > 5, "the stream has begun", END_S)
-    return request
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from pagewire.ipc.epochs import Epochs, Link
+from pagewire.ipc.epochs import Epochs, Link, counter_of, first_epoch
 from pagewire.ipc.messages import Cancel, Ping, Reset, StepPlan, ToCore, ToWorker
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 
@@ -55,6 +55,15 @@ def ends(address: str) -> Iterator[Ends]:
     ends = Ends(address)
     yield ends
     ends.close()
+
+
+def test_frames_of_an_earlier_term_are_dropped_whatever_their_counter(ends: Ends) -> None:
+    ends.epochs.advance(reset(first_epoch(1_800_000_000), first_epoch(1_800_000_000)))
+    ends.sender(Epochs(first_epoch(1_799_999_999) + 7)).send(Cancel((1,)))
+    ends.sender(Epochs(first_epoch(1_800_000_000))).send(Cancel((2,)))
+    assert ends.drain(1) == [Cancel((2,))]
+    until(lambda: not ends.drain(0) and ends.epochs.num_stale == 1, "the old frame is dropped", 5.0)
+    assert counter_of(first_epoch(1_800_000_000) + 6) == 7
 
 
 def test_frames_of_an_earlier_epoch_are_dropped_and_counted(ends: Ends) -> None:

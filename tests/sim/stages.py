@@ -73,7 +73,7 @@ class Stage(FakeWorker):
     def hear(self, sampled: Sampled) -> None:
         """The first stage is told what a plan sampled."""
         if sampled.fault:
-            self.is_faulted |= sampled.step > self._told_at
+            self.is_faulted |= sampled.step >= self._told_at  # a plan that tells of a fault may have no memory itself
             return
         for row, drawn in sampled.rows.items():
             state = self.rows[row]

@@ -20,6 +20,6 @@ def test_counts_and_durations() -> None:
         box.gateway.handle([TextBatch(messages)])
     box.gateway.handle([Failed(BASE + 1, "internal", "x")])
     stats = box.gateway.stats
-    assert stats.finished == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+    assert stats.finished == {"stop": 1, "length": 0, "abort": 0, "cache_threshold": 0, "error": 1}
     assert stats.time_to_first_token_s.total == 4.0 and sum(stats.time_to_first_token_s.counts) == 2
     assert stats.inter_token_latency_s.total == 3.0 and stats.request_latency_s.total == 4.0

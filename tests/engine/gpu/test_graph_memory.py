@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import caching_allocator
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -28,6 +29,7 @@ from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.runner import loading
 from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.runner.served import how_served
+from pagewire.engine.steps.logprobs import PromptScores
 from pagewire.engine.weights.loader import Sink
 
 META = torch.device("meta")
@@ -181,6 +183,16 @@ def test_a_step_of_llama_allocates_nothing(loaded):
     kinds = _kinds(found.model.limits, is_deterministic=False)
     assert {trace.name: trace.peak for trace in unrecorded(found, kinds) if trace.peak} == {}
     assert found.queue.reserved == 0
+
+
+def test_log_probabilities_of_a_prompt_take_the_scratch(loaded):
+    """Only the results are allocated, which are small."""
+    found = loaded("llama", 2048, max_num_seqs=8)
+    num = 2000
+    scores = PromptScores(0, 0, np.zeros(num, np.int32), 20)
+    targets = torch.zeros(num, dtype=torch.int32, device=META)
+    trace = traced("scores", lambda: found.steps._score(scores, targets), may_keep=True)
+    assert 0 < trace.peak < MIB and found.model.limits.scored == 64
 
 
 # The model of the allocator.

@@ -104,9 +104,10 @@ class Engine:
         whole = torch.full((size_of(limits),), 99, dtype=torch.int32)
         self.host, self.packet = HostPacket(whole, limits), Packet.over(whole.clone().to(DEVICE), limits)
         mixers = DeviceMixers(same, device)
-        mixers.open(self.cache)
-        mixers.begin(self.packet, num_rows=ROWS, is_long=is_long)
         self.operation = mixers.operation(self.args)
+        mixers.open(self.cache)
+        vars(self.cache)["state_tiles"] = None  # steps find the places of states on the device
+        mixers.begin(self.packet, num_rows=ROWS, is_long=is_long)
         self.reference = Mixers[StateRows](weights, cpu, reference_scans)
 
     def pages(self, number: int) -> list[int]:

@@ -363,9 +363,17 @@ def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policies", [("late", "early"), ("random", "copies first")])
-def test_two_ranks_are_ordered(policies: tuple[str, str], checkpoint: Any) -> None:
-    """Each repeats the calls that one rank alone had, in a thread of its own."""
+@pytest.mark.parametrize(
+    ("policies", "drafts"), [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)]
+)
+def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoint: Any) -> None:
+    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each rank
+    finds by itself."""
+    kind, changes = ("llama", LLAMA) if drafts else ("qwen3", PLAIN)
+    flags: dict[str, Any] = {**SMALL, "speculative": "ngram"} if drafts else SMALL
+    requests = [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))]
+    if drafts:
+        requests = [ask(0, [40, 41, 42] * 6, 16, logit_bias={40: 100.0, 41: 100.0, 42: 100.0})]
     calls: list[StepPlan | None] = []  # launches; None: `collect`
     launch, collect = Runner.launch, Runner.collect
 
@@ -380,12 +388,13 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], checkpoint: Any) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "launch", launched)
         patch.setattr(Runner, "collect", collected)
-        loop = Loop(checkpoint("qwen3", **PLAIN), queue=EagerQueue(torch.device("cpu")), **SMALL)
-        tokens = loop.serve([ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))])
-    config = engine_config(checkpoint("qwen3", **PLAIN), pipeline_depth=2, tensor_parallel_size=2, **SMALL)
+        loop = Loop(checkpoint(kind, **changes), queue=EagerQueue(torch.device("cpu")), **flags)
+        tokens = loop.serve(requests)
+    assert (loop.scheduler.counters.num_draft_tokens > 0) == drafts
+    config = engine_config(checkpoint(kind, **changes), pipeline_depth=2, tensor_parallel_size=2, **flags)
     meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
 
-    def serve_rank(rank: int) -> list[bytes]:
+    def serve_rank(rank: int) -> list[tuple[bytes, bytes, int]]:
         try:
             group = OrderGroup(devices[rank], meeting, rank)
             with np.errstate(all="ignore"), on_device(devices[rank], group):
@@ -396,7 +405,8 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], checkpoint: Any) -> No
                     if plan is not None:
                         runner.launch(plan)
                     else:
-                        found.append(runner.collect().ids)
+                        result = runner.collect()
+                        found.append((result.ids, result.num_sampled, result.num_draft_tokens))
                 assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
                 return found
         except BaseException:
@@ -407,7 +417,8 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], checkpoint: Any) -> No
         first, second = threads.map(serve_rank, range(2))
     assert [device.violations for device in devices] == [[], []]
     assert first == second
-    of_two = [token for ids in first for token in bytes_to_ids(ids)]
+    assert any(num for _, _, num in first) == drafts
+    of_two = [token for ids, _, _ in first for token in bytes_to_ids(ids)]
     assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
 
 

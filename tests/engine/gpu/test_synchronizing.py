@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from pagewire.engine.device.queue import EagerMark, EagerQueue
 from pagewire.engine.device.sleep import storages_of
 from pagewire.engine.runner.runner import Runner
-from pagewire.engine.steps.logprobs import PromptScores
 from pagewire.ipc.messages import Pooling, RowOpen, Sampling, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands for the device")
@@ -322,13 +321,13 @@ def _draft_tokens_that_wait_for_the_last_step(watched: Watched, patch: pytest.Mo
 
 
 def _prompt_scores_that_are_read(watched: Watched, patch: pytest.MonkeyPatch) -> None:
-    compute = PromptScores.compute
+    score = watched.steps._score
 
-    def read(self: PromptScores, *args: Any) -> tuple[Tensor, Tensor]:
-        ids, values = compute(self, *args)
+    def read(*args: Any) -> tuple[Tensor, Tensor]:
+        ids, values = score(*args)
         return torch.from_numpy(ids.cpu().numpy()), values
 
-    patch.setattr(PromptScores, "compute", read)
+    patch.setattr(watched.steps, "_score", read)
 
 
 def _masks_of_pageable_memory(watched: Watched, patch: pytest.MonkeyPatch) -> None:

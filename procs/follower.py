@@ -1,0 +1,386 @@
+"""A machine that works for an engine on another one: `pagewire launch --join tcp://LEAD:PORT --key-file K`.
+
+A follower joins the lead, checks that it has the model, starts the actors that the lead gives it, watches them, and
+reports. It decides nothing: a process that died is replaced when the lead begins the next epoch. When its lease runs
+out (`leases.py`), it kills its processes and joins anew.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import structs
+
+from ..config.config import EngineConfig, HttpConfig, ListenOptions, ServerConfig, ServiceOptions
+from ..engine.checkpoint.spec import fingerprint
+from ..errors import PagewireError
+from ..ipc.control_messages import (
+    Assign,
+    Begin,
+    Bound,
+    ChildState,
+    Gone,
+    Join,
+    Joined,
+    Refused,
+    StopAll,
+    ToFollower,
+)
+from ..ipc.messages import Leave
+from ..ipc.zmq_channel import Keys
+from .lead_link import LeadLink
+from .machine import listen, num_gpus, unused_address, versions_here
+from .supervisor import Child, Supervisor
+from .topology import RENDEZVOUS
+
+_SILENCE_S = 5.0  # without an answer of the lead, until the operator is told
+_REPORT_S = 30.0  # between such lines
+_EARLIER_LEAD_S = 1.0  # until a lead that may be about to end is asked again
+
+
+class Follower:
+    """`run` is called once."""
+
+    def __init__(
+        self, address: str, keys: Keys | None, *, host: str, name: str, model: Path | None, rejoin_s: float
+    ) -> None:
+        """`host`: where its processes can be reached. `model`: its folder, if it is not the lead's. `rejoin_s`: how
+        long to look for a lead."""
+        self.address = address
+        self.keys = keys
+        self.host = host
+        self.name = name
+        self.model = model
+        self.rejoin_s = rejoin_s
+        self.previous = b""
+        self.term = 0
+        self.weight_fds: list[int] = []
+        self.signals: list[signal.Signals] = []
+        self.queue: asyncio.Queue[ToFollower | None]  # None: a signal
+        self.looks_since = 0.0
+
+    async def run(self) -> int:
+        """The exit code."""
+        self.queue = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        self.looks_since = time.monotonic()
+        while not self.signals:
+            membership = _Membership(self)
+            code = await membership.run()
+            if code is not None:
+                return code
+            self.queue = asyncio.Queue()
+        return 0
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self.signals.append(signum)
+        self.queue.put_nowait(None)
+
+    def say(self, text: str) -> None:
+        print(f"pagewire: {text}", file=sys.stderr, flush=True)
+
+
+class _Membership:
+    """A follower from one `Join` until it leaves, or has to join again."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._of = follower
+        self._queue = follower.queue
+        self._link = LeadLink(
+            follower.address, follower.keys, self._join, on_message=self._queue.put_nowait, kill=self._kill
+        )
+        self._config: EngineConfig | None = None  # once joined
+        self._service = ServiceOptions()
+        self._actors: tuple[str, ...] = ()
+        self._listeners: dict[str, socket.socket] = {}
+        self._bound: Bound | None = None
+        self._host: _Host | None = None
+        self._running: asyncio.Task[int] | None = None
+        self._next_report = time.monotonic() + _SILENCE_S
+        self._is_leaving = False
+
+    def _join(self, number: int) -> Join:
+        of = self._of
+        return Join(number, of.name, versions_here(), num_gpus(), time.time(), of.previous, of.term)
+
+    def _kill(self) -> None:
+        """Called on the link's thread."""
+        if self._host is not None:
+            self._host.kill_now()
+
+    async def run(self) -> int | None:
+        """The exit code; None: join again."""
+        try:
+            while True:
+                message: ToFollower | None = None
+                with contextlib.suppress(TimeoutError):
+                    message = await asyncio.wait_for(self._queue.get(), 0.5)
+                    if message is None and (code := self._on_signal()) is not None:
+                        return code
+                if message is not None and (outcome := await self._handle(message)) is not None:
+                    return outcome.code
+                if self._is_leaving:
+                    self._link.send(Leave(self._actors))
+                if self._running is not None and self._running.done():
+                    self._of.say("the processes of this machine cannot be watched any more.")
+                    return 1
+                if self._config is None and not self._looks():
+                    return 1
+        finally:
+            await self._end()
+
+    def _looks(self) -> bool:
+        """Tells the operator from time to time why there is no lead. False: this has lasted too long."""
+        now = time.monotonic()
+        if now > self._of.looks_since + self._of.rejoin_s:
+            self._of.say(f"{self._of.address} has not answered for {self._of.rejoin_s:g} s (see --rejoin-timeout).")
+            return False
+        if now > self._next_report:
+            self._next_report = now + _REPORT_S
+            self._of.say(_why_silent(self._of.address, has_keys=self._of.keys is not None))
+        return True
+
+    def _on_signal(self) -> int | None:
+        """The exit code; None: the engine drains first."""
+        if len(self._of.signals) > 1:
+            return 130
+        if self._host is None:
+            self._link.send(Leave(self._actors))
+            return 0
+        self._of.say("this machine leaves: the engine drains, and ends.")
+        self._is_leaving = True
+        return None
+
+    async def _handle(self, message: ToFollower) -> "_Outcome | None":
+        """What it means for this membership; None: it goes on."""
+        of = self._of
+        match message:
+            case Joined():
+                return await self._joined(message)
+            case Refused():
+                of.say(message.reason)
+                return _Outcome(2)
+            case Assign():
+                self._assign(message)
+            case Begin():
+                self._begin(message)
+            case StopAll():
+                if message.is_failure:
+                    of.say(f"the lead has failed ({message.reason}); joining again.")
+                    return _Outcome(None)
+                if self._host is not None:
+                    self._host.stop()
+                    assert self._running is not None
+                    await self._running
+                self._link.send(Leave(self._actors))
+                return _Outcome(0)
+            case Gone():
+                if self._config is not None:
+                    of.say(f"the connection to the lead is lost; its processes here have ended ({self._shown}).")
+                    return _Outcome(None)
+        return None
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(self._actors) or "none"
+
+    async def _joined(self, joined: Joined) -> "_Outcome | None":
+        if joined.term < self._of.term:
+            self._of.say(f"an earlier lead answers (term {joined.term} after {self._of.term}); looking for the latest.")
+            await asyncio.sleep(_EARLIER_LEAD_S)
+            return _Outcome(None)
+        config = msgspec.json.decode(joined.engine, type=EngineConfig)
+        if self._of.model is not None:
+            config = structs.replace(config, model=structs.replace(config.model, path=str(self._of.model)))
+        wrong = await asyncio.to_thread(_wrong_files, config)
+        if wrong is not None:
+            reason = f"{self._of.name} cannot take part: {wrong}"
+            self._of.say(reason)
+            self._link.send(Refused(reason))
+            return _Outcome(2)
+        self._of.term = joined.term
+        self._of.previous = self._link.incarnation
+        self._service = msgspec.json.decode(joined.service, type=ServiceOptions)
+        self._config = config
+        self._of.say(f"{self._of.name} has joined the engine of {self._of.address}.")
+        return None
+
+    def _assign(self, assign: Assign) -> None:
+        if self._bound is None:
+            self._actors = assign.actors
+            self._listeners = {name: listen(self._of.host) for name in assign.actors}
+            addresses = {
+                name: f"tcp://{self._of.host}:{listener.getsockname()[1]}" for name, listener in self._listeners.items()
+            }
+            self._bound = Bound(addresses, unused_address(self._of.host) if "worker" in assign.actors else "")
+        self._link.send(self._bound)
+
+    def _begin(self, begin: Begin) -> None:
+        assert self._config is not None
+        if self._host is not None:
+            self._host.obey(begin)
+            return
+        http = HttpConfig(listen=ListenOptions(), service=self._service)
+        self._host = _Host(
+            ServerConfig(engine=self._config, http=http),
+            begin,
+            self._actors,
+            {name: listener.fileno() for name, listener in self._listeners.items()},
+            keys=self._of.keys,
+            on_change=self._link.report,
+            weight_fds=self._of.weight_fds,
+        )
+        self._of.weight_fds = []
+        self._running = asyncio.ensure_future(self._host.run())
+
+    async def _end(self) -> None:
+        """Ends its processes, and then the connection, which may say so."""
+        if self._host is not None and self._running is not None:
+            assert self._config is not None
+            self._host.kill_now()
+            if not self._running.done():
+                self._of.weight_fds = self._host.weights_for(self._config)
+            self._host.give_up()
+            await asyncio.wait({self._running})
+            if (error := self._running.exception()) is not None:
+                self._of.say(str(error))
+            self._of.looks_since = time.monotonic()
+        self._link.close()
+        for listener in self._listeners.values():
+            listener.close()
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """How a membership ends. `code`: of the program; None: the follower joins again."""
+
+    code: int | None
+
+
+class _Host(Supervisor):
+    """The processes of a follower. It watches them like every supervisor, and leaves decisions to the lead."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        begin: Begin,
+        actors: Sequence[str],
+        mailbox_fds: dict[str, int],
+        *,
+        keys: Keys | None,
+        on_change: Callable[[int, tuple[ChildState, ...]], None],
+        weight_fds: Sequence[int],
+    ) -> None:
+        """`on_change`: called with the epoch and the states of the processes."""
+        super().__init__(config, actors=actors, keys=keys, quiet=True, weight_fds=weight_fds)
+        self._is_owned = True  # the follower has the signals
+        self._given = dict(begin.addresses)
+        self._mailbox_fds = mailbox_fds
+        self._epoch, self._device_epoch, self._restored = begin.epoch, begin.device_epoch, begin.epoch
+        self._on_change = on_change
+        self._begins: list[Begin] = []
+        self._ended: dict[str, str] = {}  # actor → why it has ended
+        self._is_given_up = self._is_stopped = False
+
+    # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
+
+    def obey(self, begin: Begin) -> None:
+        """Carries out an epoch, unless this was done."""
+        if begin.epoch > max([self._epoch, *(one.epoch for one in self._begins)]):
+            self._begins.append(begin)
+            self._woken.set()
+
+    def stop(self) -> None:
+        """Ends the processes in order."""
+        self._is_stopped = True
+        self._woken.set()
+
+    def give_up(self) -> None:
+        """Ends `run` at once."""
+        self._is_given_up = True
+        self._woken.set()
+
+    def kill_now(self) -> None:
+        """Kills all processes. Any thread may call it, also while the loop is busy."""
+        template = self._template
+        if template is not None and template.is_alive:
+            template.kill()  # its workers end with it
+        for child in list(self._children.values()):
+            if child.process.pid and child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.process.pid, signal.SIGKILL)
+
+    # ── in the place of a supervisor's decisions ─────────────────────────────────────────────────────────────────────
+
+    async def _supervise(self) -> int:
+        await self._watch(lambda: self._is_stopped or self._is_given_up)
+        return 0 if self._is_given_up else await self._stop("the lead ends the engine")
+
+    async def _replace(self, died: Sequence[Child]) -> None:
+        for child in died:
+            await self._last_words(child)
+            self._ended[child.name] = self._cause(child)
+            self._say(self._ended[child.name])
+            child.may_end = True
+
+    async def _look_elsewhere(self) -> None:
+        while self._begins and not self._is_given_up:
+            begin = self._begins.pop(0)
+            self._given |= begin.addresses
+            self._addresses |= {name: at for name, at in begin.addresses.items() if name != RENDEZVOUS}
+            lost = [name for name in begin.lost if name in self._actors]
+            for name in lost:
+                self._ended.pop(name, None)
+            if lost:
+                self._say(f"{begin.reason} Replacing {', '.join(lost)}.")
+            await self._begin(lost, begin.reason, begin.epoch, begin.device_epoch)
+        self._on_change(self._epoch, self._states())
+
+    def _states(self) -> tuple[ChildState, ...]:
+        states = []
+        for name, child in self._children.items():
+            fault, code = self._ended.get(name, ""), child.process.returncode or 0
+            states.append(ChildState(name, child.started, child.epoch, child.facts is not None, fault, code))
+        return tuple(states)
+
+    def _say(self, text: str) -> None:
+        print(f"pagewire: {text}", file=sys.stderr, flush=True)
+
+
+def _wrong_files(config: EngineConfig) -> str | None:
+    """Why this machine cannot load the model, in a sentence; None: it can."""
+    model = config.model
+    flag = "name its folder with --model"
+    if not Path(model.path).exists():
+        return f"{model.path} does not exist on it; copy the model there, or {flag}."
+    try:
+        found = fingerprint(Path(model.path), Path(model.adapter) if model.adapter else None)
+    except PagewireError as error:
+        return str(error)
+    if model.fingerprint and found != model.fingerprint:
+        return (
+            f"the files in {model.path} are not the lead's (fingerprint {found[:12]}, the lead's has "
+            f"{model.fingerprint[:12]}); copy them from there, or {flag}."
+        )
+    return None
+
+
+def _why_silent(address: str, *, has_keys: bool) -> str:
+    """Why the lead has not answered, as far as this machine can tell."""
+    url = urlsplit(address)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 0), timeout=1.0):
+            pass
+    except OSError as error:
+        return f"waiting for the lead: {address} cannot be reached ({error.strerror or error})."
+    key = "its key file differs from this one" if has_keys else "it has a key file, and --key-file is not given here"
+    return f"{address} accepts connections and does not answer: {key}, or it is no lead."

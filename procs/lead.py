@@ -1,0 +1,371 @@
+"""The supervisor of an engine that runs on several machines: `pagewire serve MODEL --nnodes 2 --join-address …`.
+
+It runs the core, the api and a part of the ranks, and decides alone about epochs and deaths. The other machines run
+followers (`procs/follower.py`), which start and watch the other ranks and do as they are told. `procs/leases.py` says
+when a machine counts as lost. Processes of other machines are children of this supervisor like others, except that a
+follower reports their states.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..config.config import ServerConfig
+from ..errors import ConfigError, StartError
+from ..ipc.channel import ChannelFull
+from ..ipc.codec import DecodeError, Decoder, encode
+from ..ipc.control_messages import (
+    Assign,
+    Beat,
+    Begin,
+    Bound,
+    Gone,
+    Join,
+    Joined,
+    Refused,
+    StopAll,
+    ToFollower,
+    ToLead,
+)
+from ..ipc.epochs import first_epoch
+from ..ipc.messages import Facts, Fault, Leave
+from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext, ZmqRouter, check_address, read_keys
+from .leases import MAX_CLOCK_DIFFERENCE_S, Fleet, Machine, mismatch
+from .machine import host_address, listen, unused_address, versions_here
+from .remote import RemoteProcess
+from .supervisor import START_REPORT_S, STOP_GRACE_S, Child, Supervisor
+from .topology import RENDEZVOUS, kind, lost_with, receivers
+
+_SAME_DEATH_S = 1.0  # within which ends of ranks belong together; a follower reports at once
+
+
+def make_lead(config: ServerConfig) -> "Lead":
+    """The supervisor of `--nnodes` machines. Raises ConfigError."""
+    service = config.http.service
+    if service.join_address is None:
+        raise ConfigError(
+            f"--nnodes {service.nnodes} needs --join-address tcp://HOST:PORT, an address of this machine that the "
+            "others reach."
+        )
+    url = urlsplit(service.join_address)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        raise ConfigError(f"--join-address {service.join_address}: write tcp://HOST:PORT.")
+    keys = read_keys(Path(service.key_file)) if service.key_file else None
+    check_address(service.join_address, keys)
+    if config.engine.data_parallel_size > 1:
+        raise ConfigError("--nnodes needs --data-parallel-size 1; start an engine for each part, and a router.")
+    return Lead(config, keys=keys)
+
+
+def _was_killed(child: Child) -> bool:
+    return (child.process.returncode or 0) < 0
+
+
+class Lead(Supervisor):
+    """`run` is called once, as of every supervisor."""
+
+    def __init__(self, config: ServerConfig, *, keys: Keys | None) -> None:
+        super().__init__(config, keys=keys)
+        ranks = [name for name in self._names if kind(name) == "worker"]
+        size = len(ranks) // self._service.nnodes
+        groups = [tuple(ranks[i : i + size]) for i in range(size, len(ranks), size)]
+        self._remote = tuple(name for group in groups for name in group)
+        self._actors = [name for name in self._names if name not in self._remote]
+        self._fleet = Fleet(groups, term=int(time.time()), hang_timeout_s=self._service.hang_timeout_s)
+        self._versions = versions_here()
+        self._join_address = self._service.join_address or ""
+        self._host = host_address(urlsplit(self._join_address).hostname or "")
+        self._decoder: Decoder[ToLead] = Decoder(ToLead)
+        self._router: ZmqRouter | None = None
+        self._listeners: list[socket.socket] = []
+        self._moved: set[str] = set()  # actors whose addresses will change
+        self._reason = ""  # of the epoch that begins
+        self._begun = 0  # the latest epoch that the followers were told
+        self._stopping: StopAll | None = None
+        self._refusals: set[str] = set()  # that were printed
+
+    # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _gather(self, context: ZmqContext) -> None:
+        self._router = context.router(self._join_address)
+        self._router.subscribe(asyncio.get_running_loop(), self._read)
+        for name in self._actors:  # those that other machines send to
+            if any(name in receivers(one, len(self._ranks), self._service.api_processes) for one in self._remote):
+                listener = listen(self._host)
+                self._listeners.append(listener)
+                self._given[name] = f"tcp://{self._host}:{listener.getsockname()[1]}"
+                self._mailbox_fds[name] = listener.fileno()
+        await self._complete(self._service.start_timeout_s, "--start-timeout-s")
+        if self._must_end:
+            return
+        epoch = first_epoch(self._fleet.term)
+        self._epoch = self._device_epoch = self._restored = epoch
+        self._begin_elsewhere(self._names, "The engine starts.")
+
+    @property
+    def _ranks(self) -> list[str]:
+        return [name for name in self._names if kind(name) == "worker"]
+
+    async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
+        """Waits until followers have all actors of other machines. `drains`: also after the first signal. Raises
+        StartError."""
+        now = time.monotonic()
+        deadline, next_report = now + timeout_s, now + 1.0
+        while not self._fleet.is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
+            for machine in self._fleet.deal():
+                self._send(machine.peer, Assign(machine.actors))
+            now = time.monotonic()
+            waiting = ", ".join(name for group in self._fleet.missing for name in group)
+            if now > deadline:
+                raise StartError(
+                    f"No follower has joined at {self._join_address} for {waiting or 'all ranks'} "
+                    f"({timeout_s:g} s; see {flag})."
+                )
+            if now > next_report and waiting:
+                next_report = now + START_REPORT_S
+                key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
+                print(
+                    f"pagewire: waiting for a follower for {waiting}; run there: "
+                    f"pagewire launch --join {self._join_address}{key}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            await self._next_event(0.1)
+            self._drop_overdue()
+
+    def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
+        """Tells the followers of this epoch, and counts their new processes among the children."""
+        self._begun = self._epoch
+        self._moved.difference_update(lost)
+        addresses = self._fleet.addresses
+        if any(name in lost for name in self._ranks):  # a new port, where no rank of an earlier group comes
+            first = next((m.bound for m in self._fleet.machines if m.bound and "worker" in m.actors), None)
+            addresses[RENDEZVOUS] = unused_address(self._host) if first is None else first.rendezvous
+        self._given |= addresses
+        with contextlib.suppress(AttributeError):  # there are none before the start
+            self._addresses |= {name: at for name, at in addresses.items() if name != RENDEZVOUS}
+        for name in self._remote:
+            if name in lost:
+                child = self._children[name] = Child(name, RemoteProcess(), self._epoch)
+                child.exited.add_done_callback(partial(self._on_exit, child))
+        begin = Begin(self._epoch, self._device_epoch, tuple(lost), reason, dict(self._given))
+        for machine in self._fleet.begin(begin):
+            self._send(machine.peer, begin)
+
+    # ── replacement ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _replace(self, died: Sequence[Child]) -> None:
+        """A rank that ends takes those of other machines with it, and its own end may be reported after theirs. So all
+        ends of ranks within a moment are one death: of one that was killed, if there is any."""
+        ranks = [child for child in died if kind(child.name) == "worker"]
+        if ranks:
+            deadline = time.monotonic() + _SAME_DEATH_S
+            while not any(_was_killed(child) for child in ranks) and time.monotonic() < deadline:
+                await self._next_event(0.05)
+                self._drop_overdue()
+                ranks += [one for one in self._dead if kind(one.name) == "worker" and one not in ranks]
+            ranks.sort(key=lambda child: not _was_killed(child))
+            for child in ranks[1:]:
+                child.may_end = True
+        await super()._replace([*ranks[:1], *(child for child in died if kind(child.name) != "worker")])
+
+    def _lost_with(self, name: str) -> tuple[str, ...]:
+        """Actors connect to addresses when they start: those that send to an actor that moves are replaced, too."""
+        num_ranks = self._config.num_ranks
+        lost = dict.fromkeys(lost_with(name, num_ranks))
+        for moved in self._moved & lost.keys():
+            for sender in self._names:
+                if moved in receivers(sender, num_ranks, self._service.api_processes):
+                    lost |= dict.fromkeys(lost_with(sender, num_ranks))
+        return tuple(lost)
+
+    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
+        self._reason = reason
+        await super()._begin(lost, reason, epoch, device_epoch)
+
+    async def _spawn(self, actors: Sequence[str]) -> None:
+        if self._begun < self._epoch:  # a replacement: `_gather` has begun the first epoch
+            if any(name in self._remote for name in actors):
+                await self._complete(self._service.outage_wait, "--outage-wait", drains=True)
+                if not self._fleet.is_complete:
+                    return
+            self._begin_elsewhere(actors, self._reason)
+        if here := [name for name in actors if name not in self._remote]:
+            await super()._spawn(here)
+
+    async def _look_elsewhere(self) -> None:
+        self._drop_overdue()
+
+    def _drop_overdue(self) -> None:
+        for machine in self._fleet.overdue(time.monotonic()):
+            silent_s = time.monotonic() - machine.heard_at
+            self._lose(machine, f"has not answered for {silent_s:.1f} s")
+
+    def _lose(self, machine: Machine, how: str) -> None:
+        """This machine's processes have ended, or it has lost its lease for them. `how`: a clause without a subject."""
+        self._fleet.remove(machine.peer)
+        self._send(machine.peer, Gone())
+        if not machine.actors:
+            return
+        self._moved.update(machine.actors)
+        running = [
+            child
+            for name in machine.actors
+            if (child := self._children.get(name)) is not None and isinstance(child.process, RemoteProcess)
+        ]
+        summary = f"{machine.name}, the machine of {', '.join(machine.actors)}, {how}"
+        for i, child in enumerate(running):
+            assert isinstance(child.process, RemoteProcess)
+            if child.process.returncode is None:
+                self._faults[child.name] = Fault(child.name, summary, "", 1)
+                child.may_end = child.may_end or i > 0  # one death, not one of each process
+                child.process.end(-signal.SIGKILL)
+        self._woken.set()
+
+    # ── messages of followers ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self) -> None:
+        """Handles what followers have sent, in whatever the supervisor is waiting for: their leases depend on it."""
+        assert self._router is not None
+        while (frames := self._router.receive()) is not None:
+            peer, data = frames[0], frames[-1]
+            try:
+                message = self._decoder.decode(data)
+            except DecodeError:
+                self._send(peer, Refused("The lead cannot read this follower's messages: their versions differ."))
+                continue
+            self._handle(peer, message)
+        if self._router.has_mail():
+            asyncio.get_running_loop().call_soon(self._read)
+        self._woken.set()
+
+    def _handle(self, peer: bytes, message: ToLead) -> None:
+        if isinstance(message, Join):
+            self._join(peer, message)
+            return
+        machine = self._fleet.get(peer)
+        if machine is None:
+            self._send(peer, StopAll("The engine ends.") if self._stopping is not None else Gone())
+            return
+        match message:
+            case Beat():
+                machine.heard(message, time.monotonic())
+                self._send(peer, self._fleet.answer(machine))
+                self._follow(machine)
+                for due in self._fleet.due(machine):
+                    self._send(peer, due)
+                if self._stopping is not None:
+                    self._send(peer, self._stopping)
+            case Bound():
+                machine.bound = message
+            case Refused():
+                self._refuse(machine.name, message.reason)
+                self._lose(machine, "cannot take part")
+            case Leave():
+                self._leave(machine, message)
+
+    def _join(self, peer: bytes, join: Join) -> None:
+        if (before := self._fleet.get(join.previous)) is not None:
+            self._lose(before, "has lost its connection to the lead and ended them")
+        is_new = self._fleet.get(peer) is None
+        config = self._config
+        on_gpu = config.kernels is None
+        reason = None
+        if is_new:
+            clause = mismatch(self._versions, join.versions, level=config.cpu_level)
+            size = max((len(group) for group in self._fleet.groups), default=0)
+            if clause is None and on_gpu and join.num_gpus < size:
+                clause = f"it has {join.num_gpus} GPUs, and a machine of this engine needs {size}"
+            reason = None if clause is None else f"{join.name} cannot join: {clause}."
+            reason = reason or self._fleet.join(peer, join, time.monotonic())
+        if reason is not None:
+            self._refuse(join.name, reason)
+            self._send(peer, Refused(reason))
+            return
+        if not is_new:
+            self._fleet.join(peer, join, time.monotonic())
+        else:
+            difference_s = join.clock - time.time()
+            if abs(difference_s) > MAX_CLOCK_DIFFERENCE_S:
+                print(
+                    f"pagewire: the clock of {join.name} differs by {difference_s:+.0f} s from this machine's: "
+                    "times in its log are not comparable.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._send(
+            peer,
+            Joined(
+                join.number,
+                self._fleet.term,
+                self._service.hang_timeout_s,
+                time.time(),
+                msgspec.json.encode(config),
+                msgspec.json.encode(self._service),
+            ),
+        )
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if reason not in self._refusals:
+            self._refusals.add(reason)
+            print(f"pagewire: {reason}", file=sys.stderr, flush=True)
+
+    def _follow(self, machine: Machine) -> None:
+        """Takes over the states of a follower's processes."""
+        for state in machine.children:
+            child = self._children.get(state.name)
+            if child is None or not isinstance(child.process, RemoteProcess) or state.name not in machine.actors:
+                continue
+            if child.process.returncode is not None or state.started < child.started:
+                continue
+            if state.fault:
+                self._faults[child.name] = Fault(child.name, state.fault.removesuffix("."), "", 1)
+                child.process.end(state.code or 1)
+            elif state.is_ready and state.epoch >= child.epoch:
+                child.epoch = state.epoch
+                child.facts = child.facts or Facts()
+
+    def _leave(self, machine: Machine, message: Leave) -> None:
+        if self._stopping is not None or not machine.begins_at:  # it has ended, or has no part yet
+            self._fleet.remove(machine.peer)
+        elif not self._elsewhere.is_leaving:
+            self._elsewhere.heard(Leave(message.names), is_news=not self._must_end)
+
+    def _send(self, peer: bytes, message: ToFollower) -> None:
+        assert self._router is not None
+        with contextlib.suppress(PeerGone, ChannelFull):  # it gets what it misses after its next `Beat`
+            self._router.send(peer, encode(message))
+
+    # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
+        code = await super()._stop(reason, grace_s, hands_over=hands_over)
+        self._stop_all(StopAll(reason))
+        deadline = time.monotonic() + STOP_GRACE_S
+        while any(machine.begins_at for machine in self._fleet.machines) and time.monotonic() < deadline:
+            await self._next_event(0.1)
+        return code
+
+    def _stop_all(self, message: StopAll) -> None:
+        if self._stopping is None:
+            self._stopping = message
+            for machine in self._fleet.machines:
+                self._send(machine.peer, message)
+
+    async def _kill(self) -> None:
+        if self._router is not None:
+            self._stop_all(StopAll(self.failure or "The lead has failed.", is_failure=True))
+        await super()._kill()
+        if self._router is not None:
+            self._router.close()
+        for listener in self._listeners:
+            listener.close()

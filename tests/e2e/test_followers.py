@@ -1,0 +1,175 @@
+"""An engine on two machines, which are addresses of this one: a lead and followers, with a proxy between them that
+holds back or cuts what they say. Streams go on over every loss that a spare or a returning follower makes good."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from open_requests import END_S, OpenRequest, open_stream
+from proxy import Proxy
+from waiting import until
+
+from pagewire.tools.servers import Server, free_port
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Server]
+HANG_S = 4.0
+TOKENS = 300
+
+
+class Machines:
+    """The launches of one engine."""
+
+    def __init__(self, start: Start, folder: Path, proxy: Proxy, lead_port: int, *flags: str) -> None:
+        self._start, self._key, self._proxy = start, folder / "key", proxy
+        self.lead = start(
+            *("--tensor-parallel-size", "2", "--nnodes", "2", "--join-address", f"tcp://127.0.0.1:{lead_port}"),
+            *("--key-file", str(self._key), "--hang-timeout-s", str(HANG_S), "--outage-wait", "60"),
+            *flags,
+        )
+        until(self._key.exists, "the key is made", END_S)
+
+    def join(self, name: str, host: str, *flags: str) -> Server:
+        """A follower, which listens on no port for HTTP."""
+        # `Server` adds --port; a follower has no such flag.
+        command = (sys.executable, "-c", _WITHOUT_PORT)
+        address = f"tcp://127.0.0.1:{self._proxy.port}"
+        options = ("--join", address, "--key-file", str(self._key), "--name", name, "--host", host)
+        return self._start("launch", *options, *flags, command=command)
+
+
+_WITHOUT_PORT = "import sys; del sys.argv[1:3]; from pagewire.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy(free_port()) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def machines(start: Start, tmp_path: Path, proxy: Proxy) -> Machines:
+    return Machines(start, tmp_path, proxy, proxy.target)
+
+
+def long_stream(lead: Server) -> OpenRequest:
+    return open_stream(lead, "/v1/completions", max_tokens=TOKENS)
+
+
+def text_of(stream: OpenRequest) -> str:
+    """The text of a stream, which has ended by its length and without an error."""
+    *events, done = stream.events()
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert done == "[DONE]" and choices[-1]["finish_reason"] == "length", choices[-1]
+    return "".join(choice["text"] for choice in choices)
+
+
+def assert_whole(stream: OpenRequest, lead: Server) -> None:
+    """It has the text of a stream that nothing disturbs."""
+    assert text_of(stream) == text_of(long_stream(lead))
+
+
+def says(server: Server, text: str) -> None:
+    until(lambda: text in server.log.read_text(), f"the log says {text}", END_S)
+
+
+def test_an_engine_of_two_machines_heals_and_drains(machines: Machines) -> None:
+    """A late follower; a rank of each machine is killed under a stream; SIGTERM at the follower ends all in order."""
+    says(machines.lead, "waiting for a follower for worker-1; run there: pagewire launch --join")
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    assert set(follower.children()) == {"worker-1"} and "worker-1" not in machines.lead.children()
+    expected = text_of(long_stream(machines.lead))
+    stream = long_stream(machines.lead)
+    follower.children()["worker-1"].kill()
+    says(follower, "worker-1 was killed by SIGKILL.")
+    says(machines.lead, "worker-1 is replaced")
+    follower.process.terminate()
+    assert text_of(stream) == expected
+    assert follower.process.wait(END_S) == 0 and machines.lead.process.wait(END_S) == 0
+    assert "the launch of worker-1 ends, and with it the engine" in machines.lead.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_spare_takes_over_from_a_lost_machine(machines: Machines, how: str) -> None:
+    first = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    spare = machines.join("c", "127.0.0.3")
+    says(spare, "c has joined")
+    stream = long_stream(machines.lead)
+    processes = [psutil.Process(first.process.pid), *first.children().values()]
+    if how == "killed":
+        first.process.kill()
+    else:
+        for process in processes:
+            process.suspend()
+    says(machines.lead, "b, the machine of worker-1, has not answered for")
+    assert_whole(stream, machines.lead)
+    assert set(spare.children()) == {"worker-1"}
+    if how == "frozen":
+        for process in processes:
+            process.resume()
+        says(first, "the connection to the lead is lost; its processes here have ended (worker-1)")
+        until(lambda: not first.children(), "the processes of the machine that was frozen have ended", END_S)
+        until(lambda: first.log.read_text().count("b has joined") == 2, "it joins again, as a spare", END_S)
+    assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("up", "down"), [(True, True), (True, False), (False, True)])
+def test_a_partition_ends_the_ranks_behind_it_before_others_start(
+    machines: Machines, proxy: Proxy, up: bool, down: bool
+) -> None:
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    stream = long_stream(machines.lead)
+    proxy.partition(up=up, down=down)
+    says(follower, "the connection to the lead is lost; its processes here have ended (worker-1)")
+    until(lambda: not follower.children(), "its ranks have ended", END_S)
+    proxy.heal()
+    assert_whole(stream, machines.lead)
+    assert follower.log.read_text().count("b has joined") == 2
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_a_connection_that_breaks_shortly_is_not_noticed(machines: Machines, proxy: Proxy) -> None:
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    rank = follower.children()["worker-1"]
+    stream = long_stream(machines.lead)
+    proxy.cut()
+    proxy.heal()
+    assert_whole(stream, machines.lead)
+    assert follower.children()["worker-1"] == rank and "Replacing" not in machines.lead.log.read_text()
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_a_lead_that_is_killed_ends_the_ranks_and_a_new_one_gets_them(machines: Machines) -> None:
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    machines.lead.kill()
+    says(follower, "the connection to the lead is lost; its processes here have ended (worker-1)")
+    until(lambda: not follower.children(), "its ranks have ended", END_S)
+    machines.lead.start().wait_ready()
+    text_of(long_stream(machines.lead))
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_without_a_spare_streams_end_with_an_error_after_the_outage_wait(
+    start: Start, tmp_path: Path, proxy: Proxy
+) -> None:
+    machines = Machines(start, tmp_path, proxy, proxy.target, "--outage-wait", "1")
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    stream = long_stream(machines.lead)
+    follower.kill()
+    assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
+    assert machines.lead.process.wait(END_S) == 1
+    assert "No follower has joined at tcp://127.0.0.1:" in machines.lead.log.read_text()

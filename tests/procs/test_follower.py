@@ -1,0 +1,207 @@
+"""A follower and its connection, with a lead that is played by the test. No process of an engine is started."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from waiting import until_async
+
+from pagewire.config.config import Config, EngineConfig, ServiceOptions
+from pagewire.ipc.codec import Decoder, encode
+from pagewire.ipc.control_messages import (
+    Assign,
+    Beat,
+    Bound,
+    Gone,
+    Join,
+    Joined,
+    Refused,
+    StopAll,
+    ToFollower,
+    ToLead,
+)
+from pagewire.ipc.messages import Leave
+from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
+from pagewire.procs.follower import Follower
+from pagewire.procs.prepare import prepare
+from pagewire.tools.servers import free_port
+
+HANG_S = 2.0
+TERM = 7
+
+
+class PlayedLead:
+    """The lead's end of the control link."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = ZmqContext(read_keys(folder / "key"))
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._router = self._context.router(self.address)
+        self._decoder: Decoder[ToLead] = Decoder(ToLead)
+        self.engine: EngineConfig = prepare(Config())
+        self.peer = b""
+        self.answers = True  # beats
+
+    async def receive(self, kind: type) -> ToLead:
+        """The next message of this kind. Beats are answered meanwhile."""
+        found: list[ToLead] = []
+
+        def take() -> bool:
+            while not found and (frames := self._router.receive()) is not None:
+                self.peer, message = frames[0], self._decoder.decode(frames[-1])
+                if isinstance(message, Beat) and self.answers:
+                    self.send(Beat(1, message.number))
+                if isinstance(message, kind):
+                    found.append(message)
+            return bool(found)
+
+        await until_async(take, f"a {kind.__name__} arrives", 30.0)
+        return found[0]
+
+    def send(self, message: ToFollower) -> None:
+        with contextlib.suppress(PeerGone):  # an incarnation that has ended
+            self._router.send(self.peer, encode(message))
+
+    async def welcome(self, *, term: int = TERM) -> Join:
+        """Lets a follower join."""
+        join = await self.receive(Join)
+        assert isinstance(join, Join)
+        engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
+        self.send(Joined(join.number, term, HANG_S, 0.0, engine, service))
+        return join
+
+    def close(self) -> None:
+        self._router.close()
+        self._context.close()
+
+
+Scenario = Callable[[PlayedLead, Follower], Awaitable[None]]
+
+
+def run(
+    folder: Path, scenario: Scenario, *, keys: Keys | None = None, model: Path | None = None, rejoin_s: float = 60.0
+) -> int:
+    """Runs a follower beside the scenario. Its exit code."""
+    lead = PlayedLead(folder)
+
+    async def work() -> int:
+        follower = Follower(
+            lead.address,
+            keys or read_keys(folder / "key"),
+            host="127.0.0.1",
+            name="b",
+            model=model,
+            rejoin_s=rejoin_s,
+        )
+        running = asyncio.ensure_future(follower.run())
+        try:
+            await scenario(lead, follower)
+            async with asyncio.timeout(30):
+                return await running
+        finally:
+            running.cancel()
+
+    try:
+        return asyncio.run(work())
+    finally:
+        lead.close()
+
+
+def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: Path) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        join = await lead.welcome()
+        assert (join.name, join.previous, join.last_term) == ("b", b"", 0)
+        await lead.receive(Beat)
+        lead.send(Assign(("worker-1",)))
+        bound = await lead.receive(Bound)
+        assert isinstance(bound, Bound) and list(bound.addresses) == ["worker-1"] and bound.rendezvous == ""
+        lead.send(Assign(("worker-1",)))
+        assert await lead.receive(Bound) == bound, "the same mailboxes"
+        signal.raise_signal(signal.SIGTERM)
+        assert await lead.receive(Leave) == Leave(("worker-1",))
+
+    assert run(tmp_path, scenario) == 0
+
+
+@pytest.mark.parametrize("how", ["silence", "gone", "failure"])
+def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        await lead.receive(Beat)
+        before = lead.peer
+        if how == "silence":
+            lead.answers = False
+        else:
+            lead.send(Gone() if how == "gone" else StopAll("why", is_failure=True))
+        join = await lead.receive(Join)
+        assert isinstance(join, Join) and (join.previous, join.last_term) == (before, TERM) and lead.peer != before
+        lead.answers = True
+        await lead.welcome(term=TERM + 1)
+        await lead.receive(Beat)
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    assert said.count("b has joined the engine") == 2
+    assert ("the lead has failed (why)" if how == "failure" else "the connection to the lead is lost") in said
+
+
+def test_an_earlier_lead_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        await lead.receive(Beat)
+        lead.send(Gone())
+        await lead.welcome(term=TERM - 1)
+        await lead.welcome()
+        await lead.receive(Beat)
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+    assert f"an earlier lead answers (term {TERM - 1} after {TERM})" in capsys.readouterr().err
+
+
+def test_missing_and_other_model_files_are_refused_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def missing(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        refused = await lead.receive(Refused)
+        assert isinstance(refused, Refused) and f"{tmp_path / 'none'} does not exist" in refused.reason
+
+    assert run(tmp_path, missing, model=tmp_path / "none") == 2
+
+    async def other(lead: PlayedLead, follower: Follower) -> None:
+        lead.engine = replace(lead.engine, model=replace(lead.engine.model, fingerprint="0123456789abcdef"))
+        await lead.welcome()
+        refused = await lead.receive(Refused)
+        assert isinstance(refused, Refused) and "the lead's has 0123456789ab" in refused.reason
+
+    assert run(tmp_path, other) == 2
+    assert capsys.readouterr().err.count("b cannot take part") == 2
+
+
+def test_a_refusal_ends_it_with_the_lead_s_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.receive(Join)
+        lead.send(Refused("b cannot join: it has torch 1.0, and the lead has 2.0."))
+
+    assert run(tmp_path, scenario) == 2
+    assert capsys.readouterr().err == "pagewire: b cannot join: it has torch 1.0, and the lead has 2.0.\n"
+
+
+@pytest.mark.long
+def test_another_key_is_a_sentence_after_a_bounded_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        pass
+
+    assert run(tmp_path, scenario, keys=read_keys(tmp_path / "other"), rejoin_s=6.5) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert "accepts connections and does not answer: its key file differs from this one" in first
+    assert "has not answered for 6.5 s (see --rejoin-timeout)" in last

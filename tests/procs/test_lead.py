@@ -1,0 +1,192 @@
+"""The lead before its processes start: real sockets, and followers that are played by the test."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from waiting import until_async
+
+from pagewire.config.config import Config, EngineOptions, ListenOptions, ServiceOptions
+from pagewire.errors import ConfigError
+from pagewire.ipc.codec import Decoder
+from pagewire.ipc.control_messages import Assign, Beat, Gone, Join, Joined, Refused, ToFollower, ToLead
+from pagewire.ipc.messages import Leave
+from pagewire.ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
+from pagewire.procs.lead import Lead, make_lead
+from pagewire.procs.machine import versions_here
+from pagewire.procs.prepare import prepare_server
+from pagewire.tools.servers import free_port
+
+CLOCK = 1_000_000.0  # of followers, seconds since 1970: far from the lead's
+
+
+def config(folder: Path, **service: object) -> Config:
+    options = {"nnodes": 2, "join_address": f"tcp://127.0.0.1:{free_port()}", "key_file": str(folder / "key")}
+    return Config(
+        engine=EngineOptions(tensor_parallel_size=2),
+        listen=ListenOptions(port=free_port()),
+        service=ServiceOptions(**(options | service)),  # type: ignore[arg-type]
+    )
+
+
+class Peer:
+    """One incarnation of a follower."""
+
+    def __init__(self, lead: Lead, folder: Path, name: bytes) -> None:
+        self._context = ZmqContext(read_keys(folder / "key"))
+        self._dealer: ZmqDealer = self._context.dealer(lead._join_address, name)
+        self._decoder: Decoder[ToFollower] = Decoder(ToFollower)
+        self.name = name
+
+    def send(self, message: ToLead) -> None:
+        self._dealer.send(message)
+
+    async def receive(self) -> ToFollower:
+        data = await until_async(self._dealer.receive, "the lead answers", 30.0)
+        assert data is not None
+        return self._decoder.decode(data)
+
+    def close(self) -> None:
+        self._dealer.close()
+        self._context.close()
+
+
+def join(**changes: object) -> Join:
+    return replace(Join(1, "b", versions_here(), 0, CLOCK), **changes)
+
+
+def run(folder: Path, scenario: Callable[[Lead, Callable[[bytes], Peer]], Awaitable[None]], **service: object) -> int:
+    """Runs a lead that waits for its follower, and the scenario. The exit code of the lead."""
+    peers: list[Peer] = []
+
+    async def work() -> int:
+        lead = make_lead(prepare_server(config(folder, **service)))
+
+        def peer(name: bytes) -> Peer:
+            peers.append(Peer(lead, folder, name))
+            return peers[-1]
+
+        running = asyncio.ensure_future(lead.run())
+        try:
+            await scenario(lead, peer)
+            lead.on_signal(signal.SIGTERM)
+            return await running
+        finally:
+            running.cancel()
+
+    try:
+        return asyncio.run(work())
+    finally:
+        for one in peers:
+            one.close()
+
+
+def test_a_follower_joins_and_is_told_its_actors_until_it_has_bound_them(tmp_path: Path) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        joined = await follower.receive()
+        assert isinstance(joined, Joined) and joined.hang_timeout_s == 10.0 and joined.term > 1_700_000_000
+        assert await follower.receive() == Assign(("worker-1",))
+        follower.send(Beat(2, 0))
+        answer = await follower.receive()
+        assert isinstance(answer, Beat) and answer.echo == 2
+        assert await follower.receive() == Assign(("worker-1",)), "it is repeated, because a connection may lose it"
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_another_version_is_refused_in_a_sentence_on_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        other, good = peer(b"\1a"), peer(b"\1b")
+        other.send(join(versions=replace(versions_here(), torch="1.0")))
+        refused = await other.receive()
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith("b cannot join: it has torch 1.0, and the lead has ")
+        good.send(join())
+        assert isinstance(await good.receive(), Joined)
+
+    assert run(tmp_path, scenario) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("it has torch 1.0" in line for line in lines) == 1
+    assert sum("the clock of b differs by -1" in line for line in lines) == 1
+
+
+def test_an_unknown_incarnation_is_told_to_join_again(tmp_path: Path) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        stranger = peer(b"\1a")
+        stranger.send(Beat(7, 3))
+        assert await stranger.receive() == Gone()
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_a_spare_takes_the_place_of_a_follower_that_leaves(tmp_path: Path) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        first, spare = peer(b"\1a"), peer(b"\1b")
+        first.send(join())
+        assert isinstance(await first.receive(), Joined) and await first.receive() == Assign(("worker-1",))
+        spare.send(join())
+        assert isinstance(await spare.receive(), Joined)
+        first.send(Leave(("worker-1",)))
+        assert await spare.receive() == Assign(("worker-1",))
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(tmp_path: Path) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        first, again = peer(b"\1a"), peer(b"\1b")
+        first.send(join())
+        joined = await first.receive()
+        assert isinstance(joined, Joined) and await first.receive() == Assign(("worker-1",))
+        again.send(join(previous=b"\1a", last_term=joined.term))
+        found = await again.receive()
+        assert isinstance(found, Joined) and found.term == joined.term + 1, "nothing has begun in the term before"
+        assert await first.receive() == Gone() and await again.receive() == Assign(("worker-1",))
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_no_follower_ends_the_start_with_the_command_to_run_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def start() -> int:
+        return await make_lead(prepare_server(config(tmp_path, start_timeout_s=2.0))).run()
+
+    assert asyncio.run(start()) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert "waiting for a follower for worker-1; run there: pagewire launch --join tcp://127.0.0.1:" in first
+    assert f"--key-file {tmp_path / 'key'}" in first
+    assert "No follower has joined" in last and "--start-timeout-s" in last
+
+
+@pytest.mark.parametrize(
+    ("service", "sentence"),
+    [
+        ({"join_address": None}, "--nnodes 2 needs --join-address"),
+        ({"nnodes": 3}, "--nnodes 3 does not divide the 2 ranks"),
+        ({"join_address": "tcp://10.0.0.1:7000", "key_file": None}, "--key-file"),
+        ({"join_address": "ipc:///x"}, "tcp://HOST:PORT"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_starts(
+    tmp_path: Path, service: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_lead(prepare_server(config(tmp_path, **service)))
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        await until_async(lambda: lead._router is not None, "the lead listens")
+        taken = make_lead(prepare_server(config(tmp_path, join_address=lead._join_address, start_timeout_s=5.0)))
+        with pytest.raises(ConfigError, match=f"Cannot listen on {lead._join_address}"):
+            await taken.run()
+
+    assert run(tmp_path, scenario) == 0
