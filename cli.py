@@ -156,6 +156,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     for line in found.served.lines(engine):
         print(f"  {line}")
     ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
+    ranks += f", of the first of {engine.pipeline_parallel_size} stages" * (engine.pipeline_parallel_size > 1)
     print(f"\nmemory{ranks}, calculated from the model's shapes")
     for line in found.memory.lines(found.num_pages):
         print(f"  {line}")

@@ -113,14 +113,14 @@ def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | Non
         case "cpu_bind":
             return _bind_reason(engine, machine, on_cpu=on_cpu)
         case "threads":
-            ranks = f", shared by {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
+            ranks = f", shared by {engine.num_ranks} ranks" if engine.num_ranks > 1 else ""
             return f"one for each of {machine.num_cores} cores that may be used{ranks}"
         case _:
             return _ALWAYS.get(name)
 
 
 def _bind_reason(engine: EngineConfig, machine: MachineFacts, *, on_cpu: bool) -> str:
-    num_ranks = engine.tensor_parallel_size * engine.data_parallel_size
+    num_ranks = engine.num_ranks * engine.data_parallel_size
     if not on_cpu:
         return "default; not used on a GPU"
     if engine.cpu_sets:

@@ -99,6 +99,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tensor_parallel_size: Annotated[
         int, _doc("engine", "ranks that split the model, each with its own process and device", ge=1, le=64)
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int, _doc("engine", "stages that compute the layers one after the other, each with its own ranks", ge=1, le=64)
+    ] = 1
+    pipeline_layers: Annotated[
+        str | None, _doc("engine", "layers of each stage, such as 18,20 (default: dealt by their cost)")
+    ] = None
     enable_expert_parallel: Annotated[
         bool,
         _doc(
@@ -544,8 +550,15 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kernels,
             self.cpu_level,
             self.tensor_parallel_size,
+            self.pipeline_parallel_size,
+            self.pipeline_layers,
             self.enable_expert_parallel,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """The workers of this engine: rank stage · tensor_parallel_size + t is rank t of its stage."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def batch_invariance(self) -> BatchInvariance:

@@ -41,9 +41,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
-    if options.tensor_parallel_size > 1 and (options.kv_connector or options.extension is not None):
-        flag = "--kv-connector" if options.kv_connector else "--extension"
-        raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
+    _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
         options = replace(options, enable_prefix_caching=False)
@@ -69,7 +67,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
     nnodes = _check_nnodes(config)
-    num_ranks = options.tensor_parallel_size // nnodes * options.data_parallel_size  # of this machine
+    of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
+    num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
     cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
@@ -100,6 +99,11 @@ def _check_nnodes(config: Config) -> int:
     nnodes, num_ranks = config.service.nnodes, config.engine.tensor_parallel_size
     if num_ranks % nnodes:
         raise ConfigError(f"--nnodes {nnodes} does not divide the {num_ranks} ranks: each machine runs as many.")
+    if nnodes > 1 and config.engine.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--nnodes {nnodes} divides the ranks of --tensor-parallel-size among machines, and not stages: "
+            "start those on their machines by python -m pagewire.procs.launch."
+        )
     if nnodes > 1 and config.cpu.cpu_bind not in ("auto", "none"):
         raise ConfigError("--cpu-bind names CPUs of one machine: leave it out with --nnodes.")
     return nnodes
@@ -139,6 +143,41 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     )
 
 
+_STAGES = "--pipeline-parallel-size"
+
+
+def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
+    """Refuses what several ranks cannot do."""
+    for sizes, num in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        (_STAGES, options.pipeline_parallel_size),
+    ):
+        if num > 1 and (options.kv_connector or options.extension is not None):
+            flag = "--kv-connector" if options.kv_connector else "--extension"
+            raise ConfigError(f"{flag} knows the KV of one rank only; leave it or {sizes} out.")
+    if options.pipeline_parallel_size == 1:
+        if options.pipeline_layers is not None:
+            raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
+    else:
+        _check_stages(options, model, on_cpu=_on_cpu(options, machine))
+
+
+def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) -> None:
+    """Refuses what several stages cannot do yet."""
+    if not on_cpu:
+        raise ConfigError(
+            f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
+            "choose --tensor-parallel-size."
+        )
+    if options.expert_replicas:
+        raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")
+    if options.speculative is not None and model.has_states:
+        raise ConfigError(
+            f"--speculative is not there for {model.name} with {_STAGES}: the recurrent states behind rejected draft "
+            "tokens cannot be taken back in every stage; leave one of them out."
+        )
+
+
 def _check_kv_events(names: Sequence[str], options: EngineOptions) -> None:
     if options.kv_events is None:
         for flag, is_asked in (
@@ -167,6 +206,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
     """Refuses options that do not apply to an encoder, which computes each text in one step and keeps no KV."""
     for flag, is_asked in (
         ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
         ("--quantization", options.quantization is not None),
         ("--load-format dummy", options.load_format == "dummy"),
         ("--kv-connector", bool(options.kv_connector)),

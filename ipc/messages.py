@@ -9,6 +9,8 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         all ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
+    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
+    worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
     supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
@@ -430,6 +432,39 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
     fault: Literal["out_of_memory"] | None = None
     mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
+    stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
+
+
+class Hidden(Struct, frozen=True, array_like=True, tag=True):
+    """worker → the worker with its number in the next stage: a plan's pass up to there.
+
+    Stages compute the layers of a model one after the other, and each gets all plans from the core. A stage after the
+    first runs a plan when this is there. With `fault` it has no data, and the receiver runs no pass; see `StepResult`.
+    """
+
+    step: int
+    times: bytes  # float32 [stages so far × 3]: seconds since their last step, busy, waiting for input and for ids
+    device_ms: float = 0.0  # of the slowest stage so far
+    starts: bytes = b""  # int32 [plan's rows]: the first position of each; empty: no step has draft tokens
+    num_drafts: bytes = b""  # int32 [num_speculative]: draft tokens of each row; empty: there are none
+    draft_ids: bytes = b""  # int32, those of all rows
+    width: int = 0  # columns of `data`
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    fault: Literal["out_of_memory"] | None = None
+    data: bytes = b""  # [tokens × width]; a frame of its own behind the message, which is sent without it
+    num_tokens: int = 0  # instead of `data`, if it lies in memory that both workers share
+
+
+class SampledIds(Struct, frozen=True, array_like=True, tag=True):
+    """worker of the last stage → the worker with its number in the first stage: what a step sampled.
+
+    Of each step with sampling rows, sent before its `StepResult`. The first stage runs a plan when the ids of all its
+    rows are there. With `fault` there are none, and it runs no pass until a plan has `after_fault`."""
+
+    step: int
+    ids: bytes  # as in `StepResult`, and the next two as well
+    num_sampled: bytes = b""
+    fault: Literal["out_of_memory"] | None = None
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
@@ -686,6 +721,15 @@ class GroupSnapshot(Struct, frozen=True, array_like=True):
     num_lost_tokens: int  # behind these, found in the group of full attention
 
 
+class StageSnapshot(Struct, frozen=True, array_like=True):
+    """The seconds of one stage of a pipeline while plans were in flight."""
+
+    busy_s: float
+    plan_s: float  # it waited for a plan,
+    input_s: float  # for the stage before, with a plan at hand,
+    ids_s: float  # and for the ids that the last stage samples; only the first stage
+
+
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
 
@@ -709,6 +753,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     is_asleep: bool = False  # after `Sleep`
     groups: tuple[GroupSnapshot, ...] = ()  # in the order of the cache's groups, and then "none"
     failed_kernels: tuple[str, ...] = ()  # of the workers: slower ones replace them
+    stages: tuple[StageSnapshot, ...] = ()  # if there are several
+    bubble_ratio: float = 0.0  # of the stages' time with plans in flight in the last seconds, what was not busy
     expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
     num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
@@ -850,7 +896,9 @@ ToCore = (
     | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
-ToWorker = OpenCache | StepPlan | LateMasks | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
+ToWorker = (
+    OpenCache | StepPlan | LateMasks | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
+)
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq
 import zmq.auth
-from msgspec import Struct
+from msgspec import Struct, structs
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..errors import ConfigError
@@ -28,7 +28,7 @@ from .client_messages import ToPort
 from .codec import encode
 from .control_messages import ToLead
 from .epochs import HEADER_BYTES, Epochs, Link
-from .messages import Message, Reset
+from .messages import Hidden, Message, Reset
 from .watch import EVENTS, ZmqWatch
 
 M = TypeVar("M")
@@ -250,13 +250,21 @@ class ZmqOutbox:
 
     def send(self, message: Message) -> None:
         """Raises ChannelFull."""
-        self.send_bytes(self._epochs.header(self._link) + encode(message))
+        if isinstance(message, Hidden) and message.data:
+            bare = structs.replace(message, data=b"")
+            self._send([self._epochs.header(self._link) + encode(bare), message.data])
+        else:
+            self.send_bytes(self._epochs.header(self._link) + encode(message))
 
     def send_bytes(self, data: bytes) -> None:
         """Raises ChannelFull."""
-        assert len(data) <= _MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes for {self._address}"
+        self._send([data])
+
+    def _send(self, frames: list[bytes]) -> None:
+        for data in frames:
+            assert len(data) <= _MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes for {self._address}"
         try:
-            self._socket.send(data, zmq.DONTWAIT)
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again as error:
             raise ChannelFull(f"{self._address} has not taken {_HIGH_WATER_MARK} messages") from error
 
@@ -365,7 +373,7 @@ class ZmqInbox(Decoding[M]):
         self._fd = int(socket.fd)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epochs = epochs
-        self._early: list[bytes] = []  # frames of later epochs; only a `Reset` begins one
+        self._early: list[tuple[bytes, bytes]] = []  # messages of later epochs; only a `Reset` begins one
         self._reset: M | None = None  # received after messages of the epoch that it ends: handed out next
         self.has_more = False
 
@@ -386,13 +394,16 @@ class ZmqInbox(Decoding[M]):
             except ValueError as error:
                 self.undecodable(frame, error)
                 continue
+            data = b""
+            if frame[0] == Link.DEVICE and self._socket.getsockopt(zmq.RCVMORE):
+                data = receive()  # frames of a message arrive together
             if old > 0:
                 self._epochs.num_stale += 1
                 continue
             if old < 0 and frame[0] != Link.CONTROL:
-                self._early.append(frame)
+                self._early.append((frame, data))
                 continue
-            message = self.decode(memoryview(frame)[HEADER_BYTES:])
+            message = self._message(frame, data)
             if message is None:
                 continue
             if not isinstance(message, Reset):
@@ -413,14 +424,19 @@ class ZmqInbox(Decoding[M]):
         self.has_more = True
         early, self._early = self._early, []
         messages: list[M] = [reset]
-        for frame in early:
+        for frame, data in early:
             if (old := self._epochs.age(frame)) < 0:
-                self._early.append(frame)
+                self._early.append((frame, data))
             elif old > 0:
                 self._epochs.num_stale += 1
-            elif (message := self.decode(memoryview(frame)[HEADER_BYTES:])) is not None:
+            elif (message := self._message(frame, data)) is not None:
                 messages.append(message)
         return messages
+
+    def _message(self, frame: bytes, data: bytes) -> M | None:
+        """data: the second frame that `ZmqOutbox.send` makes of a `Hidden`."""
+        message = self.decode(memoryview(frame)[HEADER_BYTES:])
+        return structs.replace(message, data=data) if isinstance(message, Hidden) and data else message
 
     def wait(self, timeout_s: float) -> bool:
         return self.has_more or bool(self._socket.poll(int(timeout_s * 1000)))

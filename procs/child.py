@@ -61,9 +61,11 @@ class Launch(Struct, frozen=True):
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
     http_fd: int  # bound socket, for api processes; -1: none
     progress: bool  # draw a progress bar while weights load
-    ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `RankInfo`
+    ranks_here: tuple[int, ...] = (0,)  # see `RankInfo`
     rendezvous: str = ""
-    memory_fd: int = -1  # that the ranks share, for workers; -1: none
+    memory_fd: int = -1  # that the ranks of a stage share, for workers; -1: none
+    input_fd: int = -1  # see `RankInfo`, and the next one as well
+    output_fd: int = -1
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
     weights_fd: int = -1  # of a worker: a memfd for its packed weights, or for their index; -1: there is none
@@ -97,7 +99,17 @@ def run_worker(
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous, launch.memory_fd)
+        rank, size = index(name), launch.config.tensor_parallel_size
+        rank_info = RankInfo(
+            rank,
+            launch.ranks_here,
+            launch.rendezvous,
+            launch.memory_fd,
+            stage=rank // size,
+            first=rank - rank % size,
+            input_fd=launch.input_fd,
+            output_fd=launch.output_fd,
+        )
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
         worker = Worker(
             launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, keeper=launch.keeper,
@@ -230,8 +242,14 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     write_log_lines(name)
     epochs = Epochs(launch.epoch, launch.device_epoch)
     context = ZmqContext(launch.keys, epochs)
-    num_ranks = launch.config.tensor_parallel_size
-    post = Mailman(name, launch.addresses, context, num_ranks=num_ranks, num_apis=launch.num_apis).post
+    post = Mailman(
+        name,
+        launch.addresses,
+        context,
+        num_ranks=launch.config.num_ranks,
+        num_apis=launch.num_apis,
+        num_stages=launch.config.pipeline_parallel_size,
+    ).post
 
     is_ready = False
 

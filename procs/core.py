@@ -56,6 +56,7 @@ from .client_port import CLIENT_RIDS, ClientPort
 from .idle_check import IdleCheck
 from .kv_events import KvEventPublisher
 from .mask_times import LIMIT_S, MaskTimes
+from .pipeline_times import PipelineTimes
 from .sleep import SleepControl
 from .step_times import StepTimes
 from .topology import kind, workers
@@ -82,16 +83,18 @@ class CoreActor:
         self._unsure: dict[int, Enqueue] = {}  # rid → request that is not added before its grammar is compiled
         self._unsure_since: dict[int, float] = {}  # first rid of such a request → when it arrived (monotonic s)
         self._given_up: set[int] = set()  # rids of them that were cancelled since
-        self._workers = workers(config.tensor_parallel_size)
+        self._workers = workers(config.num_ranks)
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
-        self._expert_loads = ExpertLoads(config.tensor_parallel_size)
+        self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
         self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
         self._mask_times = MaskTimes()
         self._is_watching = False  # a call of `_take_back` is due
+        num_stages = config.pipeline_parallel_size
+        self._pipeline_times = PipelineTimes(num_stages) if num_stages > 1 else None
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
@@ -118,6 +121,8 @@ class CoreActor:
                 self._step_times.answered(device_s, started - self._oldest_plan_at, mask_wait_s)
                 self._mask_times.stepped(device_s)
                 self._oldest_plan_at = started
+                if self._pipeline_times is not None:
+                    self._pipeline_times.answered(message.stage_times)
                 self.scheduler.apply(message)
                 num_steps += 1
             elif isinstance(message, ExpertLoad):
@@ -126,6 +131,9 @@ class CoreActor:
                 self._take(message)
         if self._scheduler is not None:
             self._advance(self._scheduler)
+            if self._pipeline_times is not None:
+                is_in_flight = self._scheduler.num_in_flight > 0
+                self._pipeline_times.note(time.monotonic(), is_in_flight=is_in_flight)
         if num_steps:
             self._step_times.handled(num_steps, time.monotonic() - started)
 
@@ -387,7 +395,7 @@ class CoreActor:
 
     def _lateness(self) -> Lateness:
         """Whether plans may wait for masks. A grammar that is compiled would hold the masks up."""
-        if self._unsure:
+        if self._unsure or self._pipeline_times is not None:  # stages sample with the masks of the plan
             return "never"
         return "always" if self._mask_times.are_quick else "alone"
 
@@ -432,6 +440,8 @@ class CoreActor:
             self._record(trace.Mended())
             log.error("rows and KV blocks did not add up and were counted again: %s", flaw)
         counters = scheduler.counters
+        times = self._pipeline_times
+        stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
         snapshot = Snapshot(
             step=scheduler.step,
             num_running=scheduler.num_running,
@@ -453,6 +463,8 @@ class CoreActor:
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,
+            stages=stages,
+            bubble_ratio=bubble_ratio,
             expert_tokens=self._expert_loads.tokens,
             expert_imbalance=self._expert_loads.imbalance,
             histograms={

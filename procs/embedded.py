@@ -25,7 +25,7 @@ def main() -> int:
 
     try:
         config = prepare_server(msgspec.json.decode(sys.stdin.buffer.readline(), type=Config))
-        actors = [*workers(config.engine.tensor_parallel_size), "core", "grammar"]
+        actors = [*workers(config.engine.num_ranks), "core", "grammar"]
         return uvloop.run(_run(Supervisor(config, actors=actors, quiet=True)))
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The same actors in one process, for the offline API and for tests: no sockets, no event loop, one thread.
+"""The same actors in one process, for the offline API and for tests: no sockets, no event loop, one thread. The stages
+of a pipeline run one after the other.
 
 Messages are passed as objects. `run` lets each actor handle its messages until there are none and no KV transfer or
 grammar is pending; the worker runs one plan at a time.
@@ -12,15 +13,18 @@ from typing import Any
 
 from ..config.config import EngineConfig
 from ..engine.core.scheduler import Scheduler
+from ..engine.parallel.rank import RankInfo
 from ..errors import ConfigError
 from ..ipc.actor import Actor
 from ..ipc.messages import (
     Accepted,
     Chunk,
     Failed,
+    Hidden,
     LateMasks,
     Message,
     OpenCache,
+    SampledIds,
     Sleep,
     Slept,
     Snapshot,
@@ -33,6 +37,7 @@ from .detokenizer import DetokenizerActor
 from .grammar import GrammarActor, load_grammars
 from .grammar_sandbox import Load
 from .tokenizer import TokenizerActor
+from .topology import workers
 from .worker import Worker
 
 _POLL_S = 0.0005  # between polls of pending KV transfers and grammars, when nothing else is to be done
@@ -55,12 +60,17 @@ class Inline:
             raise ConfigError(
                 f"tensor_parallel_size {config.tensor_parallel_size} needs several processes: use AsyncLLM or a server."
             )
+        self._workers = {
+            name: Worker(config, rank_info=RankInfo(rank, stage=rank, first=rank), progress=None if rank else progress)
+            for rank, name in enumerate(workers(config.num_ranks))
+        }
         if config.client_address is not None:
             raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
         self._on_chunk = on_chunk
         self._on_failed = on_failed
+        self._worker = self._workers["worker"]
         self._mail: dict[str, deque[Message]] = {
-            name: deque() for name in ("tokenizer", "core", "grammar", "worker", "detokenizer", "api")
+            name: deque() for name in ("tokenizer", "core", "grammar", *self._workers, "detokenizer", "api")
         }
         self._core = CoreActor(config)
         self._grammar = GrammarActor(config, grammars)
@@ -70,11 +80,11 @@ class Inline:
             "grammar": self._grammar,
             "detokenizer": DetokenizerActor(config),
         }
-        self._worker = Worker(config, progress=progress)
         try:
             for actor in self._actors.values():
                 actor.start(self.post)
-            self._worker.start(self.post)
+            for worker in self._workers.values():
+                worker.start(self.post)
             self.run()
         except BaseException:
             self.close()
@@ -103,14 +113,15 @@ class Inline:
             while self._mail["api"]:
                 self._hear(self._mail["api"].popleft())
                 busy = True
-            if self._mail["worker"]:
-                self._tell_worker(self._mail["worker"].popleft())
-                busy = True
-            if self._worker.num_computing:
-                self._worker.answer(wait=not busy)
-                busy = True
-            elif self._worker.num_transfers:
-                self._worker.poll()
+            for name, worker in self._workers.items():
+                if self._mail[name]:
+                    self._tell_worker(worker, self._mail[name].popleft())
+                    busy = True
+                if worker.num_computing:
+                    worker.answer(wait=not busy)
+                    busy = True
+                elif worker.num_transfers:
+                    worker.poll()
             if self._grammar.num_pending:
                 self._grammar.poll()
             if busy or any(self._mail.values()):
@@ -118,7 +129,7 @@ class Inline:
             if self._core.scheduler.asks_again:
                 time.sleep(_POLL_S)
                 self._core.handle([])
-            elif self._worker.num_transfers or self._grammar.num_pending:
+            elif any(worker.num_transfers for worker in self._workers.values()) or self._grammar.num_pending:
                 time.sleep(_POLL_S)
             else:
                 return
@@ -130,20 +141,15 @@ class Inline:
                 with contextlib.suppress(StopIteration):
                     actor.stop(0.0).__await__().__next__()
         finally:
-            self._worker.close()
+            for worker in self._workers.values():
+                worker.close()
 
-    def _tell_worker(self, message: Message) -> None:
+    def _tell_worker(self, worker: Worker, message: Message) -> None:
         match message:
-            case StepPlan():
-                self._worker.step(message)
-            case LateMasks():
-                self._worker.tell(message)
+            case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds():
+                worker.take(message)
             case OpenCache():
-                self.facts = self._worker.open(message)
-            case Sleep():
-                self._worker.sleep()
-            case Wake():
-                self._worker.wake()
+                self.facts = worker.open(message)
 
     def _hear(self, message: Message) -> None:
         match message:

@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         config = read_flags(arguments)
-        num_ranks, num_apis = config.engine.tensor_parallel_size, config.service.api_processes
+        size, num_stages = config.engine.tensor_parallel_size, config.engine.pipeline_parallel_size
+        num_ranks, num_apis = size * num_stages, config.service.api_processes
         known = names(num_ranks, num_apis)
         actors = arguments.actors.split(",") if arguments.actors else list(known)
         if unknown := [name for name in actors if name not in known]:
@@ -76,12 +77,19 @@ def main(argv: list[str] | None = None) -> int:
                     f"--address {text}: ranks meet at tcp://host:port, a port of the first one's machine."
                 )
             addresses[name] = address
-        needed = {r for name in actors for r in receivers(name, num_ranks, num_apis)} - {"supervisor", *actors}
+        needed = {r for name in actors for r in receivers(name, num_ranks, num_apis, num_stages)} - {
+            "supervisor",
+            *actors,
+        }
         if config.engine.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
             needed -= {"api", "detokenizer"}  # it serves `EngineClient`s only
-        here = {name for name in workers(num_ranks) if name in actors}
+        ranks = workers(num_ranks)
+        here = {name for name in ranks if name in actors}
         if here and len(here) < num_ranks:
-            needed.add(RENDEZVOUS)
+            if num_stages == 1:
+                needed.add(RENDEZVOUS)
+            elif any(0 < len(here & {*ranks[first : first + size]}) < size for first in range(0, num_ranks, size)):
+                raise ConfigError("With several stages, start all workers of a stage in one launch.")
             if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
                 config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
         if missing := sorted(needed - addresses.keys()):

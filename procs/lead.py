@@ -186,7 +186,7 @@ class Lead(Supervisor):
 
     def _lost_with(self, name: str) -> tuple[str, ...]:
         """Actors connect to addresses when they start: those that send to an actor that moves are replaced, too."""
-        num_ranks = self._config.tensor_parallel_size
+        num_ranks = self._config.num_ranks
         lost = dict.fromkeys(lost_with(name, num_ranks))
         for moved in self._moved & lost.keys():
             for sender in self._names:

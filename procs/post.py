@@ -16,11 +16,12 @@ class Mailman:
     dropped."""
 
     def __init__(
-        self, name: str, addresses: Mapping[str, str], context: ZmqContext, *, num_ranks: int, num_apis: int
-    ) -> None:
+        self, name: str, addresses: Mapping[str, str], context: ZmqContext, *, num_ranks: int, num_apis: int,
+        num_stages: int = 1,
+    ) -> None:  # fmt: skip
         self._outboxes: dict[str, Outbox] = {
             receiver: context.outbox(addresses[receiver], link(name, receiver))
-            for receiver in receivers(name, num_ranks, num_apis)
+            for receiver in receivers(name, num_ranks, num_apis, num_stages)
             if receiver in addresses
         }
         self._absent = {"api", "detokenizer"} - addresses.keys()

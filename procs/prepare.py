@@ -17,6 +17,8 @@ from ..engine.core.speculation import num_draft_tokens
 from ..engine.extension import load_extension
 from ..engine.kv_connector import registry as kv_connectors
 from ..engine.models.cut import cut
+from ..engine.models.lower import lower
+from ..engine.models.stages import lengths_of
 from ..engine.text.template_files import read_templates
 from ..errors import ConfigError
 
@@ -65,11 +67,15 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     check_options(
         spec,
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
         is_dummy=options.load_format == "dummy",
         quantization=options.quantization,
     )
     if spec.decoder is not None:
-        cut(spec.decoder, 0, options.tensor_parallel_size, deals_experts=options.enable_expert_parallel)
+        deals_experts = options.enable_expert_parallel
+        part = cut(spec.decoder, 0, options.tensor_parallel_size, deals_experts=deals_experts)
+        if options.pipeline_parallel_size > 1:
+            lengths_of(lower(part), len(part.blocks), options.pipeline_parallel_size, options.pipeline_layers)
     facts = model_facts(spec, folder, name, adapter)
     templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))

@@ -19,7 +19,6 @@ import msgspec
 
 from ..config.config import EngineConfig, ServerConfig
 from ..config.machine import usable_cores
-from ..engine.parallel.shared_memory import make_memory
 from ..errors import StartError
 from ..ipc.epochs import Link
 from ..ipc.messages import (
@@ -47,6 +46,7 @@ from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
+from .rank_memory import RankMemory
 from .remote import RemoteProcess
 from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
@@ -105,7 +105,7 @@ class Supervisor:
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
-        self._names = names(config.engine.tensor_parallel_size, config.http.service.api_processes)
+        self._names = names(config.engine.num_ranks, config.http.service.api_processes)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._given = addresses or {}
         self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=self._service.hang_timeout_s)
@@ -212,9 +212,11 @@ class Supervisor:
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these processes at the same time. Either all ranks of the model are among them or none is."""
         http_fd = -1 if self._listening is None else self._listening.fd
-        can_share = self._config.kernels == "compiled" and self._config.tensor_parallel_size > 1
-        is_for_ranks = can_share and RENDEZVOUS not in self._given and any(kind(name) == "worker" for name in actors)
-        memory_fd = make_memory() if is_for_ranks else -1
+        ranks = {index(name) for name in self._actors if kind(name) == "worker"}
+        memory = None
+        if any(kind(name) == "worker" for name in actors):
+            are_alone = len(ranks) == self._config.num_ranks and RENDEZVOUS not in self._given
+            memory = RankMemory(self._config, are_alone=are_alone)
         launch = Launch(
             config=self._config,
             http=self._http,
@@ -227,17 +229,22 @@ class Supervisor:
             progress=not self._quiet and sys.stderr.isatty(),
             ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
-            memory_fd=memory_fd,
             epoch=self._epoch,
             device_epoch=self._device_epoch,
             broken_kernels=tuple(self._broken_kernels),
         )
         try:
             for name in actors:
-                await self._start(name, launch)
+                group = launch
+                if memory is not None and kind(name) == "worker":
+                    group = msgspec.structs.replace(launch, **memory.fields(index(name)))
+                    if RENDEZVOUS not in self._given:  # the ranks of each stage are a group of their own
+                        stage = index(name) // self._config.tensor_parallel_size
+                        group = msgspec.structs.replace(group, rendezvous=f"{launch.rendezvous}-{stage}")
+                await self._start(name, group)
         finally:
-            if memory_fd >= 0:
-                os.close(memory_fd)
+            if memory is not None:
+                memory.close()
 
     async def _start_others(self) -> None:
         """Starts at any time as many as there are cores besides the one on which the worker starts, which takes
@@ -269,7 +276,10 @@ class Supervisor:
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(part))
         environment = self._environment_of(name)
-        fds = {"weights_fd": weights_fd, "memory_fd": part.memory_fd} if is_worker else {"http_fd": part.http_fd}
+        fds = {"http_fd": part.http_fd}
+        if is_worker:
+            own = ("memory_fd", "input_fd", "output_fd")
+            fds = {"weights_fd": weights_fd} | {field: getattr(part, field) for field in own}
         fds["mailbox_fd"] = part.mailbox_fd
         process: Process
         if is_worker and can_fork(self._config):
@@ -478,7 +488,7 @@ class Supervisor:
 
     def _lost_with(self, name: str) -> tuple[str, ...]:
         """The actors to replace when this one has ended."""
-        return lost_with(name, self._config.tensor_parallel_size)
+        return lost_with(name, self._config.num_ranks)
 
     async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
         """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place."""

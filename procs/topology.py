@@ -24,6 +24,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake, m.PlaceExperts),
+    ("worker", "worker"): (m.Hidden, m.SampledIds),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad),
     ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
@@ -85,7 +86,7 @@ def link(sender: str, receiver: str) -> Link:
     kinds = {kind(sender), kind(receiver)}
     if "supervisor" in kinds:
         return Link.CONTROL
-    return Link.DEVICE if kinds == {"core", "worker"} else Link.CHAIN
+    return Link.DEVICE if kinds <= {"core", "worker"} else Link.CHAIN
 
 
 def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
@@ -97,15 +98,25 @@ def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
     return (name, *ranks) if name == "core" and len(ranks) > 1 else (name,)
 
 
-def receivers(sender: str, num_ranks: int, num_apis: int) -> tuple[str, ...]:
+def receivers(sender: str, num_ranks: int, num_apis: int, num_stages: int = 1) -> tuple[str, ...]:
     """The actors that an actor may send to. Every worker sends the core a CacheOffer, and what it reports of itself;
-    only the first sends it results."""
+    only the first of the last stage sends it results."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
-    if "worker" in found:
+    if kind(sender) == "worker":
+        found.remove("worker")
+        if num_stages > 1:
+            found.append(next_stage(sender, num_ranks, num_stages))
+    elif "worker" in found:
         found += workers(num_ranks)[1:]
     if "api" in found:
         found += apis(num_apis)[1:]
     return (*found, "supervisor")
+
+
+def next_stage(worker: str, num_ranks: int, num_stages: int) -> str:
+    """The worker of the next stage that continues what this one has computed; after the last stage the one of the
+    first, which is told the sampled ids."""
+    return workers(num_ranks)[(index(worker) + num_ranks // num_stages) % num_ranks]
 
 
 def picture() -> str:

@@ -17,7 +17,7 @@ def new_segments(config: EngineConfig) -> list[int]:
     if not config.runs_in_c or not hasattr(os, "memfd_create"):
         return []
     try:
-        return [new_segment() for _ in range(config.tensor_parallel_size)]
+        return [new_segment() for _ in range(config.num_ranks)]
     except OSError:  # a sandbox forbids it: each worker packs into memory of its own
         return []
 

@@ -7,13 +7,15 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
+
+from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..config.cpus import show_cpus
 from ..engine.parallel.rank import RankInfo
+from ..engine.parallel.stage import StageQueue, StageTimes, Task
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
@@ -21,12 +23,14 @@ from ..ipc.messages import (
     CacheOffer,
     ExpertLoad,
     Facts,
+    Hidden,
     LateMasks,
     Leave,
     OpenCache,
     Ping,
     PlaceExperts,
     Reset,
+    SampledIds,
     Sleep,
     Slept,
     StepPlan,
@@ -34,6 +38,7 @@ from ..ipc.messages import (
     ToWorker,
     Wake,
 )
+from .topology import next_stage, workers
 
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
@@ -45,7 +50,8 @@ _LOAD_STEPS = 1000  # between reports of the experts' load
 
 
 class Worker:
-    """One rank. Every rank gets the same plans and computes its part; the first one sends the results."""
+    """One rank. Every rank gets the same plans and computes its part; the first one of the last stage sends the
+    results. The stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
 
     def __init__(
         self,
@@ -67,8 +73,11 @@ class Worker:
         self._progress = progress
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
-        self._plans: deque[StepPlan] = deque()  # taken and not launched: the one before them waits for mail
         self._num_answered = 0
+        self._num_stages = config.pipeline_parallel_size
+        self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, self._num_stages)
+        self._times = StageTimes()
+        self._queue = StageQueue(is_first=rank_info.stage == 0, knows_ids=self._knows_ids)
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
 
@@ -101,7 +110,7 @@ class Worker:
     def reset(self) -> None:
         """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises
         StartError."""
-        self._plans.clear()
+        self._queue.clear()
         self._started().forget()
         if not self._started().wake():
             raise StartError("There is too little free memory to wake up for a new core.")
@@ -112,7 +121,7 @@ class Worker:
         runner = self._started()
         runner.open_cache(message.num_blocks)
         runner.warm_up()
-        notes = runner.notes if self._rank_info.rank == 0 else ()  # the others would say the same
+        notes = runner.notes if self._rank_info.t == 0 else ()  # the others of its stage would say the same
         return Facts(self._timings | runner.timings, notes, runner.weights_fit)
 
     @property
@@ -123,7 +132,7 @@ class Worker:
     @property
     def num_pending(self) -> int:
         """Plans taken and not answered."""
-        return self._started().num_pending + len(self._plans)
+        return self._started().num_pending + self._queue.num_plans
 
     @property
     def num_computing(self) -> int:
@@ -131,23 +140,59 @@ class Worker:
         runner = self._started()
         return runner.num_pending - runner.needs_mail
 
-    def step(self, plan: StepPlan) -> None:
-        """Launches a plan, or keeps it while the one before waits for mail, and sends the results of steps that are
-        done."""
-        self._plans.append(plan)
-        self._go_on()
-
-    def tell(self, message: LateMasks) -> None:
-        """What a plan waits for, or will."""
-        self._started().tell(message)
-        self.answer()
-        self._go_on()
-
-    def _go_on(self) -> None:
+    def take(self, message: Task | Hidden | SampledIds | LateMasks) -> None:
+        """Does what is asked for, in the order of the messages and as soon as it can be done."""
         runner = self._started()
-        while self._plans and not runner.needs_mail:
-            runner.launch(self._plans.popleft())
-            self.answer()
+        match message:
+            case SampledIds():
+                runner.take_ids(message)
+            case LateMasks():
+                runner.tell(message)
+                self.answer()
+            case _:
+                self._queue.put(message)
+        while not runner.needs_mail and (due := self._queue.next()) is not None:
+            match due.task:
+                case StepPlan() as plan if self._num_stages == 1:
+                    runner.launch(plan)
+                    self.answer()
+                case StepPlan() as plan:
+                    self._run_stage(plan, due.hidden)
+                case Sleep():
+                    self._sleep()
+                case Wake():
+                    self._wake()
+                case PlaceExperts() as placement:
+                    self.answer(wait=True)  # steps in flight end with the experts that they began with
+                    runner.place_experts(placement)
+        if self._queue.is_waiting:
+            self._times.waits()
+
+    def _knows_ids(self, plan: StepPlan) -> bool:
+        return self._num_stages == 1 or self._started().knows_ids(plan)
+
+    def _run_stage(self, plan: StepPlan, hidden: Hidden | None) -> None:
+        """Runs this stage's part of a plan, and sends on what comes of it."""
+        self._times.begins(is_first=hidden is None)
+        started = time.perf_counter()
+        found = self._started().run_stage(plan, hidden)
+        self._answered_one()
+        self._times.ends()
+        before_ms, before = (0.0, b"") if hidden is None else (hidden.device_ms, hidden.times)
+        device_ms = max(before_ms, (time.perf_counter() - started) * 1000)
+        times = before + self._times.take()
+        if isinstance(found, Hidden):
+            self._post(self._next, structs.replace(found, times=times, device_ms=device_ms))
+            return
+        if 1 in plan.sample or found.fault is not None:
+            self._post(self._next, SampledIds(plan.step, found.ids, found.num_sampled, found.fault))
+        if self._rank_info.t == 0:
+            self._post("core", structs.replace(found, device_ms=device_ms, stage_times=times))
+
+    def _answered_one(self) -> None:
+        self._num_answered += 1
+        if self._num_answered % _LOAD_STEPS == 0:
+            self._report_load()
 
     def answer(self, *, wait: bool = False) -> None:
         """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step,
@@ -155,18 +200,11 @@ class Worker:
         runner = self._started()
         while self.num_computing and (wait or runner.is_done()):
             result = runner.collect()
-            self._num_answered += 1
             wait = False
             if self._rank_info.rank == 0:
                 self._post("core", result)
-            if self._num_answered % _LOAD_STEPS == 0:
-                self._report_load()
+            self._answered_one()
         self.poll()
-
-    def place_experts(self, message: PlaceExperts) -> None:
-        """From the next plan on the ranks have these experts of a layer. Steps in flight end first."""
-        self.answer(wait=True)
-        self._started().place_experts(message)
 
     def rest(self) -> None:
         """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
@@ -182,11 +220,11 @@ class Worker:
             tokens = self._started().take_expert_load()
             self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
 
-    def sleep(self) -> None:
+    def _sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""
         self._post("core", Slept(True, self._started().sleep(), rank=self._rank_info.rank))
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Restores it, or stays asleep if memory does not suffice."""
         is_awake = self._started().wake()
         problem = "" if is_awake else "There is not memory enough to wake up; free some and try again."
@@ -258,18 +296,10 @@ def _take(
     worker: Worker, message: ToWorker, post: Post, on_ready: Callable[[Facts], None], on_ping: Callable[[], None]
 ) -> None:
     match message:
-        case StepPlan():
-            worker.step(message)
-        case LateMasks():
-            worker.tell(message)
+        case StepPlan() | LateMasks() | Sleep() | Wake() | PlaceExperts() | Hidden() | SampledIds():
+            worker.take(message)
         case OpenCache():
             on_ready(worker.open(message))
-        case Sleep():
-            worker.sleep()
-        case Wake():
-            worker.wake()
-        case PlaceExperts():
-            worker.place_experts(message)
         case Ping():
             on_ping()
             worker.rest()

@@ -66,7 +66,7 @@ class Replica:
         engine = self._config.engine
         if engine.device == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
-            size = engine.tensor_parallel_size
+            size = engine.tensor_parallel_size * engine.pipeline_parallel_size
             own = visible.split(",")[self.index * size : (self.index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         launch = Launch(self._config, os.getpid(), self._lifeline_fd, self.weight_fds)
@@ -263,7 +263,7 @@ def _of_replica(config: ServerConfig, index: int, folder: Path) -> ServerConfig:
         reports=reports,
         api_keys=tuple(ApiKey(key.key) for key in http.api_keys),
     )
-    size = engine.tensor_parallel_size
+    size = engine.tensor_parallel_size * engine.pipeline_parallel_size
     cpu_sets = engine.cpu_sets[index * size : (index + 1) * size]
     engine = replace(engine, device="cuda" if has_gpu else engine.device, cpu_sets=cpu_sets)
     return ServerConfig(engine=engine, http=http)

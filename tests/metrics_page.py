@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
-from pagewire.ipc.messages import GroupSnapshot, Pulse, Snapshot, TierSnapshot
+from pagewire.ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, TierSnapshot
 from pagewire.ipc.reports import SECONDS, Histogram
 
 MODEL = 'my "model"\\1'
@@ -22,7 +22,7 @@ def page(prefix: str = "pagewire") -> str:
     tier = TierSnapshot("host", 10, 64, 320, 40, 30, 0)
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
-    core = replace(core, groups=groups, failed_kernels=("rms_norm",))
+    core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(40, 20), expert_imbalance={0: 1.5, 2: 1.25})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
     config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))

@@ -35,7 +35,7 @@ ROOMS: dict[str, str] = {
     "engine.attention": "kernels kernels.cpu",
     "engine": "config engine.core engine.attention",
     "engine.kv_connector": "errors config ipc engine.core engine.attention",
-    "engine.parallel": "errors kernels.cpu",
+    "engine.parallel": "errors ipc kernels.cpu",
     "engine.weights": "errors config engine.models engine.checkpoint kernels",
     "engine.device": "errors config engine.parallel kernels.triton",
     "engine.executors": (

@@ -75,6 +75,7 @@ ELSEWHERE = {
     "engine.steps.encoder_steps": "test_pooling.py: against transformers",
     "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",
     "engine.steps.pooling": "test_pooling.py: against transformers",
+    "engine.steps.stage_steps": "test_stages.py: with models in several stages",
     "engine.steps.rows": "engine/steps/test_ngram.py: with the code that reads the rows",
     "engine.text.grammar_text": "engine/text/test_grammar.py: with the real library",
     "engine.text.thinking_budget": "engine/text/test_grammar.py: with the masks",

@@ -28,7 +28,7 @@ from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import ServerConfig
 from ..config.flags import make_config
-from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, Swapped, TierSnapshot
+from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
 from ..procs.prepare import prepare_server
@@ -275,7 +275,7 @@ def engine_metrics() -> list[Metric]:
     nothing = Histogram(SECONDS).report()
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
-    core = replace(core, groups=groups, failed_kernels=("rms_norm",))
+    core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(0,), expert_imbalance={0: 1.0})
     gateway.handle([core, Pulse("core", nothing)])
     engine = config().engine

@@ -70,6 +70,7 @@ class Metrics:
         self._tiers(page, core)
         self._ends(page)
         self._steps(page, core)
+        self._stages(page, core)
         self._requests(page)
         return page.text()
 
@@ -213,6 +214,22 @@ class Metrics:
             page.histogram(name, text, core.histograms.get(name) or Histogram(bounds))
         lags = [({"process": process}, pulse.loop_lag_s) for process, pulse in self._gateway.pulses.items()]
         page.histograms("event_loop_lag_seconds", "How late an event loop came to a timer, ten times a second.", lags)
+
+    def _stages(self, page: "_Page", core: Snapshot) -> None:
+        """Nothing without `--pipeline-parallel-size`."""
+        if not core.stages:
+            return
+        text = "Time of each stage with steps in flight: busy, or waiting for a plan, the stage before or sampled ids."
+        samples = [
+            ({"stage": stage, "state": state}, seconds)
+            for stage, each in enumerate(core.stages)
+            for state, seconds in zip(
+                ("busy", "plan", "input", "ids"), (each.busy_s, each.plan_s, each.input_s, each.ids_s), strict=True
+            )
+        ]
+        page.family("counter", "stage_seconds_total", text, samples)
+        text = "Share of the stages' time with steps in flight in which they were not busy, in the last ten seconds."
+        page.gauge("pipeline_bubble_ratio", text, core.bubble_ratio)
 
     def _requests(self, page: "_Page") -> None:
         stats = self._gateway.stats

@@ -88,6 +88,35 @@ class CacheGroups:
             first_table += groups[-1].pages
         return cls(page_bytes, tuple(groups), tuple(next(places[lifetime]) for lifetime, _ in tiles))
 
+    @classmethod
+    def within(cls, tiles: Sequence[tuple[Lifetime, int]], whole: "CacheGroups") -> "CacheGroups":
+        """Some tiles of a model whose cache has the groups `whole`: the same groups with as many pages each, in the
+        smallest pages that hold these tiles. So the ranks of all stages can use one assignment of pages."""
+        if not tiles:
+            return cls(0, whole.groups, ())
+        sizes: dict[Lifetime, list[int]] = {}
+        for lifetime, size in tiles:
+            sizes.setdefault(lifetime, []).append(padded(size))
+        num_shelves = {group.lifetime: group.pages for group in whole.groups}
+        step = min(min(of_group) for of_group in sizes.values())
+        page_bytes = max(
+            max(max(of_group), padded(-(-sum(of_group) // num_shelves[lifetime])))
+            for lifetime, of_group in sizes.items()
+        )
+        while any(_num_shelves(of_group, page_bytes) > num_shelves[lifetime] for lifetime, of_group in sizes.items()):
+            page_bytes += step
+        packed = {lifetime: iter(_packed(of_group, page_bytes)) for lifetime, of_group in sizes.items()}
+        first_tables, first_table = {}, 0
+        for number, group in enumerate(whole.groups):
+            first_tables[group.lifetime] = number, first_table
+            first_table += group.pages
+        places = []
+        for lifetime, _ in tiles:
+            number, first_table = first_tables[lifetime]
+            shelf, offset = next(packed[lifetime])
+            places.append(Place(number, shelf, offset, first_table + shelf))
+        return cls(page_bytes, whole.groups, tuple(places))
+
     @property
     def num_tables(self) -> int:
         """Pairs of a group and a shelf, each of which has a block table."""

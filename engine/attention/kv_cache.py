@@ -60,6 +60,7 @@ class KvShape:
     layers: tuple[Tile, ...]
     dtype: torch.dtype  # of keys and values
     states: tuple[StateTile, ...] = ()
+    whole: "KvShape | None" = None  # of a stage: what the layers of all stages keep, which decides the groups
 
     @classmethod
     def uniform(cls, *, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> "KvShape":
@@ -78,6 +79,8 @@ class KvShape:
 def _groups(shape: KvShape, block_size: int) -> CacheGroups:
     tiles = [(tile.lifetime, shape.tile_bytes(tile, block_size)) for tile in shape.layers]
     tiles += [(Lifetime("state"), state.nbytes) for state in shape.states]
+    if shape.whole is not None:
+        return CacheGroups.within(tiles, shape.whole.groups(block_size))
     return CacheGroups.of(tiles, block_size=block_size)
 
 

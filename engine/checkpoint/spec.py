@@ -61,12 +61,20 @@ def is_native(spec: ModelSpec) -> bool:
     return spec.decoder is not None and not spec.purpose.is_encoder
 
 
-def check_options(spec: ModelSpec, *, tensor_parallel_size: int, is_dummy: bool, quantization: str | None) -> None:
+def check_options(
+    spec: ModelSpec,
+    *,
+    tensor_parallel_size: int,
+    is_dummy: bool,
+    quantization: str | None,
+    pipeline_parallel_size: int = 1,
+) -> None:
     """Raises ConfigError for options that need our own layers, if transformers computes the model."""
     if is_native(spec) or spec.purpose.is_encoder:
         return
     for what, is_asked in (
         ("--tensor-parallel-size", tensor_parallel_size > 1),
+        ("--pipeline-parallel-size", pipeline_parallel_size > 1),
         ("--load-format dummy", is_dummy),
         ("--quantization", quantization is not None),
         ("A quantized checkpoint", spec.scheme is not None),

@@ -5,10 +5,11 @@ from ...ipc.messages import ExpertLoad
 
 class ExpertLoads:
     """A rank's reports are windows: what happened since the one before. Ranks run the same plans and report after the
-    same steps, so the windows of equal `num_steps` belong together."""
+    same steps, so the windows of equal `num_steps` belong together, of the ranks that share the experts of a layer."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, num_stages: int = 1) -> None:
+        """num_ranks: of all stages; those of a stage follow each other."""
+        self._size = num_ranks // num_stages
         self._totals = [0] * num_ranks
         self._windows: dict[int, ExpertLoad] = {}  # by rank, the last ones
         self.num_windows = 0  # complete ones, of all ranks
@@ -17,10 +18,13 @@ class ExpertLoads:
     def take(self, report: ExpertLoad) -> None:
         self._windows[report.rank] = report
         self._totals[report.rank] += sum(sum(_integers(tokens)) for tokens in report.tokens.values())
-        windows = [self._windows[rank] for rank in sorted(self._windows)]
-        if len(windows) == self._num_ranks and len({window.num_steps for window in windows}) == 1:
+        first = report.rank - report.rank % self._size
+        windows = [self._windows[rank] for rank in range(first, first + self._size) if rank in self._windows]
+        if len(windows) == self._size and len({window.num_steps for window in windows}) == 1:
             self.num_windows += 1
-            self._by_layer = {layer: [_integers(window.tokens[layer]) for window in windows] for layer in report.tokens}
+            self._by_layer |= {
+                layer: [_integers(window.tokens[layer]) for window in windows] for layer in report.tokens
+            }
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -261,6 +261,7 @@ def make_scheduler(
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         depth=config.pipeline_depth,
+        num_stages=config.pipeline_parallel_size,
         eos_token_ids=config.model.eos_token_ids,
         prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,

@@ -22,3 +22,19 @@ class Model(Protocol):
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
+
+
+class StagedModel(Model, Protocol):
+    """A model that can be one stage of several, which compute its layers one after the other."""
+
+    def stage(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        regimes: Tensor | None,
+        received: Tensor | None,
+    ) -> Tensor:
+        """`hidden`, of this stage's layers. received: [tokens, columns] from the stage before, None for the first one.
+        Returns what the next stage receives, or in the last stage the states that the head takes. Only the first stage
+        reads the ids."""

@@ -57,7 +57,7 @@ from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers, Step
+from .reference import Reference, ReferenceModel, Registers, Step, put_received, result_of
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
@@ -115,11 +115,24 @@ class NativeModel:
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
     ) -> Tensor:
+        return self.stage(ids, positions, attention, regimes, None)
+
+    def stage(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        regimes: Tensor | None,
+        received: Tensor | None,
+    ) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
-            return self._alone.hidden(ids, positions, attention, regimes)
+            return self._alone.stage(ids, positions, attention, regimes, received)
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         (step, fields), registers = self.begin(ids, positions, attention, regimes), None
+        if program.receives or program.sends:
+            registers = self._registers(tokens)
+            put_received(registers, program, received)
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
@@ -128,6 +141,9 @@ class NativeModel:
                 continue
             registers = registers or self._registers(tokens)
             self._reference.run(part.op, registers, step)
+        if program.sends:
+            assert registers is not None
+            return result_of(registers, program)
         return self._register(program.result.register, tokens).clone()
 
     def begin(
@@ -191,6 +207,8 @@ class _Compiler:
         for op in self._program.ops:
             for view in op.ins:
                 self._readers[view.register] += 1
+        for view in self._program.sends:
+            self._readers[view.register] += 1
 
     def parts(self) -> list[_InC | _InTorch]:
         found: list[_InC | _InTorch] = []

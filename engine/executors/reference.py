@@ -372,21 +372,52 @@ class ReferenceModel:
         self._reference = reference
         self._vocabulary = vocabulary
         self.logits, self.greedy = vocabulary.logits, vocabulary.greedy
+        program = reference.program
         last: dict[int, int] = {}
-        for number, op in enumerate(reference.program.ops):
+        for number, op in enumerate(program.ops):
             for view in (*op.ins, *op.outs):
                 last[view.register] = number
-        last.pop(reference.program.result.register)
-        self._dropped: list[list[int]] = [[] for _ in reference.program.ops]
+        for view in (program.result, *program.sends):
+            last.pop(view.register, None)
+        self._dropped: list[list[int]] = [[] for _ in program.ops]
         for register, number in last.items():
             self._dropped[number].append(register)
 
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
     ) -> Tensor:
+        return self.stage(ids, positions, attention, regimes, None)
+
+    def stage(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        regimes: Tensor | None,
+        received: Tensor | None,
+    ) -> Tensor:
+        program = self._reference.program
         step, registers = self._reference.step(ids, positions, attention, regimes), Registers()
-        for op, dropped in zip(self._reference.program.ops, self._dropped, strict=True):
+        put_received(registers, program, received)
+        for op, dropped in zip(program.ops, self._dropped, strict=True):
             self._reference.run(op, registers, step)
             for register in dropped:
                 registers.drop(register)
-        return registers.get(self._reference.program.result)
+        return result_of(registers, program)
+
+
+def put_received(registers: Registers, program: Program, received: Tensor | None) -> None:
+    """Puts what the stage before has sent into the registers. received: [tokens, columns]; None: the first stage."""
+    assert (received is None) == (not program.receives), "what a stage receives is the result of the one before"
+    if received is not None:
+        first = 0
+        for view in program.receives:
+            registers.put(view, program.widths[view.register], received[:, first : first + view.width])
+            first += view.width
+
+
+def result_of(registers: Registers, program: Program) -> Tensor:
+    """What the head takes, or of a stage before the last one what it sends: [tokens, columns], in new memory."""
+    if program.sends:
+        return torch.cat([registers.get(view) for view in program.sends], dim=1)
+    return registers.get(program.result)

@@ -18,13 +18,18 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 class Vocabulary:
     def __init__(self, program: Program, weights: Weights, group: Group) -> None:
-        """program: this rank's."""
+        """program: this rank's. Without a head, as of a stage before the last one, nothing else may be called."""
         self._program, self.group = program, group
-        self._matrix = weights.matrix(program.head)
-        self._project = None if program.head_project is None else weights.matrix(program.head_project)
-        self._bias = weights.vector(program.head_bias)
+        head = [program.head, program.head_project] if program.has_head else [None, None]
+        self._head, self._project = (None if each is None else weights.matrix(each) for each in head)
+        self._bias = weights.vector(program.head_bias) if program.has_head else None
         self.first, _ = share(program.vocab, group.rank, group.size)
         _, self.largest_part = share(program.vocab, 0, group.size)
+
+    @property
+    def _matrix(self) -> Matrix:
+        assert self._head is not None, "the head is the last stage's"
+        return self._head
 
     def part(self, hidden: Tensor, take: Take | None = None) -> Tensor:
         """hidden: [positions, hidden_size] → the logits of this rank's part of the vocabulary, from `first` on: float32

@@ -358,6 +358,9 @@ class Program(Data):
     vocab: int
     states: tuple[State, ...] = ()
     regime_limit: int | None = None  # of the decoder
+    has_head: bool = True  # False: of a stage before the last one, which does not load the head
+    receives: tuple[View, ...] = ()  # of a stage after the first: what the stage before it has computed,
+    sends: tuple[View, ...] = ()  # and of a stage before the last: what the next one needs, beside each other
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -380,6 +383,8 @@ class Program(Data):
 
 def _parts(program: Program) -> list[Matrix | Vector]:
     found = [value for op in program.ops for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]
+    if not program.has_head:
+        return found
     found.append(program.head)
     if program.head_bias is not None:
         found.append(program.head_bias)
@@ -398,7 +403,8 @@ class Layout(Data):
 def layout(program: Program) -> Layout:
     """Registers that are in use at different times share memory."""
     uses = [[view.register for view in (*op.ins, *op.outs)] for op in program.ops]
-    return placed([*uses, [program.result.register]], program.widths)
+    received, sent = ([view.register for view in views] for views in (program.receives, program.sends))
+    return placed([received, *uses, [program.result.register, *sent]], program.widths)
 
 
 def placed(uses: Sequence[Iterable[int]], widths: Sequence[int]) -> Layout:

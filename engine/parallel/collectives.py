@@ -100,7 +100,7 @@ class GlooGroup:
 
     def __init__(self, rank_info: RankInfo, size: int) -> None:
         """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = rank_info.rank, size
+        self.rank, self.size = rank_info.t, size
         _join("gloo", rank_info, size, None)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -118,7 +118,7 @@ class NcclGroup:
 
     def __init__(self, rank_info: RankInfo, size: int, device: torch.device) -> None:
         """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = rank_info.rank, size
+        self.rank, self.size = rank_info.t, size
         _join("nccl", rank_info, size, device)
         self._one_shot = OneShot(device) if OneShot.is_possible(rank_info, size) else None
 
@@ -181,15 +181,15 @@ def _share_memory(rank_info: RankInfo, size: int, level: str | None) -> SharedMe
     if rank_info.memory_fd < 0:
         return None
     try:
-        memory = SharedMemory(rank_info.memory_fd, rank=rank_info.rank, size=size, num_bytes=sums.memory_bytes(size))
+        memory = SharedMemory(rank_info.memory_fd, rank=rank_info.t, size=size, num_bytes=sums.memory_bytes(size))
     except OSError as error:
         raise StartError(f"The {size} ranks cannot share memory: {error.strerror}.") from error
     exchange = None
     with contextlib.suppress(build.BuildError):  # the runner reports why there are no C kernels
         library = build.find(level).load()
-        exchange = sums.Exchange(library, memory.address, rank=rank_info.rank, size=size)
+        exchange = sums.Exchange(library, memory.address, rank=rank_info.t, size=size)
     can_all = memory.meet(is_able=exchange is not None, timeout_s=_TIMEOUT.total_seconds())
-    return SharedMemoryGroup(memory, exchange, rank_info.rank, size) if can_all and exchange is not None else None
+    return SharedMemoryGroup(memory, exchange, rank_info.t, size) if can_all and exchange is not None else None
 
 
 def _join(backend: str, rank_info: RankInfo, size: int, device: torch.device | None) -> None:
@@ -197,7 +197,7 @@ def _join(backend: str, rank_info: RankInfo, size: int, device: torch.device | N
         torch.distributed.init_process_group(
             backend,
             init_method=rank_info.rendezvous,
-            rank=rank_info.rank,
+            rank=rank_info.t,
             world_size=size,
             timeout=_TIMEOUT,
             device_id=device,

@@ -20,9 +20,9 @@ _ARRIVED, _UNABLE = 1, 2
 _POLL_S = 0.001
 
 
-def make_memory() -> int:
-    """A descriptor for the ranks of one group to inherit, which the caller closes; -1 where the system has no memfd."""
-    return os.memfd_create("pagewire-ranks") if hasattr(os, "memfd_create") else -1
+def make_memory(name: str = "pagewire-ranks") -> int:
+    """A descriptor for ranks to inherit, which the caller closes; -1 where the system has no memfd."""
+    return os.memfd_create(name) if hasattr(os, "memfd_create") else -1
 
 
 class SharedMemory:

@@ -25,22 +25,25 @@ from .backend import Backend
 from .loading import host_workspace, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .served import DTYPES, Served, how_served
+from .stages import part_of_stage
 
 
 @dataclass(frozen=True)
 class Forecast:
     served: Served
-    memory: MemoryPlan  # of one rank, without that of recorded steps on a GPU
+    memory: MemoryPlan  # of one rank, of the first stage if there are several, without that of recorded steps on a GPU
     num_pages: int  # of KV that it would offer
 
 
 def forecast(config: EngineConfig) -> Forecast:
     """Raises ConfigError and CheckpointError for a model that is not served."""
     spec = read_spec(Path(config.model.path))
-    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
+    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.num_ranks))))
     served = how_served(
         config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda", capability=device.capability
     )
+    if config.pipeline_parallel_size > 1:
+        served = part_of_stage(config, served, 0)
     shape = served.kv_shape
     plan = MemoryPlan(
         weights=_weight_bytes(config, served),

@@ -22,6 +22,7 @@ from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
 from ..models.program import Matrix, Vector
 from ..parallel.collectives import Group
+from ..parallel.rank import RankInfo
 from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
@@ -31,11 +32,13 @@ from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights, segment_key
+from .stages import part_of_stage
 
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
     from ..steps.encoder_steps import EncoderModel
 
+_ALONE = RankInfo()
 _LEFT_STATES = 7  # of a request: one at its end, and those that its prompt keeps
 _SPARE_STATES = 4  # of a row: the default number of draft tokens
 _SPARE_SHARE = 8  # spare states take at most 1/8 as much memory as the pages that the core assigns
@@ -57,6 +60,8 @@ class HostModel:
     workspace: int  # bytes, estimated
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
+    received_width: int = 0  # of a stage: columns that it is sent,
+    sent_width: int = 0  # and those that it sends
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     graphs = 0
@@ -73,6 +78,7 @@ def load_model(
     shared: SharedWeights | None = None,
     kept: KeptWeights | None = None,
     *,
+    rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
     broken_kernels: Collection[str] = (),
 ) -> "HostModel | DeviceModel | EncoderModel":
@@ -88,6 +94,8 @@ def load_model(
     if is_checked:
         checked = check_kernels(config, spec, served, device, queue, group, broken_kernels)
         served, config = checked.served, checked.config
+    if config.pipeline_parallel_size > 1:
+        served = part_of_stage(config, served, rank_info.stage)
     if served.backend is None:
         return _load_encoder(config, served, device)
     fill = partial(_fill, config, served, progress)
@@ -103,7 +111,7 @@ def load_model(
         )
         packing = Packing(options)
         if shared is not None and backend.ops.storage is not None:
-            loaded = shared.load(config, group.rank, packing, backend.ops, fill)
+            loaded = shared.load(config, rank_info.rank, packing, backend.ops, fill)
         else:
             fill(packing)
             loaded = packing.weights
@@ -135,6 +143,8 @@ def load_model(
         weights=weights,
         note=served.note,
         failed_kernels=checked.failed,
+        received_width=0 if served.program is None else sum(view.width for view in served.program.receives),
+        sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
         own_experts=own_experts,
         replicas=replicas,
         workspace=host_workspace(config, spec, model.kv_shape),

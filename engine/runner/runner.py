@@ -10,15 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ...config.config import EngineConfig
+from ...errors import StartError
 from ...ipc.messages import (
     GroupShape,
+    Hidden,
     LateMasks,
     PlaceExperts,
+    SampledIds,
     StepPlan,
     StepResult,
     Transferred,
@@ -31,17 +34,22 @@ from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
 from ..device.queue import Queue
 from ..device.sleep import Parked, storages_of
+from ..executors.base import StagedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
+from ..parallel.stage_memory import StageMemory
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
+from ..steps.sampled import Sampled
+from ..steps.stage_steps import Passed, StageSteps, received_of
 from .kept_weights import KeptWeights, journal_in
 from .kernel_checks import cache_folder, machine_key
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
+from .served import DTYPES
 from .shared_weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -67,7 +75,14 @@ class Runner:
         timings: dict[str, float],
         shared: SharedWeights | None = None,
         kept: KeptWeights | None = None,
+        rank_info: RankInfo = _ALONE,
     ) -> None:
+        self._stage = rank_info.stage
+        self._input = self._output = None
+        if isinstance(model, HostModel) and config.pipeline_parallel_size > 1:
+            self._input = _memory(config, rank_info.input_fd, model.received_width)
+            self._output = _memory(config, rank_info.output_fd, model.sent_width)
+        self._stage_steps: StageSteps | None = None  # if there are several
         self.timings = timings  # part of the start → seconds
         segments = [each for each in (shared, kept) if each is not None]
         self.weights_fit = all(each.fits for each in segments)  # False: the segment for weights held something else
@@ -95,6 +110,7 @@ class Runner:
         self._waiting: StepPlan | None = None  # the plan launched last, while it waits for masks
         self._late: dict[int, dict[int, bytes]] = {}  # step → late row → mask; empty: anything
         self._is_faulted = False  # until a plan whose `after_fault` is set
+        self._unfaulted_at = 0  # the last step of such a plan
 
     @classmethod
     def load(
@@ -132,17 +148,29 @@ class Runner:
             kept = KeptWeights(weights_fd, keeper, device.kept_memory, trim=device.trim, journal=journal)
         with torch.inference_mode():
             model = load_model(
-                config, spec, device, queue or device.queue(), group, progress, shared, kept,
+                config, spec, device, queue or device.queue(), group, progress, shared, kept, rank_info=rank_info,
                 is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
-        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared, kept=kept)
+        return cls(
+            config=config,
+            model=model,
+            device=device,
+            group=group,
+            timings=timings,
+            shared=shared,
+            kept=kept,
+            rank_info=rank_info,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the operator, with the KV cache as it was opened, or as it would be offered."""
         size = self._group.size
-        ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
+        if self._config.pipeline_parallel_size == 1:
+            ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
+        else:
+            ranks = (f"stage {self._stage}{f', each of its {size} ranks' if size > 1 else ''}:",)
         num_pages = self._num_pages or self.offer()
         num_spares = num_spare_states(self._config, self._memory.groups, num_pages)
         return (*ranks, self._model.note, *self._memory.lines(num_pages, num_spares))
@@ -236,6 +264,12 @@ class Runner:
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
         )
+        if config.pipeline_parallel_size > 1:
+            self._stage_steps = StageSteps(
+                self._steps, cast(StagedModel, model.model), attention,
+                is_first=self._stage == 0, is_last=self._stage == config.pipeline_parallel_size - 1,
+                speculates=config.speculative is not None,
+            )  # fmt: skip
 
     def warm_up(self) -> None:
         """Compiles kernels and records steps, so that the first plans need not wait for it. Does nothing the second
@@ -303,6 +337,48 @@ class Runner:
             self._is_faulted = True
             self._order[-1] = _out_of_memory(plan)
 
+    def knows_ids(self, plan: StepPlan) -> bool:
+        """Whether the first stage may run a plan: it embeds ids that the last stage sampled in earlier steps."""
+        is_refused = self._is_faulted and not plan.after_fault
+        return is_refused or self._stages().knows_ids(plan)
+
+    def take_ids(self, message: SampledIds) -> None:
+        """What the last stage has sampled, for the first one."""
+        self._stages().take_ids(message)
+        if message.fault is not None and message.step >= self._unfaulted_at:
+            self._is_faulted = True
+
+    def run_stage(self, plan: StepPlan, hidden: Hidden | None) -> Hidden | StepResult:
+        """This stage's part of a plan: what the next stage needs, or the result in the last stage. It is a fault if
+        there is no memory for the step, here or in an earlier stage, or if the plan was made before the core knew of
+        such a step. hidden: from the stage before; None in the first stage. The caller knows the times."""
+        found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
+        if isinstance(found, Passed):
+            return found.message(plan.step, self._output)
+        if found is not None:
+            return found.result(plan.step, 0.0)
+        if self._stage < self._config.pipeline_parallel_size - 1:
+            return Hidden(plan.step, b"", fault="out_of_memory")
+        return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")
+
+    def _run_stage(self, plan: StepPlan, received: Passed | None) -> Passed | Sampled | None:
+        """None: a fault."""
+        if plan.after_fault:
+            self._is_faulted, self._unfaulted_at = False, plan.step
+        if self._is_faulted or (received is None and self._stage > 0):
+            return None
+        try:
+            with torch.inference_mode():
+                found = self._stages().run(plan, received)
+                self._device.synchronize()
+        except Exception as error:
+            if self._group.size > 1 or not is_out_of_memory(error):
+                raise
+            self._is_faulted = True
+            self._warn_of(plan)
+            return None
+        return found
+
     def forget(self) -> None:
         """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
         self._is_faulted = False
@@ -324,10 +400,13 @@ class Runner:
         except Exception as error:
             if self._group.size > 1 or not is_out_of_memory(error):
                 raise
-            num_tokens = sum(bytes_to_ids(plan.counts))
-            log.warning("step %d: no memory for %d tokens; the next steps will be smaller", plan.step, num_tokens)
+            self._warn_of(plan)
             return False
         return True
+
+    def _warn_of(self, plan: StepPlan) -> None:
+        num_tokens = sum(bytes_to_ids(plan.counts))
+        log.warning("step %d: no memory for %d tokens; the next steps will be smaller", plan.step, num_tokens)
 
     def is_done(self) -> bool:
         """Whether `collect` has a result and would not have to wait for it."""
@@ -420,6 +499,10 @@ class Runner:
         for tile in range(len(self._model.kv_shape.layers)):
             call(tile)
 
+    def _stages(self) -> StageSteps:
+        assert self._stage_steps is not None, "one stage, or a plan before open_cache"
+        return self._stage_steps
+
     def _opened(self) -> Steps:
         assert self._steps is not None, "launch before open_cache"
         return self._steps
@@ -427,3 +510,15 @@ class Runner:
 
 def _out_of_memory(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")
+
+
+def _memory(config: EngineConfig, fd: int, width: int) -> StageMemory | None:
+    """Between this worker and that of another stage. Raises StartError."""
+    if fd < 0:
+        return None
+    num_slots = config.pipeline_parallel_size + config.pipeline_depth  # at least as many as plans are in flight
+    slot_bytes = config.max_num_batched_tokens * width * DTYPES[config.activations].itemsize
+    try:
+        return StageMemory(fd, num_slots=num_slots, slot_bytes=slot_bytes)
+    except OSError as error:
+        raise StartError(f"The stages cannot share memory: {error.strerror}.") from error

@@ -78,6 +78,7 @@ class Served:
     why: str = ""  # why a GPU does not use the Triton kernels
     unfused: str = ""  # why it does not use the one for products of few tokens
     attention: str = ""  # which attention is not that of the Triton kernels
+    layers: str = ""  # which of the model's layers a stage has; empty: all
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -112,7 +113,8 @@ class Served:
         scheme, found, dtype = self.spec.scheme, self.found, str(self.dtype).removeprefix("torch.")
         if self.backend is None:
             return f"transformers' {self.spec.architecture}, {dtype}"
-        parts = [self.backend.note + (f", because {self.why}" if self.why else "")]
+        parts = [self.layers] * bool(self.layers)
+        parts.append(self.backend.note + (f", because {self.why}" if self.why else ""))
         if self.executor == "Triton":
             parts = [f"Triton kernels, {dtype}", *filter(None, [self.attention])]
         if self.in_torch:
@@ -155,6 +157,7 @@ def how_served(
     check_options(
         spec,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         is_dummy=config.load_format == "dummy",
         quantization=config.quantization,
     )

@@ -24,7 +24,7 @@ from .pooling import RowPooler
 from .rows import Rows
 from .sampled import Sampled, learn_drafts, take_in
 from .sampler import Sampler
-from .step_inputs import Samples, step_inputs
+from .step_inputs import StepInputs, step_inputs
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Passed:
     started: float
     ended: float = 0.0  # if it has late rows
     hidden: Tensor | None = None  # [tokens, hidden size]
-    samples: Samples | None = None
+    step: StepInputs | None = None
     draft_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # per speculative row
     draft_states: DraftStates | None = None
     prompt: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class HostSteps(ImmediateSteps):
         self._attention = attention
         self._device = cache.device
         self._synchronize = synchronize
-        self._rows = Rows(
+        self.rows = Rows(
             num_rows=config.max_num_seqs,
             max_len=config.max_model_len,
             block_size=config.block_size,
@@ -72,14 +72,8 @@ class HostSteps(ImmediateSteps):
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
 
     def launch(self, plan: StepPlan) -> None:
-        for row in plan.open:
-            self._rows.open(row)
-            self._pooler.open(row)
-        self._rows.mask(plan)
-        self._rows.grow(plan)
         started = time.perf_counter()
-        copy_blocks(plan, self._cache)
-        self._clear_rests(plan)
+        self.begin(plan)
         self._passed = self._pass(plan, started)
         if plan.late_rows:
             self._synchronize()
@@ -90,19 +84,29 @@ class HostSteps(ImmediateSteps):
     def sample(self, masks: Mapping[int, bytes]) -> None:
         passed, self._passed = self._passed, None
         assert passed is not None, "no plan waits for masks"
-        self._rows.mask_late(masks)
+        self.rows.mask_late(masks)
         wait_s = time.perf_counter() - passed.ended if passed.plan.late_rows else 0.0
         sampled = self._sample(passed)
         self._synchronize()
         device_s = time.perf_counter() - passed.started - wait_s
         self._results.append(sampled.result(passed.plan.step, 1000 * device_s, 1000 * wait_s))
 
+    def begin(self, plan: StepPlan) -> None:
+        """Applies what precedes the pass."""
+        for row in plan.open:
+            self.rows.open(row)
+            self._pooler.open(row)
+        self.rows.mask(plan)
+        self.rows.grow(plan)
+        copy_blocks(plan, self._cache)
+        self._clear_rests(plan)
+
     def _clear_rests(self, plan: StepPlan) -> None:
         """Clears the rest of a block in whose middle a row begins: it may hold stale numbers, NaN among them."""
         for row in plan.open:
             index, first = divmod(row.num_computed, self._config.block_size)
             if first:
-                for table, page in self._rows.pages_of_block(row.row, index):
+                for table, page in self.rows.pages_of_block(row.row, index):
                     self._cache.clear_rest(table, page, first)
 
     def _pass(self, plan: StepPlan, started: float) -> "_Passed":
@@ -110,18 +114,43 @@ class HostSteps(ImmediateSteps):
         passed = _Passed(plan, started)
         if not plan.rows:
             return passed
-        rows = self._rows
-        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
-        draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
-        draft_states = None
+        rows = self.rows
+        draft_tokens = self.propose(plan)
         if rows.has_states and draft_tokens.any():
             draft_tokens = within(draft_tokens, len(self._cache.spare_states))
-            draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
-        step = step_inputs(plan, rows, draft_tokens, cache=self._cache, draft_states=draft_states)
+            passed.draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
+        step = self.inputs(plan, draft_tokens, passed.draft_states)
+        self._take_hidden(
+            passed, step, self._model.hidden(step.ids, step.positions, self._attention, step.regimes), draft_tokens
+        )
+        return passed
+
+    def propose(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Writes draft tokens behind the ids of the plan's speculative rows. Returns their number for each."""
+        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
+        return draft(self.rows, speculative, plan.speculate, plan.break_even)
+
+    def inputs(
+        self, plan: StepPlan, draft_tokens: NDArray[np.int64], draft_states: DraftStates | None = None
+    ) -> StepInputs:
+        """Prepares the pass over a plan with rows."""
+        step = step_inputs(plan, self.rows, draft_tokens, cache=self._cache, draft_states=draft_states)
         if step.fresh_pages is not None:
             self._cache.clear(step.fresh_pages)
         self._attention.begin(step.attention)
-        hidden = self._model.hidden(step.ids, step.positions, self._attention, step.regimes)
+        return step
+
+    def finish(self, plan: StepPlan, step: StepInputs, hidden: Tensor, draft_tokens: NDArray[np.int64]) -> Sampled:
+        """What follows the pass: samples, and updates the rows. hidden: [tokens, hidden_size], of the step's tokens."""
+        passed = _Passed(plan, 0.0)
+        self._take_hidden(passed, step, hidden, draft_tokens)
+        return self._sample(passed)
+
+    def _take_hidden(
+        self, passed: "_Passed", step: StepInputs, hidden: Tensor, draft_tokens: NDArray[np.int64]
+    ) -> None:
+        """What follows the pass and needs no masks."""
+        rows = self.rows
 
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
@@ -138,20 +167,17 @@ class HostSteps(ImmediateSteps):
                 passed.vectors[pooled.index] = vector
         rows.num_computed[step.rows] += step.counts
         rows.advance_states(step.rows)
-        passed.hidden, passed.samples = hidden, step.sampled
-        passed.draft_tokens, passed.draft_states = draft_tokens, draft_states
-        return passed
+        passed.hidden, passed.step, passed.draft_tokens = hidden, step, draft_tokens
 
     def _sample(self, passed: "_Passed") -> Sampled:
         """Samples, and updates the rows by what was sampled."""
-        plan, rows, device = passed.plan, self._rows, self._device
-        prompt, vectors, samples, hidden = passed.prompt, passed.vectors, passed.samples, passed.hidden
-        if samples is None or hidden is None or not len(samples.rows):
+        plan, rows, prompt, vectors, hidden = passed.plan, self.rows, passed.prompt, passed.vectors, passed.hidden
+        if passed.step is None or hidden is None or not len(passed.step.sampled.rows):
             return Sampled(prompt, vectors=vectors)
-        draft_tokens, draft_states = passed.draft_tokens, passed.draft_states
+        samples, draft_tokens, draft_states = passed.step.sampled, passed.draft_tokens, passed.draft_states
         rows.lift_minimum(samples.rows, samples.ends)
         if len(samples.tokens) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(device))
+            hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(self._device))
         parts: list[NDArray[np.int64]] = []
         logprobs: dict[int, RowLogprobs] = {}
         size = self._config.max_num_seqs  # the workspace has this many rows of logits; only draft tokens need more

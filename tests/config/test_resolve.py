@@ -213,6 +213,28 @@ def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
         assert "tokens may depend on what else is served" in str(decide(config, model).invariance_warning), config
 
 
+@pytest.mark.parametrize(
+    ("flags", "facts", "model", "sentence"),
+    [
+        ({}, GPU, {}, "--pipeline-parallel-size 2 is for --device cpu: stages on GPUs are not there yet"),
+        ({"speculative": "ngram"}, {}, {"has_states": True}, "--speculative is not there for m with --pipeline-par"),
+        ({"extension": "module:Extension"}, {}, {}, "--extension knows the KV of one rank only"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(
+    flags: dict[str, object], facts: dict[str, object], model: dict[str, object], sentence: str
+) -> None:
+    machine = msgspec.convert({"num_cores": 1} | facts, MachineFacts)
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(make_config(pipeline_parallel_size=2, **flags), msgspec.structs.replace(MODEL, **model), machine)
+
+
+def test_threads_are_shared_by_the_ranks_of_all_stages() -> None:
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    config = decide(make_config(**sizes))
+    assert config.num_ranks == 4 and config.num_threads == decide(make_config(tensor_parallel_size=4)).num_threads
+
+
 def test_resolve_refuses_more_context_than_the_model_has() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
         decide(make_config(max_model_len=5000))

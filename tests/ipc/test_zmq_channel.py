@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import Ping, Stop, ToTokenizer
+from pagewire.ipc.epochs import Epochs, Link
+from pagewire.ipc.messages import Hidden, Ping, Reset, Stop, ToTokenizer, ToWorker
 from pagewire.ipc.zmq_channel import (
     ZmqContext,
     ZmqInbox,
@@ -50,6 +51,34 @@ def test_messages_from_a_peer_without_the_key_are_not_received(tmp_path: Path) -
     inbox.close()
     ours.close()
     theirs.close()
+
+
+def test_the_data_of_a_pass_is_a_frame_of_its_own(tmp_path: Path) -> None:
+    """Also of a message that waits for its epoch, and nothing is left of one that is stale."""
+    ours, theirs = Epochs(), Epochs()
+    receiver, sender = ZmqContext(epochs=ours), ZmqContext(epochs=theirs)
+    inbox: ZmqInbox[object] = receiver.inbox(f"ipc://{tmp_path}/worker", ToWorker)
+    outbox = sender.outbox(f"ipc://{tmp_path}/worker", Link.DEVICE)
+    control = receiver.outbox(f"ipc://{tmp_path}/worker", Link.CONTROL)
+    first, bare = Hidden(1, b"", width=2, data=b"12345678"), Hidden(2, b"", fault="out_of_memory")
+    for message in (first, bare, first):
+        outbox.send(message)
+    assert receive(inbox, 3) == [first, bare, first]
+    theirs.advance(Reset(2, 2, ("worker",), ""))
+    outbox.send(first)
+    outbox.send(Ping())
+    assert inbox.wait(5.0) and inbox.drain() == []
+    reset = Reset(2, 2, ("worker",), "")
+    control.send(reset)
+    assert receive(inbox, 3) == [reset, first, Ping()]
+    ours.advance(Reset(3, 3, ("worker",), ""))
+    for message in (first, bare):
+        outbox.send(message)
+    theirs.advance(Reset(3, 3, ("worker",), ""))
+    outbox.send(bare)
+    assert receive(inbox, 1) == [bare] and ours.num_stale == 2
+    receiver.close()
+    sender.close()
 
 
 def test_a_runtime_folder_whose_path_is_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

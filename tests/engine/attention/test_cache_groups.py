@@ -1,6 +1,7 @@
 """Groups of tiles: the size of a page, and where each tile lies."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -126,3 +127,28 @@ def test_the_blocks_of_a_row_are_enough_at_every_position(lifetime, block_size):
         most = max(most, needed)
         assert needed <= lifetime.blocks(position + 1, block_size)
     assert most == lifetime.blocks(300, block_size), "and no more than that"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_part_of_the_tiles_has_the_groups_of_all(name: str) -> None:
+    """Whatever layers a stage has, a block is as many pages as in the other stages; only their size differs."""
+    tiles, _, pages = MODELS[name]
+    whole = CacheGroups.of(tiles, block_size=64)
+    for num_stages in (2, 3, 4):
+        bounds = [round(stage * len(tiles) / num_stages) for stage in range(num_stages + 1)]
+        total = 0
+        for first, last in pairwise(bounds):
+            part = CacheGroups.within(tiles[first:last], whole)
+            assert [group.pages for group in part.groups] == pages and part.groups == whole.groups
+            used: dict[int, list[tuple[int, int]]] = {}
+            for (lifetime, size), place in zip(tiles[first:last], part.places, strict=True):
+                assert part.groups[place.group].lifetime == lifetime
+                assert place.table == part.tables(place.group)[place.shelf] and place.offset % ALIGNMENT == 0
+                used.setdefault(place.table, []).append((place.offset, place.offset + size))
+            for spans in used.values():
+                spans.sort()
+                assert all(before[1] <= after[0] for before, after in pairwise(spans))
+                assert spans[-1][1] <= part.page_bytes
+            total += part.page_bytes
+        assert total <= 1.6 * whole.page_bytes + 4 * max(size for _, size in tiles)
+    assert CacheGroups.within([], whole).page_bytes == 0 and CacheGroups.within(tiles, whole) == whole

@@ -36,3 +36,11 @@ def test_a_layer_that_no_token_has_passed_is_left_out() -> None:
     loads = ExpertLoads(1)
     loads.take(report(0, 1, [0, 0], [1, 0]))
     assert loads.imbalance == {2: 1.0}
+
+
+def test_the_ranks_of_a_stage_share_its_layers() -> None:
+    loads = ExpertLoads(4, 2)
+    for rank, tokens in ((0, [30, 0]), (3, [0, 5]), (1, [0, 10]), (2, [5, 0])):
+        layer = 0 if rank < 2 else 7
+        loads.take(ExpertLoad(rank, 1000, {layer: array("q", tokens).tobytes()}))
+    assert loads.tokens == (30, 10, 5, 5) and loads.imbalance == {0: 1.5, 7: 1.0}

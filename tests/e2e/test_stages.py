@@ -1,0 +1,150 @@
+"""Stages of a pipeline in processes of their own give the tokens of one rank, and survive each other's death."""
+
+import json
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import vocabulary
+from waiting import until
+
+from pagewire import LLM, SamplingParams
+from pagewire.tools.servers import Server, free_port
+
+pytestmark = pytest.mark.e2e
+PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
+
+
+def _post(server: Server, prompt: Any, **more: Any) -> Any:
+    """The open response to a completion of 24 tokens."""
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True, "temperature": 0, **more}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def _complete(server: Server, prompt: Any, **more: Any) -> list[list[int]]:
+    with _post(server, prompt, **more) as response:
+        choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
+    return [choice["token_ids"] for choice in choices]
+
+
+def _stream(server: Server, on_first: Callable[[], object] = lambda: None) -> list[int]:
+    with _post(server, PROMPTS[4], max_tokens=300, stream=True) as response:
+        events = [response.readline()]
+        on_first()
+        events += [line for line in response if line.strip()]
+    assert events[-1].strip() == b"data: [DONE]", events[-1]
+    choices = [json.loads(line[6:])["choices"][0] for line in events[:-1] if line.strip()]
+    return [token for choice in choices for token in choice["token_ids"] or ()]
+
+
+def _metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        return str(response.read(), "utf-8")
+
+
+def _check(folder: Path, server: Server) -> None:
+    with LLM(str(folder), dtype="float32", threads=1) as llm:
+        greedy, sampled = (
+            [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            for params in (
+                SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+                SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True),
+            )
+        )
+    for _ in range(2):
+        assert _complete(server, PROMPTS) == greedy
+    assert _complete(server, PROMPTS[4], temperature=1, seed=3) == [sampled[4]]
+
+
+def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
+    tmp_path: Path, start: Callable[..., Server]
+) -> None:
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "qwen3"))
+    flags = ("--dtype", "float32", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2")
+    server = start(str(folder), *flags, "--max-num-batched-tokens", "32").wait_ready()
+    assert len(server.of_kind("worker")) == 4
+    log = server.log.read_text()
+    assert "stage 0, each of its 2 ranks:" in log and "with the embedding of 3" in log and "with the head of 3" in log
+    for worker in server.of_kind("worker"):
+        assert "/memfd:pagewire-stages" in Path(f"/proc/{worker.pid}/maps").read_text()
+    _check(folder, server)
+    expected, before = _stream(server), server.children()
+    assert _stream(server, before["worker-3"].kill) == expected  # of the last stage
+    after = server.children()
+    assert after["core"].pid == before["core"].pid
+    assert {child.pid for name, child in before.items() if name.startswith("worker")}.isdisjoint(
+        child.pid for child in after.values()
+    )
+    assert "worker-3 was killed by SIGKILL. Replacing worker, worker-1, worker-2, worker-3." in server.log.read_text()
+    until(lambda: "_bubble_ratio{" in _metrics(server), "the core reports")
+    for stage in (0, 1):
+        for state in ("busy", "plan", "input", "ids"):
+            assert f'stage="{stage}",state="{state}"}} ' in _metrics(server)
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "stages", "ranks", "flags"),
+    [
+        ("jamba", 2, 2, ()),
+        ("qwen3_moe", 3, 1, ()),
+        ("qwen3_moe", 2, 2, ("--enable-expert-parallel",)),
+        ("minimax", 2, 2, ()),
+    ],
+)
+def test_stages_of_other_families(
+    kind: str, stages: int, ranks: int, flags: tuple[str, ...], tmp_path: Path, start: Callable[..., Server]
+) -> None:
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, kind))
+    sizes = ("--pipeline-parallel-size", str(stages), "--tensor-parallel-size", str(ranks))
+    server = start(str(folder), "--dtype", "float32", *sizes, *flags).wait_ready()
+    _check(folder, server)
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["worker", "worker-1", "core"])
+def test_streams_continue_whoever_dies(victim: str, tmp_path: Path, start: Callable[..., Server]) -> None:
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "qwen3"))
+    server = start(str(folder), "--dtype", "float32", "--pipeline-parallel-size", "3").wait_ready()
+    expected, before = _stream(server), server.children()
+    assert _stream(server, before[victim].kill) == expected
+    lost = {"worker", "worker-1", "worker-2", victim}
+    after = server.children()
+    assert {name for name in before if after[name].pid != before[name].pid} == lost
+    assert server.stop() == 0, server.log.read_text()
+
+
+def test_the_ranks_of_a_stage_must_be_in_one_launch(start: Callable[..., Server]) -> None:
+    addresses = [f"worker{suffix}=tcp://127.0.0.1:{free_port()}" for suffix in ("", "-1", "-2", "-3")]
+    server = start(
+        "--actors", "worker,core,grammar,tokenizer,detokenizer,api",
+        "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--address", *addresses,
+        command=(sys.executable, "-m", "pagewire.procs.launch"),
+    )  # fmt: skip
+    assert server.process.wait(20) == 2
+    assert server.log.read_text() == "pagewire: With several stages, start all workers of a stage in one launch.\n"
+
+
+@pytest.mark.long
+def test_stages_may_run_in_two_launches(start: Callable[..., Server], tmp_path: Path) -> None:
+    """What they send each other goes over TCP, with keys."""
+    names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api")
+    addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
+    launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
+    common = ["--pipeline-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
+    first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
+    until(lambda: (tmp_path / "key").exists(), "the key is made")
+    second = start("--actors", "worker-1", *common, command=launch)
+    first.wait_ready()
+    assert set(second.children()) == {"worker-1"}
+    assert len(_complete(first, "hello")[0]) == 24
+    assert first.stop() == 0 and second.stop() == 0
