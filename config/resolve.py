@@ -40,11 +40,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
-    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
-        raise ConfigError(
-            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
-            "number of ranks, or leave it out."
-        )
+    _check_experts(options, machine)
     if options.tensor_parallel_size > 1 and (options.kv_connector or options.extension is not None):
         flag = "--kv-connector" if options.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
@@ -190,6 +186,23 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
+    """Refuses whole experts for one rank, and replicas where there is nothing to copy or to copy from."""
+    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
+            "number of ranks, or leave it out."
+        )
+    for what, is_so in (
+        ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
+        ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
+        ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
+        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic),
+    ):
+        if is_so and options.expert_replicas:
+            raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")
 
 
 def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -451,6 +451,14 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
 
 
+class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
+    """core → workers, to all between the same two plans: from the next plan on the ranks have these experts of a
+    layer."""
+
+    layer: int
+    slots: tuple[tuple[int, ...], ...]  # of each rank: the expert of each slot; -1: none
+
+
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -842,7 +850,7 @@ ToCore = (
     | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
-ToWorker = OpenCache | StepPlan | LateMasks | Sleep | Wake | Ping | Reset | Leave | Stop
+ToWorker = OpenCache | StepPlan | LateMasks | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept

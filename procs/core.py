@@ -14,6 +14,7 @@ from msgspec import structs
 from ..config.config import EngineConfig
 from ..engine.core import trace
 from ..engine.core.expert_loads import ExpertLoads
+from ..engine.core.expert_placement import Balancer
 from ..engine.core.planner import Lateness
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
@@ -37,6 +38,7 @@ from ..ipc.messages import (
     OpenCache,
     Opened,
     Ping,
+    PlaceExperts,
     Reset,
     Sleep,
     Slept,
@@ -84,6 +86,7 @@ class CoreActor:
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._expert_loads = ExpertLoads(config.tensor_parallel_size)
+        self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -309,6 +312,7 @@ class CoreActor:
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
             self._offers.clear()
+            self._balancer.forget()
         scheduler = self._scheduler
         if scheduler is None:
             return
@@ -408,7 +412,7 @@ class CoreActor:
         elif scheduler.late():
             self._watch()
 
-    def _tell_workers(self, message: OpenCache | StepPlan | LateMasks | Sleep | Wake) -> None:
+    def _tell_workers(self, message: OpenCache | StepPlan | LateMasks | Sleep | Wake | PlaceExperts) -> None:
         for name in self._workers:
             self._post(name, message)
 
@@ -459,5 +463,8 @@ class CoreActor:
             },
         )
         self._post("api", snapshot)
+        if self._has_workers and not scheduler.is_paused and (change := self._balancer.next(self._expert_loads)):
+            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
+            self._tell_workers(change)
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)

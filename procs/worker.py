@@ -25,6 +25,7 @@ from ..ipc.messages import (
     Leave,
     OpenCache,
     Ping,
+    PlaceExperts,
     Reset,
     Sleep,
     Slept,
@@ -52,19 +53,21 @@ class Worker:
         *,
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
+        keeper: str = "",
         progress: Callable[[int, int], None] | None = None,
         broken_kernels: Collection[str] = (),
     ) -> None:
-        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
-        them."""
+        """`weights_fd`: a memfd for its packed weights, or for their index; -1: none. `keeper`: the address of the
+        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all.
+        `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
+        self._keeper = keeper
         self._progress = progress
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
-        self._plans: deque[StepPlan] = deque()  # taken and not launched: the one before them waits for mail
+        self._later: deque[StepPlan | PlaceExperts] = deque()  # taken and not begun: the plan before waits for mail
         self._num_answered = 0
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
@@ -83,7 +86,7 @@ class Worker:
         self._post = post
         self._runner = Runner.load(
             self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
-            broken_kernels=self._broken_kernels,
+            keeper=self._keeper, broken_kernels=self._broken_kernels,
         )  # fmt: skip
         self._offer()
 
@@ -98,7 +101,7 @@ class Worker:
     def reset(self) -> None:
         """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises
         StartError."""
-        self._plans.clear()
+        self._later.clear()
         self._started().forget()
         if not self._started().wake():
             raise StartError("There is too little free memory to wake up for a new core.")
@@ -120,7 +123,7 @@ class Worker:
     @property
     def num_pending(self) -> int:
         """Plans taken and not answered."""
-        return self._started().num_pending + len(self._plans)
+        return self._started().num_pending + sum(isinstance(message, StepPlan) for message in self._later)
 
     @property
     def num_computing(self) -> int:
@@ -131,7 +134,7 @@ class Worker:
     def step(self, plan: StepPlan) -> None:
         """Launches a plan, or keeps it while the one before waits for mail, and sends the results of steps that are
         done."""
-        self._plans.append(plan)
+        self._later.append(plan)
         self._go_on()
 
     def tell(self, message: LateMasks) -> None:
@@ -142,9 +145,14 @@ class Worker:
 
     def _go_on(self) -> None:
         runner = self._started()
-        while self._plans and not runner.needs_mail:
-            runner.launch(self._plans.popleft())
-            self.answer()
+        while self._later and not runner.needs_mail:
+            message = self._later.popleft()
+            if isinstance(message, StepPlan):
+                runner.launch(message)
+                self.answer()
+            else:
+                self.answer(wait=True)
+                runner.place_experts(message)
 
     def answer(self, *, wait: bool = False) -> None:
         """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step,
@@ -159,6 +167,11 @@ class Worker:
             if self._num_answered % _LOAD_STEPS == 0:
                 self._report_load()
         self.poll()
+
+    def place_experts(self, message: PlaceExperts) -> None:
+        """From the next plan on the ranks have these experts of a layer. Steps in flight end first."""
+        self._later.append(message)
+        self._go_on()
 
     def rest(self) -> None:
         """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
@@ -260,6 +273,8 @@ def _take(
             worker.sleep()
         case Wake():
             worker.wake()
+        case PlaceExperts():
+            worker.place_experts(message)
         case Ping():
             on_ping()
             worker.rest()

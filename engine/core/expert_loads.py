@@ -11,6 +11,7 @@ class ExpertLoads:
         self._num_ranks = num_ranks
         self._totals = [0] * num_ranks
         self._windows: dict[int, ExpertLoad] = {}  # by rank, the last ones
+        self.num_windows = 0  # complete ones, of all ranks
         self._by_layer: dict[int, list[list[int]]] = {}  # layer → for each rank the tokens of each expert
 
     def take(self, report: ExpertLoad) -> None:
@@ -18,6 +19,7 @@ class ExpertLoads:
         self._totals[report.rank] += sum(sum(_integers(tokens)) for tokens in report.tokens.values())
         windows = [self._windows[rank] for rank in sorted(self._windows)]
         if len(windows) == self._num_ranks and len({window.num_steps for window in windows}) == 1:
+            self.num_windows += 1
             self._by_layer = {layer: [_integers(window.tokens[layer]) for window in windows] for layer in report.tokens}
 
     @property

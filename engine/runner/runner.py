@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import GroupShape, LateMasks, StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import (
+    GroupShape,
+    LateMasks,
+    PlaceExperts,
+    StepPlan,
+    StepResult,
+    Transferred,
+    bytes_to_ids,
+    ids_to_bytes,
+)
 from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
@@ -30,6 +38,8 @@ from ..parallel.collectives import Group, join
 from ..parallel.rank import RankInfo
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
+from .kept_weights import KeptWeights, journal_in
+from .kernel_checks import cache_folder, machine_key
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .shared_weights import SharedWeights
@@ -56,9 +66,12 @@ class Runner:
         group: Group,
         timings: dict[str, float],
         shared: SharedWeights | None = None,
+        kept: KeptWeights | None = None,
     ) -> None:
         self.timings = timings  # part of the start → seconds
-        self.weights_fit = shared is None or shared.fits  # False: the segment for packed weights held something else
+        segments = [each for each in (shared, kept) if each is not None]
+        self.weights_fit = all(each.fits for each in segments)  # False: the segment for weights held something else
+        self._kept = kept
         self._config = config
         self._model = model
         self._device = device
@@ -77,7 +90,6 @@ class Runner:
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
-        self._taken_load: dict[int, Tensor] = {}  # by layer, what `take_expert_load` has reported so far
         self._parked = Parked()
         self._is_warm = False
         self._waiting: StepPlan | None = None  # the plan launched last, while it waits for masks
@@ -93,12 +105,14 @@ class Runner:
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
+        keeper: str = "",
         is_checked: bool | None = None,
         broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
-        the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
+        the weights that the C kernels pack, or with a keeper for the index of what it keeps; -1: this process keeps
+        them. keeper: the address of the process that holds a GPU's weights. is_checked: kernels are tried before they
         serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
         that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
         not meet, or with `--strict-kernels` if kernels fail."""
@@ -111,14 +125,18 @@ class Runner:
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
-        shared = SharedWeights(weights_fd) if weights_fd >= 0 else None
+        shared = SharedWeights(weights_fd) if weights_fd >= 0 and not keeper else None
+        kept = None
+        if keeper and weights_fd >= 0 and device.kept_memory is not None:
+            journal = journal_in(cache_folder(), machine_key(device.torch_device, group.rank))
+            kept = KeptWeights(weights_fd, keeper, device.kept_memory, trim=device.trim, journal=journal)
         with torch.inference_mode():
             model = load_model(
-                config, spec, device, queue or device.queue(), group, progress, shared,
+                config, spec, device, queue or device.queue(), group, progress, shared, kept,
                 is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
-        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared)
+        return cls(config=config, model=model, device=device, group=group, timings=timings, shared=shared, kept=kept)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -173,7 +191,10 @@ class Runner:
         if self._config.kv_cache_memory is not None:
             num_pages = memory.num_pages(self._config.kv_cache_memory)
         else:
-            budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
+            budget = self._device.cache_memory(
+                taken=memory.weights + memory.workspace + memory.graphs,
+                found=0 if self._kept is None else self._kept.num_found,
+            )
             num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
         return offered_pages(self._config, memory.groups, num_pages)
 
@@ -330,6 +351,7 @@ class Runner:
         cache.drop()
         if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
             num_bytes += self._parked.park(storages_of(self._model, self._device.torch_device, cache.storage))
+            num_bytes += self._kept.park() if self._kept is not None else 0
         self._device.trim()
         return num_bytes
 
@@ -337,6 +359,8 @@ class Runner:
         """Allocates and restores what `sleep` freed. False: there is too little memory, and it is still asleep."""
         assert self._cache is not None, "wake before open_cache"
         try:
+            if self._kept is not None:
+                self._kept.restore()
             self._parked.restore()
             self._cache.restore()
             self._opened().restore()
@@ -376,14 +400,15 @@ class Runner:
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
         experts, or there are none. A GPU ends the step that runs first."""
-        found: dict[int, bytes] = {}
-        for layer, own in self._model.own_experts.items():
-            load = own.load.cpu()
-            by_expert = torch.zeros(len(own.places), dtype=torch.int64)
-            by_expert[list(own.experts)] = load - self._taken_load.get(layer, torch.zeros_like(load))
-            self._taken_load[layer] = load.clone()
-            found[layer] = by_expert.numpy().tobytes()
-        return found
+        with torch.inference_mode():
+            return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
+
+    def place_experts(self, message: PlaceExperts) -> bool:
+        """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
+        rank could not read their weights, and nothing changes on any."""
+        assert isinstance(self._model, HostModel) and self._model.replicas is not None, "no room for replicas"
+        with torch.inference_mode():
+            return self._model.replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
         """Closes the KV connector."""

@@ -12,7 +12,7 @@ from .mutants import MUTANTS, MUTANTS_OF_STAGES, mutated
 
 NUM_BATCHES, BATCH = 1, 1000
 MUTANT_SEEDS = 2000
-NUM_OF_STAGES = 60
+NUM_OF_STAGES = 40
 STAGES = (2, 3, 4)  # in turn
 
 # Events that must happen at least so often in every batch; otherwise the histories no longer test them.
@@ -68,7 +68,7 @@ COVERED_BY_STAGES = {
     "constrained": 100,
     "cores lost": 5,
     "draft tokens accepted": 50,
-    "masks": 250,
+    "masks": 150,
     "preempted": 10,
     "regime changes": 2,
     "sleeps with running requests": 2,

@@ -20,6 +20,7 @@ import pytest
 import torch
 from engine_loop import Loop
 from fakes import enqueue
+from keepers import running_keeper
 from msgspec import structs
 from order_device import (
     DeviceTensor,
@@ -30,11 +31,12 @@ from order_device import (
     on_device,
     order_device,
 )
-from runner_driver import GREEDY, engine_config
+from runner_driver import GREEDY, Driver, Request, engine_config
 
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
 from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
+from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
 from pagewire.engine.gpu import device_steps
 from pagewire.engine.gpu.decoder import TritonDecoder
@@ -42,7 +44,7 @@ from pagewire.engine.gpu.device_steps import DeviceSteps
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.engine.parallel.rank import RankInfo
-from pagewire.engine.runner import loading
+from pagewire.engine.runner import kept_weights, loading
 from pagewire.engine.runner import runner as runner_module
 from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.runner.runner import Runner
@@ -56,6 +58,7 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
+from pagewire.procs.weight_memory import close_segments, new_segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
@@ -461,6 +464,72 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
     assert any(num for _, _, num in first) == drafts
     of_two = [token for ids, _, _ in first for token in bytes_to_ids(ids)]
     assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Arguments of `Runner.load` for weights that a keeper holds, and under "sealed" what each call of `keep` found in
+    the memory, and under "keeper" the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep, sealed = Keeper.keep, []
+
+    def looked(self: Keeper, token: bytes) -> None:
+        sealed.append(keeper.contents())
+        keep(self, token)
+
+    monkeypatch.setattr(Keeper, "keep", looked)
+    fd = new_segment()
+    with running_keeper(tmp_path) as keeper:
+        yield {"load": {"weights_fd": fd, "keeper": keeper.address}, "sealed": sealed, "keeper": keeper}
+    close_segments([fd])
+
+
+def load_kept(policy: str, kept: dict[str, Any], checkpoint: Any) -> tuple[OrderDevice, Runner]:
+    with order_device(policy, seed=4) as device:
+        config = engine_config(checkpoint("qwen3", **PLAIN), **SMALL)
+        return device, Runner.load(config, is_checked=False, **kept["load"])
+
+
+@pytest.mark.parametrize("policy", ["late", "random"])
+def test_weights_are_written_before_they_are_kept(policy: str, kept: dict[str, Any], checkpoint: Any) -> None:
+    first, runner = load_kept(policy, kept, checkpoint)
+    first.synchronize()
+    assert runner.weights_fit and kept["sealed"] == [kept["keeper"].contents()]
+    assert any(kept["sealed"][0][0])
+    second, runner = load_kept(policy, kept, checkpoint)
+    assert runner.weights_fit and len(kept["sealed"]) == 1, "it maps them"
+    assert first.violations == second.violations == []
+
+
+def test_without_the_sums_they_would_not_be(
+    kept: dict[str, Any], checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the copies when it reads the sums."""
+    monkeypatch.setattr(kept_weights, "sum_of", lambda memory: 0)
+    device, _ = load_kept("late", kept, checkpoint)
+    device.synchronize()
+    assert kept["sealed"] != [kept["keeper"].contents()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["late", "early"])
+def test_steps_with_kept_weights_are_ordered(policy: str, kept: dict[str, Any], checkpoint: Any) -> None:
+    """Those of the worker that wrote them, and of one that maps them."""
+
+    def tokens(runner: Runner) -> list[list[int]]:
+        runner.open_cache(16)
+        requests = [Request(prompt, max_new=3) for prompt in prompts_of(11, 3, 9)]
+        Driver(runner, 16).run(requests, budget=32, rows=4)
+        return [request.output for request in requests]
+
+    alone = Runner.load(engine_config(checkpoint("qwen3", **PLAIN), **SMALL), queue=EagerQueue(torch.device("cpu")))
+    expected = tokens(alone)
+    for _ in range(2):
+        with order_device(policy, seed=4) as device:
+            config = engine_config(checkpoint("qwen3", **PLAIN), **SMALL)
+            runner = Runner.load(config, is_checked=False, **kept["load"])
+            assert tokens(runner) == expected and runner.weights_fit
+        assert device.violations == []
 
 
 # ── and it would not be, without any one of its waits ────────────────────────────────────────────────────────────────
