@@ -173,7 +173,12 @@ def test_experts_move_between_the_same_plans_although_one_waits(
 ) -> None:
     order: list[int | str] = []
     launch = Runner.launch
-    monkeypatch.setattr(Runner, "launch", lambda self, plan: (order.append(plan.step), launch(self, plan)))
+
+    def launched(self: Runner, plan: StepPlan) -> None:
+        order.append(plan.step)
+        launch(self, plan)
+
+    monkeypatch.setattr(Runner, "launch", launched)
     monkeypatch.setattr(Runner, "place_experts", lambda self, message: order.append("experts"))
     with running(tmp_path) as (inbox, posted):
         for message in (_plan(1), _plan(2, late=False), PlaceExperts(0, ()), _plan(3, late=False), _masks(1, 30)):
