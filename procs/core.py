@@ -359,8 +359,8 @@ class CoreActor:
         self._tell_late(scheduler)
         if (sampled := scheduler.constraints.take()) is not None:
             self._post("grammar", sampled)
-            self._mask_times.ended(memoryview(sampled.ended).cast("q"))
             self._mask_times.asked(memoryview(sampled.rids).cast("q"), time.monotonic())
+            self._mask_times.ended(memoryview(sampled.ended).cast("q"))
         if scheduler.table.num_constrained and (lateness := self._lateness()) != scheduler.lateness:
             self._record(trace.Late(lateness))
             scheduler.set_lateness(lateness)

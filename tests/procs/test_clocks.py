@@ -13,10 +13,13 @@ def test_the_wait_time_of_a_step_is_never_negative() -> None:
     times = StepTimes()
     times.answered(0.010, 0.014)
     times.answered(0.010, 0.0)  # its result came together with the one before
+    times.answered(0.010, 0.017, 0.005)
     times.handled(2, 0.003)
     report = times.report()
-    assert report["step_time_seconds"].total == 0.020 and sum(report["step_time_seconds"].counts) == 2
-    assert abs(report["step_wait_time_seconds"].total - 0.004) < 1e-9
+    assert report["step_time_seconds"].total == 0.030 and sum(report["step_time_seconds"].counts) == 3
+    assert abs(report["step_wait_time_seconds"].total - 0.006) < 1e-9
+    assert report["step_mask_wait_time_seconds"].total == 0.005
+    assert sum(report["step_mask_wait_time_seconds"].counts) == 1, "only steps that waited for masks"
     assert report["step_wait_time_seconds"].counts[0] == 1
     assert report["step_host_time_seconds"].total == 0.0015
 

@@ -1,6 +1,7 @@
 """The core over the fake worker: several cache groups, and plans that wait for masks."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,14 @@ def test_no_plan_waits_for_the_mask_of_a_request_that_has_ended(end: str) -> Non
     late.step()
     late.step()
     assert not late.plans and late.core.scheduler.pool.num_held == 0
+
+
+def test_no_mask_is_due_for_a_request_that_ends_with_its_token() -> None:
+    late = Late()
+    plan = late.plans.pop(0)
+    late.core.handle([late.worker.run(plan), Cancel((1,))])
+    assert isinstance(late.asked[-1], Sampled) and late.asked[-1].rids == late.asked[-1].ended
+    assert late.core._mask_times.overdue(math.inf) == set()
 
 
 def test_no_plan_waits_for_masks_while_a_grammar_is_compiled() -> None:

@@ -22,6 +22,7 @@ from pagewire.ipc.messages import (
     LateMasks,
     OpenCache,
     Ping,
+    PlaceExperts,
     Reset,
     RowOpen,
     Sampling,
@@ -36,7 +37,7 @@ from pagewire.ipc.messages import (
 from pagewire.procs.prepare import prepare
 from pagewire.procs.worker import Worker, run
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.slow
@@ -164,6 +165,28 @@ def test_a_plan_waits_for_its_masks_and_later_plans_wait_for_it(tmp_path: Path) 
         inbox.send(LateMasks(4, b"", b"", ids_to_bytes([0])))
         result = posted.get(timeout=TIMEOUT_S)
         assert isinstance(result, StepResult) and len(bytes_to_ids(result.ids)) == 2
+
+
+@pytest.mark.slow
+def test_experts_move_between_the_same_plans_although_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int | str] = []
+    launch = Runner.launch
+
+    def launched(self: Runner, plan: StepPlan) -> None:
+        order.append(plan.step)
+        launch(self, plan)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    monkeypatch.setattr(Runner, "place_experts", lambda self, message: order.append("experts"))
+    with running(tmp_path) as (inbox, posted):
+        for message in (_plan(1), _plan(2, late=False), PlaceExperts(0, ()), _plan(3, late=False), _masks(1, 30)):
+            inbox.send(message)
+        for step in (1, 2, 3):
+            result = posted.get(timeout=TIMEOUT_S)
+            assert isinstance(result, StepResult) and result.step == step
+    assert order == [1, 2, "experts", 3]
 
 
 @pytest.mark.slow
