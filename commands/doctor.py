@@ -4,6 +4,7 @@ Each line reports a finding; a problem comes with advice. The exit code is 1 if 
 """
 
 import argparse
+import asyncio
 import os
 import platform
 import re
@@ -89,6 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     if arguments.gpu:
         checks.append(lambda: check_gpu_kernels(arguments.model, machine))
+        checks.append(lambda: check_weight_keeper(arguments.model, machine))
     num_bad = 0
     for check in checks:
         for finding in check():
@@ -389,6 +391,29 @@ def check_gpu_kernels(
     if not checked.checks:
         why = checked.served.why or "torch sees no GPU on this machine"
         yield Finding("note", subject, f"not checked, because {why}")
+
+
+def check_weight_keeper(model: str, machine: MachineFacts) -> Iterator[Finding]:
+    """Whether a worker that is replaced finds its weights on the GPU."""
+    from ..config.resolve import resolve
+    from ..engine.runner.kept_weights import try_keeper
+    from ..procs.prepare import examine
+    from ..procs.weight_keeper import while_it_runs
+
+    if not machine.has_gpu:
+        return
+    subject = "weight keeper"
+    try:
+        engine = resolve(make_config(model=model), examine(make_config(model=model))[0], machine)
+        problem = asyncio.run(while_it_runs(lambda address: try_keeper(engine, address)))
+    except PagewireError:
+        return  # the check of the kernels says so
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if not problem:
+        yield Finding("ok", subject, "a worker that is replaced finds the weights on the GPU")
+    else:
+        yield Finding("note", subject, f"a worker that is replaced reads the checkpoint again, because {problem}")
 
 
 def _check_text(folder: Path) -> Iterator[Finding]:

@@ -112,6 +112,15 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "deal whole experts to the ranks of --tensor-parallel-size, instead of a part of each expert to every rank",
         ),
     ] = False
+    expert_replicas: Annotated[
+        int,
+        _doc(
+            "engine",
+            "slots of each rank and layer for further copies of experts that many tokens choose, with "
+            "--enable-expert-parallel on a CPU; the copies follow what is measured",
+            ge=0,
+        ),
+    ] = 0
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -558,7 +567,8 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
         changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
         16 or 8 bits amplify these differences."""
-        if self.deterministic or (self.runs_in_c and self.model.attends_in_c):
+        # Which ranks have an expert decides how sums are grouped, and replicas follow what is served.
+        if self.deterministic or (self.runs_in_c and self.model.attends_in_c and not self.expert_replicas):
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
         return "float32" if is_wide else "none"

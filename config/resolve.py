@@ -40,6 +40,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
+    _check_experts(options, machine)
     _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
@@ -147,11 +148,6 @@ _STAGES = "--pipeline-parallel-size"
 
 def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses what several ranks cannot do."""
-    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
-        raise ConfigError(
-            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
-            "number of ranks, or leave it out."
-        )
     for sizes, num in (
         ("--tensor-parallel-size", options.tensor_parallel_size),
         (_STAGES, options.pipeline_parallel_size),
@@ -173,6 +169,8 @@ def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) ->
             f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
             "choose --tensor-parallel-size."
         )
+    if options.expert_replicas:
+        raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")
     if options.speculative is not None and model.has_states:
         raise ConfigError(
             f"--speculative is not there for {model.name} with {_STAGES}: the recurrent states behind rejected draft "
@@ -228,6 +226,23 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
+    """Refuses whole experts for one rank, and replicas where there is nothing to copy or to copy from."""
+    if options.enable_expert_parallel and options.tensor_parallel_size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
+            "number of ranks, or leave it out."
+        )
+    for what, is_so in (
+        ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
+        ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
+        ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
+        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic),
+    ):
+        if is_so and options.expert_replicas:
+            raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")
 
 
 def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:

@@ -35,6 +35,7 @@ class ChildState(Struct, frozen=True, array_like=True):
     is_ready: bool
     fault: str = ""  # why it has ended or was killed, one sentence; empty: it runs
     code: int = 0  # its exit code if it has ended; negative: the signal that killed it
+    broken_kernel: str = ""  # the GPU kernel whose check broke its device; empty: none
 
 
 # ── follower → lead ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,6 +92,7 @@ class Begin(Struct, frozen=True, array_like=True, tag=True):
     lost: tuple[str, ...]
     reason: str
     addresses: dict[str, str]  # of all mailboxes that other machines reach, and of the rendezvous
+    broken_kernels: tuple[str, ...] = ()  # GPU kernels that no rank uses
 
 
 class StopAll(Struct, frozen=True, array_like=True, tag=True):

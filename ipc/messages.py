@@ -8,7 +8,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         all ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
-    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
+    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
     supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -391,6 +391,18 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     keep_rows: bytes = b""  # int32; a row may appear several times
     keep_positions: bytes = b""  # int32, parallel to keep_rows
     keep_pages: bytes = b""  # int32
+    late_rows: bytes = b""  # int32, rows that sample: `LateMasks` says for each of them what, while the pass runs
+
+
+class LateMasks(Struct, frozen=True, array_like=True, tag=True):
+    """core → worker: what some `late_rows` of a plan may sample. Each of these rows is in one such message, which comes
+    after its plan. The worker samples a plan's tokens, and begins the pass of the next plan, when it has all of them.
+    Those of plans that it has dropped it ignores."""
+
+    step: int
+    rows: bytes  # int32, restricted to their `bits`
+    bits: bytes  # int32 [rows × ⌈vocab / 32⌉], as `Masks.bits`
+    free: bytes = b""  # int32, rows that may sample any token, or whose token does not count any more
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -418,6 +430,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     num_draft_tokens: int = 0
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
     fault: Literal["out_of_memory"] | None = None
+    mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
     stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
 
 
@@ -470,6 +483,14 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     rank: int
     num_steps: int  # that the rank has run so far
     tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
+
+
+class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
+    """core → workers, to all between the same two plans: from the next plan on the ranks have these experts of a
+    layer."""
+
+    layer: int
+    slots: tuple[tuple[int, ...], ...]  # of each rank: the expert of each slot; -1: none
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -735,6 +756,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     bubble_ratio: float = 0.0  # of the stages' time with plans in flight in the last seconds, what was not busy
     expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
+    num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -873,7 +895,9 @@ ToCore = (
     | Ping | Reset | Leave | Stop | ExpertLoad
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
-ToWorker = OpenCache | StepPlan | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop
+ToWorker = (
+    OpenCache | StepPlan | LateMasks | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
+)
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept

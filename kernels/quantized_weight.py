@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import grouped_weight, superblock_weight
 from .grouped_weight import GroupedWeight, narrowed, ordered, zero_points
+from .stored import Field, Stored
 from .superblock_weight import SuperblockWeight
 
 
@@ -211,6 +212,43 @@ QuantizedWeight = Fp8Weight | Int8Weight | Int4Weight | Fp4Weight
 """What the Triton kernels take."""
 StoredWeight = Fp8Weight | GroupedWeight | SuperblockWeight
 """What is read from checkpoints."""
+
+
+def stored(weight: QuantizedWeight) -> Stored:
+    """The parts of a weight, which lie in memory one by one."""
+    match weight:
+        case Fp8Weight():
+            fields = (weight.is_interleaved, *(weight.block or ()))
+            return Stored("Fp8Weight", (weight.values, weight.scale), fields)
+        case Int4Weight():
+            return Stored("Int4Weight", (weight.packed, weight.scales, weight.zeros, weight.order), (weight.half,))
+        case Int8Weight():
+            return Stored("Int8Weight", (weight.values, weight.scales, weight.order), ())
+        case Fp4Weight():
+            return Stored("Fp4Weight", (weight.packed, weight.scales, weight.factor), (weight.half,))
+
+
+def restored(parts: Stored) -> QuantizedWeight:
+    """A weight of parts that are equal to those of `stored`. Raises ValueError for others."""
+    match parts:
+        case Stored("Fp8Weight", (Tensor() as values, Tensor() as scale), (bool() as is_interleaved, *block)):
+            return Fp8Weight(values, scale, _pair(block), is_interleaved)
+        case Stored("Int4Weight", (Tensor() as packed, Tensor() as scales, Tensor() as zeros, order), (int() as half,)):
+            return Int4Weight(packed, scales, zeros, half, order)
+        case Stored("Int8Weight", (Tensor() as values, Tensor() as scales, order), ()):
+            return Int8Weight(values, scales, order)
+        case Stored("Fp4Weight", (Tensor() as packed, Tensor() as scales, factor), (int() as half,)):
+            return Fp4Weight(packed, scales, half, factor)
+    raise ValueError(f"a {parts.kind} of {len(parts.tensors)} tensors and {len(parts.fields)} fields is not known")
+
+
+def _pair(fields: Sequence[Field]) -> tuple[int, int] | None:
+    match fields:
+        case []:
+            return None
+        case [int() as rows, int() as columns]:
+            return rows, columns
+    raise ValueError(f"{fields} is no block")
 
 
 def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Int4Weight:

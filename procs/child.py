@@ -68,7 +68,8 @@ class Launch(Struct, frozen=True):
     output_fd: int = -1
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
-    weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
+    weights_fd: int = -1  # of a worker: a memfd for its packed weights, or for their index; -1: there is none
+    keeper: str = ""  # of a worker: the address of the process that keeps its weights; empty: there is none
     broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
     mailbox_fd: int = -1  # a listening socket for its mailbox, which outlives it; -1: it binds its address itself
 
@@ -111,8 +112,8 @@ def run_worker(
         )
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
         worker = Worker(
-            launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress,
-            broken_kernels=launch.broken_kernels,
+            launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, keeper=launch.keeper,
+            progress=progress, broken_kernels=launch.broken_kernels,
         )  # fmt: skip
 
         def pong() -> None:

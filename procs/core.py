@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from functools import partial
+from itertools import chain
 from typing import BinaryIO, assert_never
 
 from msgspec import structs
@@ -13,6 +14,8 @@ from msgspec import structs
 from ..config.config import EngineConfig
 from ..engine.core import trace
 from ..engine.core.expert_loads import ExpertLoads
+from ..engine.core.expert_placement import Balancer
+from ..engine.core.planner import Lateness
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
@@ -29,11 +32,13 @@ from ..ipc.messages import (
     ExpertLoad,
     Facts,
     Failed,
+    LateMasks,
     Leave,
     Masks,
     OpenCache,
     Opened,
     Ping,
+    PlaceExperts,
     Reset,
     Sleep,
     Slept,
@@ -50,6 +55,7 @@ from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
 from .idle_check import IdleCheck
 from .kv_events import KvEventPublisher
+from .mask_times import LIMIT_S, MaskTimes
 from .pipeline_times import PipelineTimes
 from .sleep import SleepControl
 from .step_times import StepTimes
@@ -81,11 +87,14 @@ class CoreActor:
         self._offers: dict[int, CacheOffer] = {}  # by rank
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
+        self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
         num_stages = config.pipeline_parallel_size
         self._pipeline_times = PipelineTimes(num_stages) if num_stages > 1 else None
+        self._mask_times = MaskTimes()
+        self._is_watching = False  # a call of `_take_back` is due
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
@@ -108,7 +117,9 @@ class CoreActor:
         for message in messages:
             if isinstance(message, StepResult):
                 self._record(message)
-                self._step_times.answered(message.device_ms / 1000, started - self._oldest_plan_at)
+                device_s, mask_wait_s = message.device_ms / 1000, message.mask_wait_ms / 1000
+                self._step_times.answered(device_s, started - self._oldest_plan_at, mask_wait_s)
+                self._mask_times.stepped(device_s)
                 self._oldest_plan_at = started
                 if self._pipeline_times is not None:
                     self._pipeline_times.answered(message.stage_times)
@@ -143,6 +154,9 @@ class CoreActor:
                 self._begin(message)
             case Masks():
                 self._record(message)
+                parts = (memoryview(part).cast("q") for part in (message.rids, message.free, message.complete))
+                rids = (*chain.from_iterable(parts), *(rid for rid, _, _ in message.failed))
+                self._mask_times.came(rids, time.monotonic())
                 self.scheduler.allow(message)
             case Cancel():
                 self._cancel(message)
@@ -229,8 +243,10 @@ class CoreActor:
         elif not self._add(message, arrived):  # its queue timeout counts from its arrival
             for rid in rids:
                 self.scheduler.constraints.end(rid)
-        elif given_up:
-            self._cancel(Cancel(tuple(sorted(given_up))))
+        else:
+            self._mask_times.began(rids, time.monotonic())
+            if given_up:
+                self._cancel(Cancel(tuple(sorted(given_up))))
 
     def _cancel(self, message: Cancel) -> None:
         for rid in message.rids:
@@ -304,6 +320,7 @@ class CoreActor:
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
             self._offers.clear()
+            self._balancer.forget()
         scheduler = self._scheduler
         if scheduler is None:
             return
@@ -323,6 +340,7 @@ class CoreActor:
         self._given_up.clear()
         self._cancel(Cancel(tuple(sorted(dropped & requests.keys()))))
         scheduler.constraints.take()  # the grammar process has dropped them all
+        self._mask_times.forget()
         outputs = scheduler.take_outputs()
         if self._clients is not None:
             self._clients.sort(outputs)
@@ -338,8 +356,14 @@ class CoreActor:
             now = time.monotonic()
             self._record(trace.Expired(now))
             scheduler.expire(now)
+        self._tell_late(scheduler)
         if (sampled := scheduler.constraints.take()) is not None:
             self._post("grammar", sampled)
+            self._mask_times.ended(memoryview(sampled.ended).cast("q"))
+            self._mask_times.asked(memoryview(sampled.rids).cast("q"), time.monotonic())
+        if scheduler.table.num_constrained and (lateness := self._lateness()) != scheduler.lateness:
+            self._record(trace.Late(lateness))
+            scheduler.set_lateness(lateness)
         self._sleep.pause(scheduler)
         while self._has_workers and not self._sleep.is_asleep:
             plan = scheduler.plan()
@@ -359,6 +383,9 @@ class CoreActor:
             self._post("detokenizer", item)
         for cancel in () if self._clients is None else self._clients.flush():
             self._cancel(cancel)
+        self._tell_late(scheduler)  # of those that were cancelled
+        if not self._is_watching and scheduler.late():
+            self._watch()
         if self._kv_events is not None:
             self._kv_events.publish(scheduler.take_kv_events())
         if scheduler.asks_again and not self._asks_again:
@@ -366,7 +393,34 @@ class CoreActor:
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
 
-    def _tell_workers(self, message: OpenCache | StepPlan | Sleep | Wake) -> None:
+    def _lateness(self) -> Lateness:
+        """Whether plans may wait for masks. A grammar that is compiled would hold the masks up."""
+        if self._unsure:
+            return "never"
+        return "always" if self._mask_times.are_quick else "alone"
+
+    def _tell_late(self, scheduler: Scheduler) -> None:
+        for message in scheduler.take_late_masks():
+            self._tell_workers(message)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # without a loop, grammars run in the same thread and always answer
+            asyncio.get_running_loop().call_later(LIMIT_S / 2, self._take_back)
+            self._is_watching = True
+
+    def _take_back(self) -> None:
+        """Lets plans in flight go on without the requests whose masks take too long."""
+        self._is_watching = False
+        scheduler = self.scheduler
+        overdue = self._mask_times.overdue(time.monotonic())
+        if rids := tuple(rid for rid in scheduler.late() if rid in overdue):
+            self._record(trace.TookBack(rids))
+            scheduler.take_back(rids)
+            self._advance(scheduler)
+        elif scheduler.late():
+            self._watch()
+
+    def _tell_workers(self, message: OpenCache | StepPlan | LateMasks | Sleep | Wake | PlaceExperts) -> None:
         for name in self._workers:
             self._post(name, message)
 
@@ -405,6 +459,7 @@ class CoreActor:
             num_accepted_tokens=counters.num_accepted_tokens,
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
+            num_taken_back=counters.num_taken_back,
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,
@@ -420,5 +475,8 @@ class CoreActor:
             },
         )
         self._post("api", snapshot)
+        if self._has_workers and not scheduler.is_paused and (change := self._balancer.next(self._expert_loads)):
+            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
+            self._tell_workers(change)
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)

@@ -288,7 +288,8 @@ class _Host(Supervisor):
         self._epoch, self._device_epoch, self._restored = begin.epoch, begin.device_epoch, begin.epoch
         self._on_change = on_change
         self._begins: list[Begin] = []
-        self._ended: dict[str, str] = {}  # actor → why it has ended
+        self._ended: dict[str, tuple[str, str]] = {}  # actor → why it has ended, and a kernel that broke its device
+        self._broken_kernels = dict.fromkeys(begin.broken_kernels)
         self._is_given_up = self._is_stopped = False
 
     # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
@@ -328,14 +329,17 @@ class _Host(Supervisor):
     async def _replace(self, died: Sequence[Child]) -> None:
         for child in died:
             await self._last_words(child)
-            self._ended[child.name] = self._cause(child)
-            self._say(self._ended[child.name])
+            fault = self._faults.get(child.name)
+            cause = self._cause(child)
+            self._ended[child.name] = cause, "" if fault is None else fault.broken_kernel
+            self._say(cause)
             child.may_end = True
 
     async def _look_elsewhere(self) -> None:
         while self._begins and not self._is_given_up:
             begin = self._begins.pop(0)
             self._given |= begin.addresses
+            self._broken_kernels |= dict.fromkeys(begin.broken_kernels)
             self._addresses |= {name: at for name, at in begin.addresses.items() if name != RENDEZVOUS}
             lost = [name for name in begin.lost if name in self._actors]
             for name in lost:
@@ -348,8 +352,9 @@ class _Host(Supervisor):
     def _states(self) -> tuple[ChildState, ...]:
         states = []
         for name, child in self._children.items():
-            fault, code = self._ended.get(name, ""), child.process.returncode or 0
-            states.append(ChildState(name, child.started, child.epoch, child.facts is not None, fault, code))
+            fault, kernel = self._ended.get(name, ("", ""))
+            code = child.process.returncode or 0
+            states.append(ChildState(name, child.started, child.epoch, child.facts is not None, fault, code, kernel))
         return tuple(states)
 
     def _say(self, text: str) -> None:

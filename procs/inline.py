@@ -21,6 +21,7 @@ from ..ipc.messages import (
     Chunk,
     Failed,
     Hidden,
+    LateMasks,
     Message,
     OpenCache,
     SampledIds,
@@ -116,7 +117,7 @@ class Inline:
                 if self._mail[name]:
                     self._tell_worker(worker, self._mail[name].popleft())
                     busy = True
-                if worker.num_pending:
+                if worker.num_computing:
                     worker.answer(wait=not busy)
                     busy = True
                 elif worker.num_transfers:
@@ -147,6 +148,8 @@ class Inline:
         match message:
             case StepPlan() | Sleep() | Wake() | Hidden() | SampledIds():
                 worker.take(message)
+            case LateMasks():
+                worker.tell(message)
             case OpenCache():
                 self.facts = worker.open(message)
 

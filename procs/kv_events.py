@@ -124,7 +124,13 @@ class KvEventPublisher:
         connect without keys. Raises ConfigError if an address is invalid, not available, or open by mistake."""
         addresses = {"--kv-events": address} | ({} if replay is None else {"--kv-events-replay": replay})
         for flag, where in addresses.items():
-            if _check(flag, where, has_keys=keys is not None, is_insecure=is_insecure) and keys is None:
+            if _is_open(flag, where) and keys is None:
+                if not is_insecure:
+                    raise ConfigError(
+                        f"{flag}: {where} can be reached from outside, and events contain what users wrote; use "
+                        "127.0.0.1, give subscribers keys with --kv-events-key-file, or write --kv-events-insecure: "
+                        "whoever connects then reads prompts."
+                    )
                 log.warning("KV events on %s contain what users wrote: whoever connects there reads prompts", where)
         self._paths = [Path(a.removeprefix("ipc://")) for a in addresses.values() if a[0] == "i"]
         self._batches: deque[Sequence[KvCacheEvent]] = deque()
@@ -143,9 +149,12 @@ class KvEventPublisher:
 
     @classmethod
     def of(cls, config: EngineConfig, address: str, keys: Keys | None) -> "KvEventPublisher":
-        """As the flags say. `keys`: those that all actors of the engine share, if it has some. Raises ConfigError."""
+        """As the flags say. `keys`: those that all actors of the engine share, if it has some: subscribers from other
+        machines need them, unless there are keys for events or none are wanted. Raises ConfigError."""
         own = config.kv_events_key_file
-        shared = None if config.kv_events_insecure else keys
+        addresses = {"--kv-events": address, "--kv-events-replay": config.kv_events_replay}
+        is_open = any(where is not None and _is_open(flag, where) for flag, where in addresses.items())
+        shared = keys if is_open and not config.kv_events_insecure else None
         host = config.kv_events_host or socket.gethostname()
         return cls(
             address=address,
@@ -338,8 +347,8 @@ def _medium(tier: str) -> str:
     return _MEDIUM.get(tier, "EXTERNAL")  # routers take a name that they do not know for the device
 
 
-def _check(flag: str, address: str, *, has_keys: bool, is_insecure: bool) -> bool:
-    """Whether other machines can reach `address`. Raises ConfigError if that is not wanted, or it is no address."""
+def _is_open(flag: str, address: str) -> bool:
+    """Whether other machines can reach `address`. Raises ConfigError if it is none."""
     if address.startswith("ipc:///"):
         path = Path(address.removeprefix("ipc://"))
         if path.exists() and not path.is_socket():  # ZeroMQ would replace it
@@ -356,12 +365,6 @@ def _check(flag: str, address: str, *, has_keys: bool, is_insecure: bool) -> boo
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = host == "localhost"
-    if not loopback and not has_keys and not is_insecure:
-        raise ConfigError(
-            f"{flag}: {address} can be reached from outside, and events contain what users wrote; use 127.0.0.1, give "
-            "subscribers keys with --kv-events-key-file, or write --kv-events-insecure: whoever connects then reads "
-            "prompts."
-        )
     return not loopback
 
 

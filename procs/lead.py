@@ -157,7 +157,9 @@ class Lead(Supervisor):
             if name in lost:
                 child = self._children[name] = Child(name, RemoteProcess(), self._epoch)
                 child.exited.add_done_callback(partial(self._on_exit, child))
-        begin = Begin(self._epoch, self._device_epoch, tuple(lost), reason, dict(self._given))
+        begin = Begin(
+            self._epoch, self._device_epoch, tuple(lost), reason, dict(self._given), tuple(self._broken_kernels)
+        )
         for machine in self._fleet.begin(begin):
             self._send(machine.peer, begin)
 
@@ -173,10 +175,14 @@ class Lead(Supervisor):
                 await self._next_event(0.05)
                 self._drop_overdue()
                 ranks += [one for one in self._dead if kind(one.name) == "worker" and one not in ranks]
-            ranks.sort(key=lambda child: not _was_killed(child))
+            ranks.sort(key=lambda child: (not self._has_broken(child), not _was_killed(child)))
             for child in ranks[1:]:
                 child.may_end = True
         await super()._replace([*ranks[:1], *(child for child in died if kind(child.name) != "worker")])
+
+    def _has_broken(self, child: Child) -> bool:
+        """The check of a kernel broke its device."""
+        return (fault := self._faults.get(child.name)) is not None and bool(fault.broken_kernel)
 
     def _lost_with(self, name: str) -> tuple[str, ...]:
         """Actors connect to addresses when they start: those that send to an actor that moves are replaced, too."""
@@ -328,7 +334,7 @@ class Lead(Supervisor):
             if child.process.returncode is not None or state.started < child.started:
                 continue
             if state.fault:
-                self._faults[child.name] = Fault(child.name, state.fault.removesuffix("."), "", 1)
+                self._faults[child.name] = Fault(child.name, state.fault.removesuffix("."), "", 1, state.broken_kernel)
                 child.process.end(state.code or 1)
             elif state.is_ready and state.epoch >= child.epoch:
                 child.epoch = state.epoch

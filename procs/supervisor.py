@@ -50,7 +50,8 @@ from .rank_memory import RankMemory
 from .remote import RemoteProcess
 from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
-from .weight_memory import close_segments, new_segment, new_segments
+from .weight_keeper import WeightKeeper
+from .weight_memory import close_segments, keeps_on_device, new_segment, new_segments
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
@@ -58,6 +59,7 @@ FAULT_WAIT_S = 1.0  # for the `Fault` of a child that has ended, which may still
 START_REPORT_S = 30.0  # between messages that say which actors are not ready
 _HANDOVER_S = 600.0  # for open requests, after another model has taken over; idle connections end at once
 _LATE = "not ready in time"
+_MAX_KEEPERS = 5  # of a rank; if they end so often, its weights stay in the workers
 STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
@@ -129,14 +131,18 @@ class Supervisor:
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
         self._looked_at = 0.0  # when `_hung` last ran
         self._weight_fds = list(weight_fds)
+        self._keepers: dict[int, WeightKeeper] = {}  # by rank; of those whose weights are on a GPU
+        self._num_keepers = 0  # that were started
         self._template: Template | None = None
         self._unstarted: list[str] = []  # actors that no process was started for yet
         self._broken_kernels: dict[str, None] = {}  # their check broke a device: workers leave them out
         self._mailbox_fds: dict[str, int] = {}  # listening sockets of mailboxes that other machines reach
 
     def weights_for(self, config: EngineConfig) -> list[int]:
-        """New descriptors of this engine's packed weights, if another engine's are the same; else none."""
-        return [os.dup(fd) for fd in self._weight_fds] if config.weights_key == self._config.weights_key else []
+        """New descriptors of this engine's packed weights, if another engine's are the same; else none. A keeper's
+        weights are those of one engine."""
+        can_share = config.weights_key == self._config.weights_key and not keeps_on_device(config)
+        return [os.dup(fd) for fd in self._weight_fds] if can_share else []
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""
@@ -169,6 +175,9 @@ class Supervisor:
             self._waits_since = time.monotonic()
             self._next_report = self._waits_since + START_REPORT_S
             self._unstarted = [name for name in self._actors if name not in first]
+            for name in self._actors if keeps_on_device(self._config) else ():
+                if kind(name) == "worker":
+                    await self._start_keeper(index(name))
             await self._spawn(first)
             self._mark("start of processes")
             return await self._supervise()
@@ -180,6 +189,8 @@ class Supervisor:
         finally:
             self._is_over = True
             await self._kill()
+            for keeper in self._keepers.values():
+                await keeper.end()
             if self._template is not None:
                 self._template.close()
             if self._listening is not None and not self._is_owned:
@@ -254,13 +265,17 @@ class Supervisor:
 
     async def _start(self, name: str, launch: Launch) -> None:
         is_worker = kind(name) == "worker"
-        weights_fd = self._weight_fds[index(name)] if is_worker and self._weight_fds else -1
+        keeper = self._keepers[index(name)].address if is_worker and index(name) in self._keepers else ""
+        has_segment = is_worker and self._weight_fds and (keeper or not keeps_on_device(self._config))
+        weights_fd = self._weight_fds[index(name)] if has_segment else -1
         mailbox_fd = self._mailbox_fds.get(name, -1)
-        part = msgspec.structs.replace(launch.part_of(name), weights_fd=weights_fd, mailbox_fd=mailbox_fd)
+        part = msgspec.structs.replace(
+            launch.part_of(name), weights_fd=weights_fd, keeper=keeper, mailbox_fd=mailbox_fd
+        )
         launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(part))
-        environment = environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given)
+        environment = self._environment_of(name)
         fds = {"http_fd": part.http_fd}
         if is_worker:
             own = ("memory_fd", "input_fd", "output_fd")
@@ -283,6 +298,46 @@ class Supervisor:
             )
         child = self._children[name] = Child(name, process, self._epoch)
         child.exited.add_done_callback(partial(self._on_exit, child))
+
+    def _environment_of(self, name: str) -> dict[str, str]:
+        return environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given)
+
+    async def _start_keeper(self, rank: int) -> None:
+        """Without a keeper, or memory for its index, the weights stay in the worker."""
+        address = f"{self._run_folder}/weights-{rank}"
+        try:
+            while len(self._weight_fds) <= rank:
+                self._weight_fds.append(new_segment())
+            keeper = await WeightKeeper.start(rank, address, self._lifeline, self._environment_of("worker"))
+        except OSError:
+            return
+        self._keepers[rank] = keeper
+        self._num_keepers += 1
+        keeper.exited.add_done_callback(lambda _: self._woken.set())
+
+    async def _replace_keepers(self) -> None:
+        """After the death of a keeper. Its worker goes on, since it has the memory mapped, but the next one has to
+        fill that of another keeper."""
+        for rank, keeper in list(self._keepers.items()):
+            if not keeper.exited.done():
+                continue
+            del self._keepers[rank]
+            self._renew_segment(rank)
+            is_replaced = self._num_keepers < _MAX_KEEPERS * self._config.tensor_parallel_size
+            if is_replaced:
+                await self._start_keeper(rank)
+            later = "" if is_replaced else ", and so do all later ones"
+            print(
+                f"pagewire: the weight keeper of rank {rank} has ended. A worker that is replaced now reads the "
+                f"checkpoint again{later}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _renew_segment(self, rank: int) -> None:
+        """So that the next worker finds memory that it can use."""
+        fd, self._weight_fds[rank] = self._weight_fds[rank], new_segment()
+        os.close(fd)
 
     async def _supervise(self) -> int:
         """Starts the other actors, waits until all are ready, has the api listen, and watches until the end. The exit
@@ -359,6 +414,7 @@ class Supervisor:
         next_ping = 0.0
         while not is_over():
             await self._look_elsewhere()
+            await self._replace_keepers()
             died, self._dead = [child for child in self._dead if not child.may_end], []
             died += [child for child in await self._hung() if child not in died]
             if died:
@@ -533,9 +589,8 @@ class Supervisor:
         child.facts = message.facts
         is_worker = kind(child.name) == "worker"
         child.liveness = Liveness(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
-        if not message.facts.weights_fit:  # so that the next worker finds memory that it can use
-            fd, self._weight_fds[index(child.name)] = self._weight_fds[index(child.name)], new_segment()
-            os.close(fd)
+        if not message.facts.weights_fit:
+            self._renew_segment(index(child.name))
         if self._url is not None and kind(child.name) == "api":
             self._outboxes[child.name].send(Serve())
 

@@ -1,4 +1,4 @@
-"""Shared memory for packed weights (`engine/weights/segment.py`).
+"""Shared memory for packed weights (`engine/weights/segment.py`), or for the index of those on a GPU.
 
 The supervisor, or the launcher of several engines, makes and holds it without mapping it, and their workers inherit it.
 It is freed when all of these processes have ended.
@@ -20,6 +20,11 @@ def new_segments(config: EngineConfig) -> list[int]:
         return [new_segment() for _ in range(config.num_ranks)]
     except OSError:  # a sandbox forbids it: each worker packs into memory of its own
         return []
+
+
+def keeps_on_device(config: EngineConfig) -> bool:
+    """Whether keepers hold the weights (`weight_keeper.py`): on a GPU, where Triton kernels may compute."""
+    return config.kernels is None and config.model.is_native and hasattr(os, "memfd_create")
 
 
 def new_segment() -> int:

@@ -7,6 +7,7 @@ plan is taken, and the loop polls both: no system call wakes a thread as fast.
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, assert_never
 
@@ -24,9 +25,11 @@ from ..ipc.messages import (
     ExpertLoad,
     Facts,
     Hidden,
+    LateMasks,
     Leave,
     OpenCache,
     Ping,
+    PlaceExperts,
     Reset,
     SampledIds,
     Sleep,
@@ -57,18 +60,21 @@ class Worker:
         *,
         rank_info: RankInfo = _ALONE,
         weights_fd: int = -1,
+        keeper: str = "",
         progress: Callable[[int, int], None] | None = None,
         broken_kernels: Collection[str] = (),
     ) -> None:
-        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
-        so far and in all. `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces
-        them."""
+        """`weights_fd`: a memfd for its packed weights, or for their index; -1: none. `keeper`: the address of the
+        process that keeps them; empty: none. `progress` is called with the bytes of weights read so far and in all.
+        `broken_kernels`: GPU kernels that broke the device of an earlier process; torch replaces them."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
+        self._keeper = keeper
         self._progress = progress
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
+        self._plans: deque[StepPlan] = deque()  # taken and not launched: the one before them waits for mail
         self._num_answered = 0
         self._num_stages = config.pipeline_parallel_size
         self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, self._num_stages)
@@ -91,7 +97,7 @@ class Worker:
         self._post = post
         self._runner = Runner.load(
             self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd,
-            broken_kernels=self._broken_kernels,
+            keeper=self._keeper, broken_kernels=self._broken_kernels,
         )  # fmt: skip
         self._offer()
 
@@ -106,6 +112,7 @@ class Worker:
     def reset(self) -> None:
         """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises
         StartError."""
+        self._plans.clear()
         self._started().forget()
         if not self._started().wake():
             raise StartError("There is too little free memory to wake up for a new core.")
@@ -126,8 +133,14 @@ class Worker:
 
     @property
     def num_pending(self) -> int:
-        """Plans launched and not answered. Call `answer` while there are any."""
-        return self._started().num_pending
+        """Plans taken and not answered."""
+        return self._started().num_pending + len(self._plans)
+
+    @property
+    def num_computing(self) -> int:
+        """Plans that the device computes, without one that waits for mail. Call `answer` while there are any."""
+        runner = self._started()
+        return runner.num_pending - runner.needs_mail
 
     def take(self, message: StepPlan | Sleep | Wake | Hidden | SampledIds) -> None:
         """Does what is asked for, in the order of the messages and as soon as it can be done."""
@@ -175,20 +188,39 @@ class Worker:
             self._report_load()
 
     def step(self, plan: StepPlan) -> None:
-        """Launches a plan, and sends the results of steps that are done."""
-        self._started().launch(plan)
+        """Launches a plan, or keeps it while the one before waits for mail, and sends the results of steps that are
+        done."""
+        self._plans.append(plan)
+        self._go_on()
+
+    def tell(self, message: LateMasks) -> None:
+        """What a plan waits for, or will."""
+        self._started().tell(message)
         self.answer()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        runner = self._started()
+        while self._plans and not runner.needs_mail:
+            runner.launch(self._plans.popleft())
+            self.answer()
 
     def answer(self, *, wait: bool = False) -> None:
-        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step."""
+        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step,
+        unless it waits for mail."""
         runner = self._started()
-        while runner.num_pending and (wait or runner.is_done()):
+        while self.num_computing and (wait or runner.is_done()):
             result = runner.collect()
             wait = False
             if self._rank_info.rank == 0:
                 self._post("core", result)
             self._answered_one()
         self.poll()
+
+    def place_experts(self, message: PlaceExperts) -> None:
+        """From the next plan on the ranks have these experts of a layer. Steps in flight end first."""
+        self.answer(wait=True)
+        self._started().place_experts(message)
 
     def rest(self) -> None:
         """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
@@ -255,7 +287,7 @@ def run(
     has_idle_work = False
     try:
         while True:
-            if has_idle_work or worker.num_pending:
+            if worker.num_computing or (has_idle_work and not worker.num_pending):
                 wait_s = 0.0
             else:
                 wait_s = _TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S
@@ -266,9 +298,9 @@ def run(
                 if isinstance(message, StepPlan | OpenCache | Sleep | Wake):
                     has_idle_work = not isinstance(message, Sleep)
                 _take(worker, message, post, on_ready, on_ping)
-            if worker.num_pending:
+            if worker.num_computing:
                 worker.answer()
-            elif not has_mail and has_idle_work:
+            elif not has_mail and has_idle_work and not worker.num_pending:
                 has_idle_work = worker.use_idle()
             elif worker.num_transfers:
                 worker.poll()
@@ -282,8 +314,12 @@ def _take(
     match message:
         case StepPlan() | Sleep() | Wake() | Hidden() | SampledIds():
             worker.take(message)
+        case LateMasks():
+            worker.tell(message)
         case OpenCache():
             on_ready(worker.open(message))
+        case PlaceExperts():
+            worker.place_experts(message)
         case Ping():
             on_ping()
             worker.rest()

@@ -1,5 +1,6 @@
 """A real scheduler with a real runner, in one process and without text."""
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pagewire.engine.device.queue import Queue
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.registry import core_connector
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Enqueue, Failed, Masks, Sampled, TokenBatch, bytes_to_ids
+from pagewire.ipc.messages import Enqueue, Failed, Masks, Sampled, StepPlan, TokenBatch, bytes_to_ids
 
 NUM_BLOCKS = 64
 
@@ -38,22 +39,33 @@ class Loop:
         self.scheduler = make_scheduler(config, num_pages, connector, groups=self.runner.groups)
         self.sleeps = sleeps
         self.sleep: Callable[[], None] = lambda: None
-        self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens
+        everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens
+        self.mask_of: Callable[[int, int], bytes] = lambda rid, num: everything  # of a request with `num` output tokens
+        self.num_late = 0  # late rows
+        self._num_output: Counter[int] = Counter()  # of constrained requests
 
     def serve(self, requests: Sequence[Enqueue]) -> dict[int, list[int] | Failed]:
-        """The output of each request, or its failure. Grammars allow all tokens."""
+        """The output of each request, or its failure."""
         scheduler, runner = self.scheduler, self.runner
         output: dict[int, list[int] | Failed] = {}
-        for message in requests:
-            scheduler.add(message)
-            if message.constraint is not None:
-                self._allow([message.rid])
+        plans: deque[StepPlan] = deque()
+        for request in requests:
+            scheduler.add(request)
+            if request.constraint is not None:
+                self._allow([request.rid])
         while True:
             if (sampled := scheduler.constraints.take()) is not None:
-                self._allow(self._rids(sampled))
+                rids = self._rids(sampled)
+                self._num_output.update(rids)
+                self._allow(rids)
+            for message in scheduler.take_late_masks():
+                runner.tell(message)
             while (plan := scheduler.plan()) is not None:
-                runner.launch(plan)
+                plans.append(plan)
+                self.num_late += len(plan.late_rows) // 4
                 scheduler.is_paused = scheduler.step in self.sleeps
+            while plans and not runner.needs_mail:
+                runner.launch(plans.popleft())
             if (transferred := runner.take_transferred()) is not None:
                 scheduler.transferred(transferred)
             if not runner.num_pending:
@@ -78,7 +90,8 @@ class Loop:
         return output
 
     def _allow(self, rids: Sequence[int]) -> None:
-        self.scheduler.allow(Masks(b"".join(rid.to_bytes(8, "little") for rid in rids), self._everything * len(rids)))
+        masks = (self.mask_of(rid, self._num_output[rid]) for rid in rids)
+        self.scheduler.allow(Masks(b"".join(rid.to_bytes(8, "little") for rid in rids), b"".join(masks)))
 
     def _rids(self, sampled: Sampled) -> list[int]:
         ended = set(memoryview(sampled.ended).cast("q"))

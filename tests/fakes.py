@@ -7,7 +7,7 @@ reordered, wrongly cached or too early reused page changes every token after it.
 
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from zlib import crc32
 
@@ -314,8 +314,12 @@ class FakeWorker:
         assert len(content) == self.block_bytes, len(content)
         self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step."""
+    def waits(self, plan: StepPlan, late: Iterable[int]) -> bool:
+        """Whether the plan cannot be run yet, with the masks of these late rows."""
+        return not (self.is_faulted and not plan.after_fault) and not set(bytes_to_ids(plan.late_rows)) <= set(late)
+
+    def run(self, plan: StepPlan, late: Mapping[int, Sequence[int] | None] | None = None) -> StepResult:
+        """Runs one step. `late`: the tokens that each late row may sample; None: all."""
         assert self.last_step is None or plan.step == self.last_step + 1, "plans must come in order"
         self.last_step = plan.step
         if self.is_faulted and not plan.after_fault:
@@ -333,11 +337,7 @@ class FakeWorker:
             for row, count in zip(rows, counts, strict=True):
                 self._spoil(self._row(row), count)
             return self._drop(structs.replace(plan, kv=b""))
-        masked = bytes_to_ids(plan.masked_rows)
-        assert set(masked) <= {row for row, samples in zip(rows, plan.sample, strict=True) if samples}, (
-            "a mask for a row that does not sample"
-        )
-        masks = _allowed(masked, plan.masks)
+        masks = _masks(plan, late or {})
         sampled: list[int] = []
         num_sampled: list[int] = []
         num_drafts = num_draft_tokens = 0
@@ -543,7 +543,17 @@ class FakeWorker:
         return [page * self.block_bytes + place * KV_BYTES for page in pages]
 
 
-def _allowed(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:
+def _masks(plan: StepPlan, late: Mapping[int, Sequence[int] | None]) -> dict[int, Sequence[int] | None]:
+    """The tokens that masked rows and late rows may sample; None: all."""
+    masked, late_rows = bytes_to_ids(plan.masked_rows), set(bytes_to_ids(plan.late_rows))
+    sampling = {row for row, samples in zip(bytes_to_ids(plan.rows), plan.sample, strict=True) if samples}
+    assert {*masked, *late_rows} <= sampling, "a mask for a row that does not sample"
+    assert late_rows.isdisjoint(masked), "a row has a mask and is late"
+    assert late_rows == late.keys(), "masks of other rows than the late ones"
+    return {**allowed_by_row(masked, plan.masks), **late}
+
+
+def allowed_by_row(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:
     """The tokens that each of the rows may sample."""
     allowed = {}
     for i, row in enumerate(rows):

@@ -45,6 +45,7 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
     rows_are_owned(scheduler, touched, num_rows)
     states_have_one_holder(scheduler, touched)
     in_flight_counts_match(touched)
+    late_masks_are_due(scheduler, touched)
     rows_and_blocks_stay_while_in_flight(scheduler, touched)
     states_match_what_requests_hold(scheduler, touched)
     positions_are_in_order(scheduler, touched)
@@ -87,6 +88,21 @@ def in_flight_counts_match(touched: Touched) -> None:
         )
 
 
+def late_masks_are_due(scheduler: Scheduler, touched: Touched) -> None:
+    """A plan in flight waits for the masks of those requests alone of which it samples a token that counts."""
+    steps = {
+        (id(request), flight.step)
+        for flight in scheduler._in_flight
+        for request, sample in zip(flight.others, flight.sample, strict=True)
+        if sample
+    }
+    for request in touched.all_requests:
+        assert all((id(request), step) in steps for step in request.late), "a mask is due for no plan in flight"
+        assert request.late == sorted(set(request.late)), "masks are due in another order than the steps"
+        has_ended = request.state is State.ENDED or request.starts_again
+        assert not (request.late and has_ended), "a plan waits for the mask of a token that does not count"
+
+
 def rows_and_blocks_stay_while_in_flight(scheduler: Scheduler, touched: Touched) -> None:
     """Row and blocks stay while something in flight touches them."""
     for request in touched.all_requests:
@@ -124,7 +140,9 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         )
         assert r.num_planned <= r.num_due, "a position is planned that is never needed"
         assert r.num_total <= r.max_len, "too many tokens sampled"
-        assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"
+        assert r.starts_again or r.num_total - len(r.late) <= r.num_allowed, (
+            "a token is sampled for which no mask will come"
+        )
         if r.state is State.RUNNING and r.is_open and r.generates:
             expected = -1 if r.is_constrained else min(r.num_due, r.num_blocks * scheduler.block_size)
             assert r.fast_limit == expected, "its fast_limit is out of date"

@@ -18,6 +18,7 @@ memory that changes before the copy from it has run. The clock of a query is not
 nothing here.
 """
 
+import ctypes
 import gc
 import random
 import threading
@@ -38,6 +39,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pagewire.engine.device.allocations import HOST
+from pagewire.engine.device.kept_memory import KeptMemory
 from pagewire.engine.device.queue import CudaQueue, Event, Stream, Work
 from pagewire.engine.runner import runner as runner_module
 
@@ -230,7 +233,7 @@ class DeviceStorage:
         return self.memory.block.storage.nbytes()
 
     def resizable(self) -> bool:
-        return True
+        return self.memory.block.storage.resizable()
 
     def resize_(self, size: int) -> None:
         self._machine.resize(self.memory, size)
@@ -261,6 +264,7 @@ class OrderDevice:
     def __init__(self, policy: str = "late", *, seed: int = 0) -> None:
         assert policy in POLICIES, policy
         self.capability: int | None = None
+        self.kept_memory: KeptMemory | None = KeptMemory(HOST, self._mapped)
         self.violations: list[str] = []
         self.is_strict = False  # True: the first violation is raised, too
         self.num_waits = 0  # of the host for a stream, other than by events
@@ -280,7 +284,7 @@ class OrderDevice:
     def queue(self) -> CudaQueue:
         return self._queue
 
-    def cache_memory(self, *, taken: int) -> int:
+    def cache_memory(self, *, taken: int, found: int = 0) -> int:
         return 1 << 30
 
     def synchronize(self) -> None:
@@ -490,6 +494,11 @@ class OrderDevice:
         memory.block = Block(memory.block.storage, memory.block.name)
         if size:
             _poison(memory.block)
+
+    def _mapped(self, address: int, num_bytes: int) -> DeviceTensor:
+        """Memory that a keeper holds, as a tensor."""
+        inner = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
+        return DeviceTensor.of(inner, Memory(Block(inner.untyped_storage(), "kept weights"), None), self)
 
     def _pinned_at(self, address: int) -> Block | None:
         i = bisect_right(self._pinned, address, key=lambda pair: pair[0]) - 1

@@ -13,6 +13,8 @@ from runner_driver import engine_config
 
 from pagewire.config.config import EngineConfig
 from pagewire.engine.core import trace
+from pagewire.engine.core.planner import Lateness
+from pagewire.engine.steps.host_steps import HostSteps
 from pagewire.ipc.messages import (
     Cancel,
     Chunk,
@@ -27,6 +29,7 @@ from pagewire.ipc.messages import (
     ids_to_bytes,
 )
 from pagewire.procs import grammar_sandbox
+from pagewire.procs.core import CoreActor
 from pagewire.procs.inline import Inline
 
 GREEDY = Sampling(temperature=0)
@@ -277,6 +280,85 @@ def test_bad_words_name_tokens_of_the_vocabulary(serve: Callable[..., Service]) 
     rids = [service.ask(PROMPTS[0], Constraint(bad_words=(word,))) for word in (ids_to_bytes([320]), b"\0\0", b"")]
     service.run()
     assert all(service.failed[rid].detail.startswith("bad_words must hold") for rid in rids)
+
+
+LATENESS: tuple[Lateness, ...] = ("never", "alone", "always")
+
+
+def late_outputs(service: Service, lateness: Lateness, patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What requests with and without grammars give, some of them too long for the cache."""
+    patch.setattr(CoreActor, "_lateness", lambda self: lateness)
+    grammar = cycle(*SETS, free=3)
+    filtered = Sampling(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, logprobs=1, seed=4)
+    few = Sampling(temperature=1, seed=5, allowed_token_ids=(5, 6, 9, *range(100, 120), 20))
+    rids = [service.ask(prompt, grammar, s, max_tokens=40) for prompt in PROMPTS for s in (GREEDY, HOT)]
+    rids += [service.ask(PROMPTS[0], grammar, s, max_tokens=40) for s in (filtered, few)]
+    rids.append(service.ask(PROMPTS[0], cycle(*SETS, length=7), HOT, max_tokens=40))
+    rids += [service.ask(prompt, None, HOT, max_tokens=20) for prompt in PROMPTS[:2]]
+    service.run()
+    assert service.at_rest() and service.finish(rids[-3]) == "stop"
+    return [service.output(rid) for rid in rids]
+
+
+@pytest.mark.parametrize("flags", [{}, {"kv_cache_memory": 5 * 2**15, "pipeline_depth": 3}], ids=["roomy", "tight"])
+def test_late_masks_change_no_token(
+    flags: dict[str, object], serve: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = []
+    for lateness in LATENESS:
+        service = serve(record_trace=str(tmp_path / lateness), speculative="ngram", **flags)
+        outputs.append(late_outputs(service, lateness, monkeypatch))
+        service.engine.close()
+        with (tmp_path / lateness).open("rb") as file:
+            events = list(trace.read(file))
+        plans = [event.plan for event in events if isinstance(event, trace.Planned) and event.plan is not None]
+        assert any(plan.late_rows for plan in plans) == (lateness != "never")
+        num_plans, difference = trace.replay(events)
+        assert difference is None and num_plans == len(plans)
+    assert outputs[0] == outputs[1] == outputs[2]
+    if flags:
+        assert service.engine.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("part", ["_pass", "_sample"])
+def test_late_masks_and_steps_without_memory_change_no_token(
+    part: str, serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = late_outputs(serve(), "never", monkeypatch)
+    own, num_calls = getattr(HostSteps, part), 0
+
+    def short(self: HostSteps, *args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 11 == 0:
+            raise MemoryError
+        return own(self, *args)
+
+    monkeypatch.setattr(HostSteps, part, short)
+    service = serve(pipeline_depth=3)
+    assert late_outputs(service, "always", monkeypatch) == expected
+    assert service.engine.scheduler.counters.num_out_of_memory > 5
+
+
+def test_requests_whose_masks_take_too_long_are_taken_back(
+    serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = late_outputs(serve(), "never", monkeypatch)
+    service = serve(pipeline_depth=3)
+    scheduler, num_rounds = service.engine.scheduler, 0
+
+    def take_back() -> bool:
+        nonlocal num_rounds
+        num_rounds += 1
+        if num_rounds % 7 == 0:
+            scheduler.take_back(scheduler.late()[:3])
+            service.engine._core.handle([])
+        return False
+
+    run = service.run
+    monkeypatch.setattr(service, "run", lambda: run(until=take_back))
+    assert late_outputs(service, "always", monkeypatch) == expected
+    assert scheduler.counters.num_taken_back > 10
 
 
 def test_a_trace_of_constrained_requests_can_be_replayed(serve: Callable[..., Service], tmp_path: Path) -> None:

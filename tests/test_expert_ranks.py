@@ -14,10 +14,12 @@ import quantized_checkpoints
 from runner_driver import GREEDY, Request, engine_config
 from thread_ranks import tokens_of
 
+from pagewire.engine.runner import loading
 from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.runner import Runner
-from pagewire.errors import ConfigError
-from pagewire.ipc.messages import Sampling
+from pagewire.engine.weights.loader import load_targets
+from pagewire.errors import CheckpointError, ConfigError
+from pagewire.ipc.messages import PlaceExperts, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +129,63 @@ def test_what_is_refused(kind: str, size: int, why: str, tmp_path: Path) -> None
     folder = checkpoints.make_checkpoint(tmp_path, kind, num_attention_heads=8, num_key_value_heads=8)
     with pytest.raises(ConfigError, match=why):
         tokens_of(folder, requests, size=size, **DEALT)
+
+
+# Of three steps of a run of two ranks with four experts: what they have from then on.
+MOVES = {
+    2: ((0, 1, 3), (2, 3, 0)),
+    4: ((0, 1, 2), (2, 3, 0)),  # a slot gets another expert
+    6: ((0, 1, -1), (2, 3, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("gpt_oss", "auto"),  # with biases
+        *(pytest.param(family, "torch", marks=pytest.mark.long) for family in ("gpt_oss", "longcat_flash")),
+        pytest.param("longcat_flash", "auto", marks=pytest.mark.long),  # experts that return their input
+    ],
+)
+def test_replicas_that_move_under_running_requests_change_no_token(family: str, kernels: str, tmp_path: Path) -> None:
+    folder = families.make_family(tmp_path, family)
+    flags: dict[str, Any] = {"dtype": "float32", "cpu_kernels": kernels}
+    expected = tokens_of(folder, requests, **flags)
+    computed: list[int] = []
+
+    def move(runner: Runner, step: int) -> None:
+        if step in MOVES:
+            for layer in runner.take_expert_load():
+                assert runner.place_experts(PlaceExperts(layer, MOVES[step]))
+
+    def count(runner: Runner) -> None:
+        (load, *_) = runner.take_expert_load().values()
+        computed.append(int(np.frombuffer(load, np.int64)[1]))
+
+    found = tokens_of(folder, requests, size=2, between=move, at_end=count, expert_replicas=1, **flags, **DEALT)
+    assert found == expected
+    assert all(computed), "both ranks have computed expert 1 since the last move"
+
+
+def test_a_replica_that_a_rank_cannot_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path, "qwen3_moe")
+    expected = tokens_of(folder, requests, dtype="float32")
+    moved: list[bool] = []
+
+    def broken(reader: Any, targets: Any, *args: Any, **more: Any) -> None:
+        if any(weight.only == (7,) for target in targets for weight in target.weights):
+            raise CheckpointError("expert 7 cannot be read.")
+        load_targets(reader, targets, *args, **more)
+
+    monkeypatch.setattr(loading, "load_targets", broken)
+
+    def move(runner: Runner, step: int) -> None:
+        if step in (2, 5):
+            more = (7, 0) if step == 2 else (6, 0)
+            moved.append(runner.place_experts(PlaceExperts(0, ((*range(4), more[0]), (*range(4, 8), more[1])))))
+
+    found = tokens_of(folder, requests, size=2, between=move, expert_replicas=1, dtype="float32", **DEALT)
+    assert found == expected
+    assert sorted(moved) == [False, False, True, True] and "layer 0 keeps its experts" in caplog.text

@@ -28,7 +28,7 @@ ROOMS: dict[str, str] = {
     "config": "errors kernels.cpu",
     "ipc": "errors",
     "engine.core": "errors config ipc",
-    "engine.models": "errors kernels kernels.cpu",
+    "engine.models": "engine.core errors kernels kernels.cpu",
     "engine.models.families": "errors engine.models",
     "engine.checkpoint": "errors config engine.models engine.models.families",
     "engine.text": "errors config ipc engine.checkpoint",
@@ -71,7 +71,7 @@ ROOMS: dict[str, str] = {
     ),
     "procs": (
         "errors version config ipc engine engine.core engine.models engine.text engine.checkpoint engine.kv_connector "
-        "engine.parallel engine.runner api.http api.gateway api.output.parsers api.admin api"
+        "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
     "route": "errors version config ipc api.http api.gateway api.output api procs",

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from harness import Answer, Client, http_config
+from waiting import until
 
 from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import create_app
@@ -167,6 +168,13 @@ def test_shared_storage_and_the_cache_threshold(start: Callable[..., Engine], fo
     assert decode.inline.scheduler.counters.num_output_tokens == 0
     # Then the prompt is computed elsewhere, and both bodies have a threshold of 0.
     prefill.ask({**primed(BODY), "max_completion_tokens": 1, "cache_hit_threshold": 0})
+
+    def is_stored() -> bool:
+        """The files are written in the background; until then the threshold is not met."""
+        probe = decode.ask({**primed(BODY), "cache_hit_threshold": 0.8}).json
+        return bool(probe["choices"][0]["finish_reason"] != "cache_threshold")
+
+    until(is_stored, "the prompt's blocks are in the store")
     second = decode.ask({**BODY, "cache_hit_threshold": 0})
     assert text(second) == wanted and decode.tier.num_hit_tokens > 0
     # The next turn of that conversation meets the client's threshold at once.

@@ -18,6 +18,7 @@ from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.runner import runner
 from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import StepPlan
 
 T = TypeVar("T")
 
@@ -74,11 +75,12 @@ def tokens_of(
     *,
     size: int = 1,
     in_triton: bool = False,
+    between: Callable[[Runner, int], None] | None = None,
     at_end: Callable[[Runner], None] = lambda _: None,
     **flags: Any,
 ) -> list[list[int]]:
-    """The outputs of requests, which all ranks must agree on. at_end: called with each rank's runner. flags: of
-    `serve`."""
+    """The outputs of requests, which all ranks must agree on. between: called with each rank's runner before each plan,
+    and the plan's number. at_end: called with each rank's runner. flags: of `serve`."""
     if size > 1:
         flags["tensor_parallel_size"] = size
     config = engine_config(folder, **flags)
@@ -88,6 +90,8 @@ def tokens_of(
         queue = EagerQueue(torch.device("cpu")) if in_triton else None
         loaded = Runner.load(config, rank_info=info, queue=queue, is_checked=False)
         loaded.open_cache(200)
+        if between is not None:
+            _call_before_launch(loaded, between)
         asked = requests()
         Driver(loaded, 200).run(asked, chunk=23)
         at_end(loaded)
@@ -109,3 +113,13 @@ def tokens_of(
         first, *others = of_ranks(size, of_rank)
     assert all(other == first for other in others), "the ranks sampled other tokens"
     return first
+
+
+def _call_before_launch(served: Runner, between: Callable[[Runner, int], None]) -> None:
+    launch = served.launch
+
+    def launched(plan: StepPlan) -> None:
+        between(served, plan.step)
+        launch(plan)
+
+    served.launch = launched  # type: ignore[method-assign] # of this one runner

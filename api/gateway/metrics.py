@@ -22,6 +22,10 @@ _STEP_HISTOGRAMS = {
         "The rest of a step's time while it was the oldest in flight: messages, the worker's own Python.",
         SECONDS,
     ),
+    "step_mask_wait_time_seconds": (
+        "How long a step waited for masks of constrained requests after its pass. Only steps with late masks count.",
+        SECONDS,
+    ),
     "step_host_time_seconds": (
         "The core's time to apply a step, plan the next one and send the results; the device works meanwhile.",
         SECONDS,
@@ -120,6 +124,8 @@ class Metrics:
         page.counter("out_of_memory_steps", text, core.num_out_of_memory)
         text = "How often rows and blocks did not add up while idle, and were counted again: a bug, please report it."
         page.counter("kv_cache_repairs", text, core.num_mended)
+        text = "Preemptions of constrained sequences whose masks took so long that the step went on without them."
+        page.counter("mask_preemptions", text, core.num_taken_back)
         page.counter("spec_decode_num_drafts", "How often draft tokens were made for a sequence.", core.num_drafts)
         page.counter("spec_decode_num_draft_tokens", "Draft tokens.", core.num_draft_tokens)
         page.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", core.num_accepted_tokens)

@@ -165,6 +165,6 @@ class Model:
         with _recording(architecture) as launches:
             shape = StepShape(tokens, PROMPT_ROWS if is_prompt else 0)
             self.decoder.run(self.packet, self.state, shape)
-            logits = self.decoder.logits(self.decoder.hidden(self.packet.parts[0].tokens[:samples]))
+            logits = self.decoder.sampled_logits(self.packet.parts[0].tokens[:samples])
             self.state.sample(logits, self.packet, 0, SampleShape(samples, 0, False, False))
         return launches

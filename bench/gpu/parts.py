@@ -61,7 +61,7 @@ PARTS = (
     Part(name="offline-30b", title="Qwen3-30B-A3B without HTTP", module="throughput", model="qwen3-30b-a3b",
          seconds=75, needs=_TEXT, interprets=False),
     Part(name="start-8b", title="The start of Llama-3.1-8B", module="serving", function="start", model="llama-3.1-8b",
-         seconds=120, needs=(*_HTTP, "transformers"), interprets=False),
+         seconds=150, needs=(*_HTTP, "transformers"), interprets=False),
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from .throughput import offline_rate, requests
 _LEAST_SHARE = 85  # % of the rate without HTTP
 _MAX_TTFT_MS = 25
 _MAX_READY_S, _MAX_WEIGHTS_S = 10, 3
+_OUTAGE_S = 120  # that a request may wait for another worker
 _ROOM = 20 << 30  # bytes that a checkpoint of 8 billion bfloat16 weights needs
 
 
@@ -75,16 +76,38 @@ def start(setting: Setting) -> Iterator[Figure]:
         length = str(setting.choose(8192, 64))
         for title in ("first", "second"):  # the first one compiles the kernels that were not shipped
             started = time.perf_counter()
-            with serving(setting, folder, "--max-model-len", length) as server:
+            with serving(setting, folder, "--max-model-len", length, "--outage-wait", str(_OUTAGE_S)) as server:
                 server.wait_ready()
                 taken = time.perf_counter() - started
+                recoveries = list(_recoveries(setting, server)) if title == "second" else []
             most = _MAX_READY_S if title == "second" else None
             yield Figure(name=f"ready, {title} start", value=taken, unit="s", most=most)
+            yield from recoveries
         flags = {**setting.flags(), "model": str(folder), "load_format": "auto", "max_model_len": int(length)}
         runner = Runner.load(prepare(convert(flags)))
         yield Figure(
             name="reading weights, a second time", value=runner.timings["weights"], unit="s", most=_MAX_WEIGHTS_S
         )
+
+
+def _recoveries(setting: Setting, server: OpenAiServer) -> Iterator[Figure]:
+    """The time from SIGKILL of the worker until the first token of a request that waits: with the weights that it left
+    behind, and on a GPU without them, because their keeper was killed before."""
+    batch = requests(setting, 1, (8, 8), (1, 1))
+    server.run(batch)
+    for title in ("maps", "reads"):
+        if title == "reads":
+            if not (keepers := server.of_kind("weight keeper")):
+                return
+            keepers[0].kill()
+            keepers[0].wait()
+        (worker,) = server.of_kind("worker")
+        killed = time.perf_counter()
+        worker.kill()
+        worker.wait()
+        [stream] = server.run(batch)
+        name = f"first token after SIGKILL of the worker, the next one {title} the weights"
+        yield Figure(name=name, value=stream.times[0] - killed, unit="s")
 
 
 def _roomy(setting: Setting) -> Path:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
+import psutil
 import uvloop
 
 from ...tools.servers import HOST, Server, ServerError, end, log_tail
@@ -46,6 +47,10 @@ class OpenAiServer:
             ) from None
         except OSError as error:
             raise PeerError(f"it could not be reached: {error}; {log_tail(self._server.log)}") from error
+
+    def of_kind(self, kind: str) -> list[psutil.Process]:
+        """Its processes of this kind, if it is pagewire."""
+        return self._server.of_kind(kind)
 
     def stop(self) -> None:
         self.meter.close()

@@ -12,6 +12,7 @@ class ExpertLoads:
         self._size = num_ranks // num_stages
         self._totals = [0] * num_ranks
         self._windows: dict[int, ExpertLoad] = {}  # by rank, the last ones
+        self.num_windows = 0  # complete ones, of all ranks
         self._by_layer: dict[int, list[list[int]]] = {}  # layer → for each rank the tokens of each expert
 
     def take(self, report: ExpertLoad) -> None:
@@ -20,6 +21,7 @@ class ExpertLoads:
         first = report.rank - report.rank % self._size
         windows = [self._windows[rank] for rank in range(first, first + self._size) if rank in self._windows]
         if len(windows) == self._size and len({window.num_steps for window in windows}) == 1:
+            self.num_windows += 1
             self._by_layer |= {
                 layer: [_integers(window.tokens[layer]) for window in windows] for layer in report.tokens
             }

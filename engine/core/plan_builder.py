@@ -70,6 +70,7 @@ class PlanBuilder:
         self.counts: list[int] = []  # positions of each of others
         self.sample: list[int] = []  # tokens of each of others: 0 or 1
         self.masks: list[tuple[int, bytes]] = []  # (row, the mask of the token that it samples)
+        self.late: list[Request] = []  # those of others that sample a token whose mask has not come
         self.copies: list[int] = []  # pairs of pages
         self.pinned: list[int] = []  # blocks that are copied from: this plan must not give them away
         self.keep_rows: array[int] = array("i")
@@ -139,4 +140,5 @@ class PlanBuilder:
             keep_rows=self.keep_rows.tobytes(),
             keep_positions=self.keep_positions.tobytes(),
             keep_pages=self.keep_pages.tobytes(),
+            late_rows=ids_to_bytes([request.row for request in self.late]),
         )

@@ -8,6 +8,7 @@ a bound on waiting from it.
 
 import sys
 from collections.abc import Iterable
+from typing import Literal
 
 from . import decode_rows
 from .block_pool import BlockPool
@@ -27,6 +28,10 @@ _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the laten
 _MIN_CHUNKS = 4  # of a prompt, for each stage; fewer if its chunks would get too short
 _ROUNDING = 1 + 1e-9  # sums in another order
 _MAX_CONSTANT = 0.1  # of a step's time: the part that does not depend on its chunk, from which on chunks get too short
+
+Lateness = Literal["never", "alone", "always"]
+"""When a plan may sample from a constrained request before its mask has come: in no step; in steps while all running
+requests are constrained, which delay nobody else; in any step."""
 
 
 class Planner:
@@ -72,11 +77,14 @@ class Planner:
         self._speculate = speculate
         self.is_chunked = is_chunked
         self.break_even = CAUTIOUS  # see `StepPlan`; the scheduler sets it as it learns what steps cost
+        self.lateness: Lateness = "never"  # the scheduler sets it
 
     def build(self, turn: Turn) -> PlanBuilder:
         """The next step, possibly empty."""
         table = self._table
         table.sweep()
+        if table.num_constrained:
+            self._let_be_late()
         builder = PlanBuilder(self.budget)
         rest = self._plan_decodes(builder, self._micro_batches.take(table.running, turn))
         builder.work = Work(len(builder.decodes), sum([r.num_planned for r in builder.decodes]), 0, 0)
@@ -93,6 +101,18 @@ class Planner:
         self._admit(builder)
         self._pool.release(builder.pinned)
         return builder
+
+    def _let_be_late(self) -> None:
+        """Decides which running requests are planned before their masks have come. With several stages none is: another
+        micro-batch is computed meanwhile."""
+        running = self._table.running
+        may_be_late = self._micro_batches.num_stages == 1 and (
+            self.lateness == "always"
+            or (self.lateness == "alone" and all(request.is_constrained for request in running))
+        )
+        for request in running:
+            if request.is_constrained:
+                request.let_be_late(may_be_late)
 
     def account(self, builder: PlanBuilder) -> None:
         """The plan is sent: the prefix cache may find what it computes, and its positions count for their tenants."""
@@ -295,14 +315,16 @@ class Planner:
         else:
             builder.work = with_chunk(builder.work, request.num_planned, num)
         samples = request.num_planned + num == request.num_total and request.generates
+        if samples and not request.is_masked:
+            builder.late.append(request)
+        elif samples and request.mask:
+            builder.masks.append((request.row, request.mask))
         request.plan(num, int(samples))
         if request.slot >= 0:
             self._keep(builder, request, request.num_planned - num)
         if num > 1:
             builder.chunked.append(request)
             builder.fresh.update(self._prefix.upcoming(request))
-        if samples and request.mask:
-            builder.masks.append((request.row, request.mask))
         builder.budget -= num
         builder.others.append(request)
         builder.counts.append(num)

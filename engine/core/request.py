@@ -64,8 +64,9 @@ class Request:
 
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
         "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
-        "ids num_prompt num_resumed max_len num_needed regime_limit regime keys num_allowed mask "
+        "ids num_prompt num_resumed max_len num_needed regime_limit regime keys num_allowed mask may_be_late late "
         "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
+        "is_taken_back "
         "slot slot_from is_spoiled junction snapshots grid after num_after "
         "num_computed num_planned num_total num_found num_restored num_committed "
         "opened num_cached num_prompt_logprobs fast_limit next_check"
@@ -96,7 +97,6 @@ class Request:
         self.arrival = arrival  # its place among requests of the same rank
         self.queue_key = queue_key  # of the policy
         self.block_size = block_size
-        self.root = root  # parent key of its first block; another one in another regime
         self.is_constrained = message.constraint is not None
         # Every position of its prompt has an output, so none may come from a cache.
         self.wants_all = sampling.prompt_logprobs is not None or (
@@ -121,10 +121,9 @@ class Request:
         # All its positions have one regime. A request whose regime changes gives its row back and is computed again.
         self.regime_limit = regime_limit
         self.regime = int(len(self.ids) > regime_limit)
-        if self.regime:
-            self.root = regime_key(root, 1)
+        self.root = regime_key(root, 1) if self.regime else root  # parent key of its first block
         self.keys = list(keys)  # of its full blocks, as far as they were needed
-        self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # num_total ≤ it, until the next mask
+        self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # ids that may be known with this mask
         self.mask = b""  # of the token at `num_allowed - 1`: what it may be, see `StepPlan.masks`; empty: anything
 
         # What it holds.
@@ -158,6 +157,8 @@ class Request:
         self.num_restored = 0  # with those that were loaded then
         self.num_committed = 0  # its leading blocks that were offered to the prefix cache; ≤ num_planned // block_size
 
+        self._be_on_time()
+
         # What was delivered.
         self.opened = False  # the detokenizer knows it
         self.num_cached = 0  # prompt tokens that were cached when it was first planned
@@ -173,6 +174,35 @@ class Request:
         """The grammar has read all its ids: `mask` is what may follow them."""
         self.num_allowed = len(self.ids) + 1
         self.mask = mask
+
+    def let_be_late(self, may_be_late: bool) -> None:
+        """Whether plans may sample its tokens before their masks have come."""
+        self.may_be_late = may_be_late
+
+    @property
+    def is_masked(self) -> bool:
+        """The mask of the next token that a plan samples is here, or it needs none."""
+        return self.num_total < self.num_allowed
+
+    def _be_on_time(self) -> None:
+        self.may_be_late = False  # a plan may sample a token of it before the mask has come
+        self.late: list[int] = []  # steps in flight that wait for masks of it, in order
+        self.is_taken_back = False  # results of plans in flight do not count
+
+    def plan_late(self, step: int) -> None:
+        """The plan of this step is to sample a token of it whose mask has not come."""
+        self.late.append(step)
+
+    def take_late(self) -> int | None:
+        """The step that samples the token after its known ids, if it waits for the mask, which has come."""
+        return self.late.pop(0) if self.late else None
+
+    def drop_late(self) -> list[int]:
+        """Takes the steps that wait for masks of it: what they sample does not count any more."""
+        steps, self.late = self.late, []
+        if steps:
+            self.spoil()  # a pass may compute a token that is not part of it
+        return steps
 
     def admit(
         self,
@@ -382,6 +412,7 @@ class Request:
         self.num_total = len(self.ids)
         self.num_committed = min(self.num_committed, num // self.block_size)
         self.is_open = False
+        self.late = []  # the worker has dropped those plans
         self._settle()
 
     def poison(self) -> bool:
@@ -391,6 +422,10 @@ class Request:
         may_recover = self.state is not State.ENDED and (self.num_found > 0 or self.num_loading > 0)
         self.wants_all |= may_recover
         return may_recover
+
+    def take_back(self) -> None:
+        """What plans in flight compute and sample of it does not count. It is preempted."""
+        self.is_taken_back = True
 
     def preempt(self) -> None:
         """It gives row and blocks back as soon as nothing in flight touches it, and then waits again."""
@@ -420,6 +455,7 @@ class Request:
         self.sources, self.num_wanted = [], 0
         self.after, self.num_after = array("i"), 0
         self.is_open = False
+        self._be_on_time()
         self.num_loading = 0
         self.num_computed = self.num_planned = 0
         self.num_total = len(self.ids)
@@ -544,9 +580,9 @@ class Request:
     @property
     def num_computable(self) -> int:
         """Positions that may be computed: those whose ids are known, here or on the device, and whose KV is needed; not
-        the last one, from which a token is sampled, while its mask is missing; in another regime none before its row is
-        given back."""
-        num = self.num_total if self.num_total < self.num_allowed else self.num_total - 1
+        the last one, from which a token is sampled, while its mask is missing and must not be late; in another regime
+        none before its row is given back."""
+        num = self.num_total if self.may_be_late or self.is_masked else self.num_total - 1
         return min(num, self.num_due)
 
     @property
@@ -561,8 +597,9 @@ class Request:
 
     @property
     def starts_again(self) -> bool:
-        """Its numbers were not finite, so it was preempted, and results of plans in flight do not count."""
-        return self.is_poisoned and self.state is State.LEAVING
+        """Its numbers were not finite, or its masks took too long: it was preempted, and results of plans in flight do
+        not count."""
+        return (self.is_poisoned or self.is_taken_back) and self.state is State.LEAVING
 
     def finish_of(self, token: int) -> FinishReason | None:
         """Why it ends with `token`, its last; None: it goes on."""

@@ -50,6 +50,7 @@ class RequestTable:
         self.waiting = Waiting(policy)
         self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept
         self.num_leaving = 0  # of them, those that are LEAVING
+        self.num_constrained = 0  # of `requests`
         self.held: dict[int, list[int]] = {}  # ended rid → blocks that the connector still reads
         self._num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
@@ -58,6 +59,7 @@ class RequestTable:
     def join(self, request: Request) -> None:
         """A new request waits."""
         self.requests[request.rid] = request
+        self.num_constrained += request.is_constrained
         self.waiting.add(request)
 
     def admit(
@@ -103,7 +105,9 @@ class RequestTable:
         request.end()
         del self.requests[request.rid]
         if request.is_constrained:
+            self.num_constrained -= 1
             self.constraints.end(request.rid)
+            self.constraints.free(request)
         if isinstance(terminal, Tokens):
             self._outputs.add(terminal)
         else:
@@ -113,7 +117,7 @@ class RequestTable:
     def allow(self, message: Masks) -> None:
         """The masks of constrained requests; those to which nothing can be added end."""
         self._outputs.close_batch()  # it may have output of them
-        for request, end in allow(message, self.requests):
+        for request, end in allow(message, self.requests, self.constraints):
             self.end(request, end)
         rids = (*memoryview(message.rids).cast("q"), *memoryview(message.free).cast("q"))
         self._micro_batches.allow([self.requests[rid] for rid in rids if rid in self.requests])
@@ -130,7 +134,8 @@ class RequestTable:
         self.preempt(request)
 
     def start_again(self, request: Request) -> None:
-        """Preempts a poisoned request; its results in flight do not count."""
+        """Preempts a request whose results in flight do not count."""
+        self.constraints.free(request)
         if request.state is State.RUNNING:
             self._leave(request)
 
@@ -139,6 +144,12 @@ class RequestTable:
         request.set_back(num)
         if request.state is State.RUNNING:
             self._micro_batches.join(request)
+
+    def take_back(self, request: Request) -> None:
+        """Preempts a request whose masks take too long. The plans in flight go on without it."""
+        self._counters.num_taken_back += 1
+        request.take_back()
+        self.start_again(request)
 
     def release_if_idle(self, request: Request) -> None:
         """Releases it if it has ended or was preempted and nothing in flight touches it any more."""
@@ -210,6 +221,7 @@ class RequestTable:
     def reset(self, touched: Iterable[Request]) -> None:
         """All KV and everything in flight is lost; requests that ran wait again. `touched`: what was in flight touched
         them."""
+        self.constraints.forget_late()
         holders = {id(r): r for r in (*touched, *self.running) if r.row >= 0}
         for request in holders.values():
             self._pool.release(request.held)

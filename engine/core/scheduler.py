@@ -11,7 +11,7 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 import sys
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from ...ipc.messages import (
     Failed,
     FinishReason,
     GroupSnapshot,
+    LateMasks,
     Masks,
     RowLogprobs,
     StepPlan,
@@ -44,7 +45,7 @@ from .micro_batches import MicroBatches, Turn
 from .oom_recovery import OomRecovery
 from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
-from .planner import Planner
+from .planner import Lateness, Planner
 from .poison import poison
 from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
@@ -203,6 +204,32 @@ class Scheduler:
         """Takes in what constrained requests may sample next. Ends those to which nothing can be added."""
         self.table.allow(message)
 
+    @property
+    def lateness(self) -> Lateness:
+        """When plans sample from constrained requests before their masks have come."""
+        return self._planner.lateness
+
+    def set_lateness(self, lateness: Lateness) -> None:
+        """Holds for the plans from now on."""
+        self._planner.lateness = lateness
+
+    def take_late_masks(self) -> list[LateMasks]:
+        """What the worker must be told of late rows since the last call."""
+        return self.constraints.take_late()
+
+    def late(self) -> list[int]:
+        """The requests for whose masks plans in flight wait."""
+        if not self.table.num_constrained:
+            return []
+        return [request.rid for request in self.table.running if request.late]
+
+    def take_back(self, rids: Iterable[int]) -> None:
+        """The masks of these requests take too long: plans in flight do not wait for them any longer, and what these
+        compute of the requests does not count."""
+        for rid in rids:
+            if (request := self.table.requests.get(rid)) is not None and request.late:
+                self.table.take_back(request)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do or `max_in_flight` plans are in flight already."""
         num = len(self._in_flight)
@@ -357,6 +384,8 @@ class Scheduler:
             return None
         self._planner.account(builder)
         self.step += 1
+        for request in builder.late:
+            request.plan_late(self.step)
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0

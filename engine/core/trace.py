@@ -18,6 +18,7 @@ from .block_pool import BlockPool
 from .extension import PlanExtension
 from .groups import PLAIN, Groups
 from .kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
+from .planner import Lateness
 from .scheduler import Scheduler
 from .speculation import num_draft_tokens
 
@@ -85,6 +86,18 @@ class Paused(Struct, frozen=True, array_like=True, tag=True):
     is_paused: bool
 
 
+class Late(Struct, frozen=True, array_like=True, tag=True):
+    """`set_lateness` was called."""
+
+    lateness: Lateness
+
+
+class TookBack(Struct, frozen=True, array_like=True, tag=True):
+    """`take_back` was called."""
+
+    rids: tuple[int, ...]
+
+
 class Emptied(Struct, frozen=True, array_like=True, tag=True):
     """`empty` was called."""
 
@@ -96,6 +109,8 @@ class Mended(Struct, frozen=True, array_like=True, tag=True):
 Event = (
     WorkerLost
     | Paused
+    | Late
+    | TookBack
     | Emptied
     | Mended
     | Matched
@@ -297,6 +312,10 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.reset()
             case Paused():
                 scheduler.is_paused = event.is_paused
+            case Late():
+                scheduler.set_lateness(event.lateness)
+            case TookBack():
+                scheduler.take_back(event.rids)
             case Emptied():
                 scheduler.empty()
             case Mended():

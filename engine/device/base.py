@@ -7,6 +7,7 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ..parallel.rank import RankInfo
+from .kept_memory import KeptMemory
 from .queue import Queue
 
 
@@ -15,13 +16,14 @@ class Device(Protocol):
 
     torch_device: torch.device
     capability: int | None  # of a GPU: 90 for 9.0
+    kept_memory: KeptMemory | None  # that outlives this process; None: the device has none
 
     def queue(self) -> Queue | None:
         """The queue for steps that run ahead of the host; None if the device has none."""
 
-    def cache_memory(self, *, taken: int) -> int:
+    def cache_memory(self, *, taken: int, found: int = 0) -> int:
         """Bytes for the KV cache by default. taken: bytes that the model and its steps take in all, some of which are
-        already allocated."""
+        already allocated. found: bytes of it, or that are free now, that were taken when this process began."""
 
     def synchronize(self) -> None:
         """Returns when all launched work is done."""

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from .kept_memory import KeptMemory
+
 _CACHE_SHARE = 0.4  # of free memory: the machine runs other processes, and the cache never shrinks
 _CACHE_MAX = 4 << 30
 
@@ -16,12 +18,13 @@ class CpuDevice:
         self._num_sharers = num_sharers
         self.torch_device = torch.device("cpu")
         self.capability: int | None = None
+        self.kept_memory: KeptMemory | None = None
         torch.set_num_threads(num_threads)
 
     def queue(self) -> None:
         return None
 
-    def cache_memory(self, *, taken: int) -> int:
+    def cache_memory(self, *, taken: int, found: int = 0) -> int:
         return min(int(_CACHE_SHARE * available_memory()), _CACHE_MAX) // self._num_sharers
 
     def synchronize(self) -> None:

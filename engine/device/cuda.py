@@ -3,6 +3,7 @@
 import torch
 
 from ...kernels.triton import cubins
+from .kept_memory import KeptMemory, cuda_memory
 from .queue import CudaQueue
 
 
@@ -19,15 +20,16 @@ class CudaDevice:
         kernels = cubins.share_cache()
         major, minor = torch.cuda.get_device_capability(index)
         self.capability: int | None = 10 * major + minor
+        self.kept_memory: KeptMemory | None = cuda_memory(index)
         if (archive := cubins.shipped(self.capability)).exists():
             cubins.install_shipped(archive, kernels)
 
     def queue(self) -> CudaQueue:
         return self._queue
 
-    def cache_memory(self, *, taken: int) -> int:
+    def cache_memory(self, *, taken: int, found: int = 0) -> int:
         """The share that `utilization` allows, but no more than was free at start, less what the model takes."""
-        return max(0, min(int(self._utilization * self._total), self._free_at_start) - taken)
+        return max(0, min(int(self._utilization * self._total), self._free_at_start + found) - taken)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

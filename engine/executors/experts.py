@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..models.description import Router
-from ..models.expert_placement import table
+from ..models.expert_places import table
 from ..models.program import Mixture
 from .functions import activate, glu
 from .weights import Weights
@@ -55,13 +55,28 @@ class OwnExperts:
     """The experts of a layer that this rank has, if ranks share them out."""
 
     places: Tensor  # [all experts of the router, 3] int32: slot, turn and turns
-    load: Tensor  # [slots] int64: how many assignments each has had so far
-    experts: tuple[int, ...]  # of the slots
+    load: Tensor  # [slots] int64: how many assignments each has had since they were taken
+    experts: list[int]  # of the slots; -1: the slot is empty
+    moved: Tensor  # [experts] int64: the same of experts that have left their slots since
 
     def place(self, chosen: Tensor, positions: Tensor) -> Tensor:
         """The slots of chosen experts; -1: another rank computes them. chosen: [tokens, top_k]; positions: [tokens]."""
         slots, turn, turns = self.places[chosen].unbind(-1)
         return slots.where(positions[:, None] % turns == turn, -1)
+
+    def take_load(self) -> Tensor:
+        """[experts] int64 on the CPU: how many assignments each has had on this rank since the last call. A GPU ends
+        the step that runs first; what it counts meanwhile may be lost."""
+        self.flush_load()
+        found = self.moved.cpu().clone()
+        self.moved.zero_()
+        return found
+
+    def flush_load(self) -> None:
+        """Before slots get other experts."""
+        index = torch.tensor(self.experts, device=self.load.device)
+        self.moved.index_add_(0, index.clamp(min=0), self.load.where(index >= 0, 0))
+        self.load.zero_()
 
 
 def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
@@ -71,7 +86,8 @@ def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
     rows = table(args.places, args.num_slots, args.router.zero_experts)
     places = torch.tensor(rows, dtype=torch.int32, device=device)
     (stack,) = {weight.only for weight in args.down.weights}
-    return OwnExperts(places, torch.zeros(args.num_slots, dtype=torch.int64, device=device), stack)
+    load, moved = (torch.zeros(num, dtype=torch.int64, device=device) for num in (args.num_slots, args.num_experts))
+    return OwnExperts(places, load, [*stack, *[-1] * args.num_replicas], moved)
 
 
 def mixture(

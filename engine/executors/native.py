@@ -10,7 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ...kernels import ops as kernels
 from ...kernels.cpu.dense import PackedMatrix
+from ...kernels.cpu.experts import NativeExperts
 from ...kernels.cpu.latent import NativeLatent
 from ...kernels.cpu.library import Kernels
 from ...kernels.cpu.limits import LANES
@@ -160,6 +162,11 @@ class NativeModel:
         self._pointed = ids, positions, step.places, states
         return step, fields
 
+    def replace_expert(self, layer: int, slot: int, gate_up: kernels.Matrix, down: kernels.Matrix) -> None:
+        """Between two steps: the matrices of a slot of a layer's experts are now these, as in the weights."""
+        if self._compiler is not None and (experts := self._compiler.experts.get(layer)) is not None:
+            experts.replace(slot, cast(PackedMatrix, gate_up), cast(PackedMatrix, down))
+
     def pieces(self, attention: NativePagedAttention) -> "list[tuple[tuple[Op, ...], ctypes.Array[Operation]]]":
         """What C has of the program, piece by piece: operations, and those of C that compute them together."""
         self._compiler = _Compiler(self._reference, self._layout, attention, self._kernels)
@@ -195,6 +202,7 @@ class _Compiler:
         self._kernels = kernels
         self._matrices: dict[tuple[str, str], MatrixFields] = {}
         self._kept: list[object] = []  # what operations point to
+        self.experts: dict[int, NativeExperts] = {}  # by layer
         self._readers = [0] * len(self._program.widths)
         for op in self._program.ops:
             for view in op.ins:
@@ -429,7 +437,7 @@ class _Compiler:
             between = {"map": _ACT, "act": _ACTS[args.act]}
         own = self._reference.own_experts.get(op.layer)
         experts = native_experts(args, self._reference.weights, own, **between)
-        self._kept.append(experts)
+        self.experts[op.layer] = experts
         address = ctypes.addressof(experts.fields)
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):
             return [self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, epilogue=_ADD_TO)], 2

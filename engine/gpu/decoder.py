@@ -135,7 +135,7 @@ class TritonDecoder:
         self._walk.mixers.open(cache)
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
-        """Runs the packet's tokens through the layers; `hidden` and `logits` then give the results."""
+        """Runs the packet's tokens through the layers; `hidden` and `sampled_logits` then give the results."""
         self._walk.run(self.begin(packet, state, shape), shape.tokens)
 
     def begin(self, packet: Packet, state: RowState, shape: StepShape) -> Pass:
@@ -174,12 +174,8 @@ class TritonDecoder:
         )
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The normed states of tokens of the step, the input of `logits`. tokens: [n] int32 → [n, hidden]."""
+        """The normed states of tokens of the step. tokens: [n] int32 → [n, hidden]."""
         return self._walk.finish(self._states.index_select(0, tokens))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] float32."""
-        return self.vocabulary.logits(hidden)
 
     def sampled_hidden(self, tokens: Tensor) -> Tensor:
         """`hidden` of at most `limits.scored` tokens of the step, until the next call or step."""

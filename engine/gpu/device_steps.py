@@ -135,7 +135,9 @@ class _Launched:
     plan: StepPlan
     slot: _Slot
     begun: Mark
-    done: Mark
+    passed: Mark | None = None  # after its pass, if it has late rows
+    resumed: Mark | None = None  # before it samples, if it has late rows
+    done: Mark | None = None  # None: it has not sampled
     samples: Samples  # `ends` as if all draft tokens were accepted of which the host does not know
     num_opens: NDArray[np.int64]  # [samples] how often each one's row had been opened
     num_logprobs: NDArray[np.int64]  # [samples] best tokens asked for; -1: no log-probabilities
@@ -145,6 +147,12 @@ class _Launched:
     prompt: list[tuple[int, Tensor, Tensor]]  # index into the plan's rows, ids and values of prompt log-probabilities
     pooled: list[tuple[PooledStates, Tensor | None]]
     held: list[Tensor]  # device tensors that the copies to the host read
+    landed: list[Tensor]  # host memory for them
+    # For its samples:
+    parts: list[tuple[int, SampleShape]]
+    num_rows: int
+    draft_states: DraftStates | None
+    draft_copies: Tensor | None  # of the states behind draft tokens, on the device
     # Once the host has read the results:
     result: Sampled | None = None
     ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)  # [samples]
@@ -298,27 +306,56 @@ class DeviceSteps:
         return self._recordings.num_recorded
 
     def is_done(self) -> bool:
-        return bool(self._pending) and self._pending[0].done.is_reached()
+        done = self._pending[0].done if self._pending else None
+        return done is not None and done.is_reached()
 
     def collect(self) -> StepResult:
         result = self._read(self._pending[0])
         step = self._pending.popleft()
         self._free.append(step.slot)
-        return result.result(step.plan.step, step.done.ms_since(step.begun))
+        assert step.done is not None
+        wait_ms = 0.0
+        if step.passed is not None and step.resumed is not None:
+            wait_ms = step.resumed.ms_since(step.passed)
+        return result.result(step.plan.step, step.done.ms_since(step.begun) - wait_ms, wait_ms)
 
     def launch(self, plan: StepPlan) -> None:
         slot = self._free.popleft()
         try:
-            step = self._launch(plan, slot)
+            step = self._pass(plan, slot)
+            self._pending.append(step)
+            self._unknown.append(step)
+            if plan.late_rows:
+                step.passed = self._queue.mark()
+            else:
+                self._sample(step)
         except Exception:
-            self._queue.mark().wait()  # the copies from the slot have ended
-            self._free.append(slot)
-            self._learn(0)  # the device may have sampled ids that do not count
+            self._drop(slot)
             raise
-        self._pending.append(step)
-        self._unknown.append(step)
 
-    def _launch(self, plan: StepPlan, slot: _Slot) -> _Launched:
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        step = self._pending[-1]
+        assert step.passed is not None and step.done is None, "no plan waits for masks"
+        try:
+            self._rows.mask_late(masks)
+            step.resumed = self._queue.mark()
+            self._send_masks(step.slot)
+            self._sample(step)
+        except Exception:
+            self._drop(step.slot)
+            raise
+
+    def _drop(self, slot: _Slot) -> None:
+        """Drops the step of this slot, which has raised an error."""
+        self._queue.mark().wait()  # the copies from the slot have ended
+        self._free.append(slot)
+        for steps in (self._pending, self._unknown):
+            if steps and steps[-1].slot is slot and steps[-1].done is None:
+                steps.pop()
+        self._learn(0)  # the device may have sampled ids that do not count
+
+    def _pass(self, plan: StepPlan, slot: _Slot) -> _Launched:
+        """Launches all of a step but its samples."""
         rows = self._rows
         # Attention that is planned on the host needs the rows' lengths, which draft tokens leave open.
         is_open = self._attention is not None and self._config.speculative is not None
@@ -335,7 +372,7 @@ class DeviceSteps:
             states = states_of(plan, rows, step.rows, step.starts, step.counts, self._cache.storage, draft_states)
         attached = self._attach(slot, plan, edits, draft_states, scores)
         sent = self._send(slot.packet, step, samples, states, plan.open)
-        if rows.masks:
+        if rows.masks and not plan.late_rows:
             self._send_masks(slot)
         if plan.open:
             self._state.open(self._packet.step[sent.opens], len(plan.open))
@@ -352,21 +389,9 @@ class DeviceSteps:
             pooled = self._pooler.states(
                 step.rows, step.starts, step.counts, step.order, rows.num_prompt, self._hidden_of
             )
-        if self._fetched is not None:
-            self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
-        for part in sent.parts:
-            self._recordings.run(part)
-        if draft_tokens.any():
-            self._state.accept(self._packet, self._decoder.ids, rows=len(step.rows), most=1 + plan.speculate)
-        if draft_states is not None:
-            pages = draft_states.pages.shape[1]
-            self._state.copy(self._cache.words, attached[2], len(draft_states.rows) * pages, between=pages)
-
         held = [tensor for _, ids, values in prompt for tensor in (ids, values)]
         held += [each.states for each in pooled if each.states is not None]
         landed = slot.landing(held)
-        fetched = self._results(slot, len(samples.rows), sent.parts)
-        done = self._fetched = self._queue.fetch((*fetched, *zip(held, landed, strict=True)))
         landing = iter(landed)
         rows.num_computed[step.rows] = ends
         rows.num_ids[samples.rows] = samples.ends + 1
@@ -376,7 +401,6 @@ class DeviceSteps:
             plan=plan,
             slot=slot,
             begun=begun,
-            done=done,
             samples=samples,
             num_opens=self._num_opens[samples.rows],
             num_logprobs=rows.num_logprobs[samples.rows],
@@ -386,7 +410,27 @@ class DeviceSteps:
             prompt=[(index, next(landing), next(landing)) for index, _, _ in prompt],
             pooled=[(each, None if each.states is None else next(landing)) for each in pooled],
             held=held,
+            landed=landed,
+            parts=sent.parts,
+            num_rows=len(step.rows),
+            draft_states=draft_states,
+            draft_copies=attached[2] if draft_states is not None else None,
         )
+
+    def _sample(self, step: _Launched) -> None:
+        """Launches the samples of a step, and what follows them."""
+        plan, draft_states = step.plan, step.draft_states
+        if self._fetched is not None:
+            self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
+        for part in step.parts:
+            self._recordings.run(part)
+        if step.draft_tokens.any():
+            self._state.accept(self._packet, self._decoder.ids, rows=step.num_rows, most=1 + plan.speculate)
+        if draft_states is not None and step.draft_copies is not None:
+            pages = draft_states.pages.shape[1]
+            self._state.copy(self._cache.words, step.draft_copies, len(draft_states.rows) * pages, between=pages)
+        fetched = self._results(step.slot, len(step.samples.rows), step.parts)
+        step.done = self._fetched = self._queue.fetch((*fetched, *zip(step.held, step.landed, strict=True)))
 
     def _take_rows(self, plan: StepPlan) -> None:
         """What the plan says of rows before their positions."""
@@ -693,6 +737,7 @@ class DeviceSteps:
         """Waits for a step's results and takes them from its slot. Steps are read in the order of their launches."""
         if step.result is not None:
             return step.result
+        assert step.done is not None, "a step that has not sampled"
         step.done.wait()
         samples, slot = step.samples, step.slot
         ids = step.ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
@@ -713,7 +758,7 @@ class DeviceSteps:
             if vector is not None:
                 vectors[pooled.index] = vector
         step.result = take_in(step.plan, samples, ids, kept, step.draft_tokens, prompt, logprobs, vectors)
-        step.prompt, step.pooled, step.held = [], [], []
+        step.prompt, step.pooled, step.held, step.landed, step.draft_copies = [], [], [], [], None
         return step.result
 
     def _accepted(self, step: _Launched) -> NDArray[np.bool_]:

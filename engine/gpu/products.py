@@ -334,8 +334,3 @@ class ProductMatrix(TorchMatrix):
         else:
             self._in_scratch(x, out)
         return out if bias is None else out.add_(bias)
-
-
-def interleave(x: Tensor) -> Tensor:
-    """Interleaves the rows of both halves of x: gate 0, up 0, gate 1, …"""
-    return torch.stack(x.chunk(2), dim=1).reshape(x.shape)

@@ -139,11 +139,8 @@ class _TrialDecoder(TritonDecoder):
         index = tokens.long()
         return self._expected.places(self.ids[index].long(), self._positions[index].long())
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._expected.logits(hidden)
-
     def sampled_logits(self, tokens: Tensor) -> Tensor:
-        return self.logits(self.hidden(tokens))
+        return self._expected.logits(self.hidden(tokens))
 
     def _begin(self, kernel: str) -> None:
         self.trying = kernel

@@ -71,12 +71,11 @@ from .products import (
     ProductMatrix,
     QuantizedProduct,
     fresh,
-    interleave,
 )
 from .products import Product as ProductOf
 from .rules import Kind, Part, body_of, largest_group, parts_of
 from .scratch import Scratch
-from .weights import Loaded
+from .weights import Loaded, interleave
 
 _LEAST_ROWS = 16  # of an attention tile
 _PLACE = 128  # numbers: a register's place per token is a multiple of it, so that pointers are aligned for any tokens
@@ -197,6 +196,7 @@ class Walker:
         by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
         self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
+        self._experts: list[Experts] = []  # so that sleep finds their weights
         self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
         self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
@@ -351,8 +351,7 @@ class Walker:
         if is_gated and bias is not None:
             bias = interleave(bias)
         if not isinstance(weight, Tensor):
-            return self._quantized(weight.interleave() if is_gated else weight, bias, is_gated)
-        weight = interleave(weight) if is_gated else weight
+            return self._quantized(weight, bias, is_gated)
         return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated)
 
     def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool) -> DenseProduct:
@@ -509,6 +508,7 @@ class Walker:
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
+        self._experts.append(experts)
         if experts.own is not None:
             self.own_experts[op.layer] = experts.own
         self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))

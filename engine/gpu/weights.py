@@ -7,14 +7,24 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...kernels.grouped_weight import GroupedWeight
-from ...kernels.quantized_weight import QuantizedWeight, StoredWeight, concatenate, for_triton
+from ...kernels.quantized_weight import (
+    QuantizedWeight,
+    StoredWeight,
+    concatenate,
+    for_triton,
+    restored,
+    stored,
+)
+from ...kernels.stored import Stored
 from ...kernels.superblock_weight import SuperblockWeight
 from ..executors.weights import shape_of
 from ..models.program import Matrix, Vector
 
+_PLAIN = "Tensor"  # the kind of a matrix that is not quantized
+
 
 class Loaded:
-    """A `Sink`. Each matrix is taken once."""
+    """A `Sink`. Each matrix is taken once, in the layout in which the kernels read it."""
 
     def __init__(
         self, *, dtype: torch.dtype, device: torch.device, keeps: bool, has_narrow_inputs: bool = False
@@ -25,6 +35,7 @@ class Loaded:
         self.vectors: dict[str, Tensor] = {}
         self._dtype, self._keeps = dtype, keeps
         self._matrices: dict[str, Tensor | QuantizedWeight] = {}
+        self._halves: set[str] = set()  # matrices whose first half are gates and whose second half are ups
 
     @property
     def num_bytes(self) -> int:
@@ -33,15 +44,47 @@ class Loaded:
     def is_quantized(self, matrix: Matrix) -> bool:
         return not isinstance(self._matrices[matrix.key], Tensor)
 
+    @property
+    def matrix_keys(self) -> tuple[str, ...]:
+        """Of the matrices that are not taken."""
+        return tuple(self._matrices)
+
     def take(self, matrix: Matrix) -> Tensor | QuantizedWeight:
-        """[rows, columns], or [experts, rows, columns]."""
-        return self._matrices.pop(matrix.key)
+        """[rows, columns], whose rows are gates and ups in turn if it is a gated one, or [experts, rows, columns]."""
+        return self._take(matrix.key)
+
+    def _take(self, key: str) -> Tensor | QuantizedWeight:
+        weight = self._matrices.pop(key)
+        if key not in self._halves:
+            return weight
+        self._halves.remove(key)
+        return interleave(weight) if isinstance(weight, Tensor) else weight.interleave()
+
+    def take_stored(self, key: str) -> Stored:
+        """`take`, in parts."""
+        weight = self._take(key)
+        return Stored(_PLAIN, (weight,), ()) if isinstance(weight, Tensor) else stored(weight)
+
+    def put_stored(self, key: str, parts: Stored) -> None:
+        """A matrix as `take_stored` gave it. Raises ValueError for parts of nothing that it knows."""
+        if parts.kind != _PLAIN:
+            self._matrices[key] = restored(parts)
+            return
+        (tensor,) = parts.tensors
+        if tensor is None:
+            raise ValueError(f"{key} has no numbers")
+        self._matrices[key] = tensor
 
     def values(self, matrix: Matrix) -> Tensor:
         """`take`, of a matrix that is not quantized."""
         found = self.take(matrix)
         assert isinstance(found, Tensor), f"{matrix.key} is quantized"
         return found
+
+    def clear(self) -> None:
+        self._matrices.clear()
+        self._halves.clear()
+        self.vectors.clear()
 
     def vector(self, vector: Vector | None) -> Tensor | None:
         return None if vector is None else self.vectors[vector.key]
@@ -62,6 +105,11 @@ class Loaded:
             self.vectors[target.key] = values
         else:
             self._matrices[target.key] = values
+            self._note(target)
+
+    def _note(self, matrix: Matrix) -> None:
+        if matrix.use == "gated":
+            self._halves.add(matrix.key)
 
     def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
         try:
@@ -70,5 +118,11 @@ class Loaded:
             self._matrices[matrix.key] = (for_triton(weight) if isinstance(weight, GroupedWeight) else weight).to(
                 self.device
             )
+            self._note(matrix)
         except ValueError as e:
             raise CheckpointError(f"The parts of {matrix.key} cannot be fused: {e}.") from None
+
+
+def interleave(x: Tensor) -> Tensor:
+    """Interleaves the rows of both halves of x: gate 0, up 0, gate 1, …"""
+    return torch.stack(x.chunk(2), dim=1).reshape(x.shape)

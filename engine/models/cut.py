@@ -11,6 +11,7 @@ embedding and head are divided in order.
 from dataclasses import replace
 
 from ...errors import ConfigError
+from ..core.expert_placement import deal, room
 from .cut_mixers import cut_delta_net, cut_lightning, cut_mamba1, cut_mamba2, cut_short_conv
 from .description import (
     Attention,
@@ -31,7 +32,7 @@ from .description import (
     Sublayer,
     Weight,
 )
-from .expert_placement import deal, places
+from .expert_places import places
 from .parts import columns, part_rows, rows
 
 
@@ -41,14 +42,14 @@ def share(num: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * each, num), min((rank + 1) * each, num)
 
 
-def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False) -> Decoder:
-    """deals_experts: a rank has whole experts, and not a part of each. Raises ConfigError if the model cannot be
-    divided among `size` ranks."""
+def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0) -> Decoder:
+    """deals_experts: a rank has whole experts, and not a part of each, and room for so many replicas. Raises
+    ConfigError if the model cannot be divided among `size` ranks."""
     if size == 1:
         return decoder
     if deals_experts and not any(isinstance(body, Moe) for body in decoder.bodies):
         raise ConfigError("--enable-expert-parallel is for models with experts, and this one has none; leave it out.")
-    ranks = _Ranks(rank, size, deals_experts=deals_experts)
+    ranks = _Ranks(rank, size, deals_experts=deals_experts, num_replicas=num_replicas)
     first, last = share(decoder.vocab, size - 1, size)
     if first == last:
         raise ConfigError(
@@ -69,8 +70,9 @@ def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False) 
 
 
 class _Ranks:
-    def __init__(self, rank: int, size: int, *, deals_experts: bool) -> None:
+    def __init__(self, rank: int, size: int, *, deals_experts: bool, num_replicas: int) -> None:
         self._rank, self._size, self._deals_experts = rank, size, deals_experts
+        self._num_replicas = num_replicas
         self.flag = f"--tensor-parallel-size {size}"
 
     def block(self, block: Block) -> Block:
@@ -208,7 +210,9 @@ class _Ranks:
 
         gate = None if mlp.gate is None else some(mlp.gate)
         experts = replace(mlp, gate=gate, up=some(mlp.up), down=some(mlp.down))
-        return replace(moe, experts=experts, places=places(moe.num_experts, slots, self._rank))
+        where = places(moe.num_experts, slots, self._rank)
+        num_replicas = room(moe.num_experts, own, self._num_replicas)
+        return replace(moe, experts=experts, places=where, num_replicas=num_replicas)
 
     def _norm(self, norm: Norm | None, dim: int, first: int, last: int) -> Norm | None:
         """Of the heads [first, last), which have `dim` elements each. A norm over all heads becomes one over these and

@@ -324,6 +324,7 @@ class Moe(Data):
     shared_gate: Weight | None = None
     latent: LowRank | None = None
     places: tuple[Place, ...] = ()  # of each expert; empty: this rank has (a part of) all
+    num_replicas: int = 0  # for which this rank has slots besides
 
 
 Body = Attention | LatentAttention | DeltaNet | Mamba1 | Mamba2 | ShortConv | Lightning | Mlp | Moe | LowRank

@@ -699,6 +699,7 @@ class _Lowering:
                 correction=self._optional(at + "correction", router.correction, is_float32=True),
                 expert_scale=self._optional(at + "expert_scale", router.expert_scale),
                 places=moe.places,
+                num_replicas=moe.num_replicas,
             ),
             (inner, logits),
             (out,),

@@ -225,11 +225,11 @@ class Mixture(Data):
     correction: Vector | None = None
     expert_scale: Vector | None = None
     places: tuple[Place, ...] = ()  # of each expert that has weights; empty: the stacks have all
+    num_replicas: int = 0  # slots behind those of the stacks, which get experts while the program is in use
 
     @property
     def num_slots(self) -> int:
-        """Matrices of a stack."""
-        return self.down.experts
+        return self.down.experts + self.num_replicas
 
 
 class States(Data):

@@ -16,7 +16,7 @@ from ..checkpoint.quantization import GgufScheme, Scheme
 from ..checkpoint.spec import read_spec
 from ..device.base import choose_device
 from ..executors.weights import shape_of as shape_of_target
-from ..models.program import Matrix
+from ..models.program import Matrix, Mixture
 from ..parallel.rank import RankInfo
 from ..weights.loader import Found, kept_matrices
 from ..weights.open import Reader, open_checkpoint
@@ -78,7 +78,14 @@ def _weight_bytes(config: EngineConfig, served: Served) -> int:
         with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
             kept = {each.key: _kept_bytes(each, spec.scheme, reader, served.found, backend) for each in matrices}
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
-    return vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)
+    total = vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)
+    mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
+    replicas = sum(
+        _matrix_bytes(config, backend, matrix, kept) * args.num_replicas // matrix.experts
+        for args in mixtures
+        for matrix in (args.gate_up, args.down)
+    )
+    return total + replicas
 
 
 def _kept_bytes(matrix: Matrix, scheme: Scheme | None, reader: Reader, found: Found, backend: Backend) -> int:

@@ -87,7 +87,7 @@ def _check_triton(
     from ..gpu.trial import OPTIONAL, try_kernels
 
     assert served.program is not None
-    journal = TrialJournal(_cache_folder(), _machine_key(queue.device, group.rank))
+    journal = TrialJournal(cache_folder(), machine_key(queue.device, group.rank))
     failed = dict.fromkeys(broken, "it broke the device of the process that tried it") | {
         kernel: f"a process that tried it on this machine has ended in it; remove {path} to try it again"
         for kernel, path in journal.crashed().items()
@@ -199,7 +199,8 @@ def _named(names: Iterable[str], votes: Iterable[float]) -> list[str]:
     return [name for name, vote in zip(names, votes, strict=True) if vote]
 
 
-def _machine_key(device: torch.device, rank: int) -> str:
+def machine_key(device: torch.device, rank: int) -> str:
+    """Of what decides whether a kernel works, for a `TrialJournal`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     try:
         triton = version("triton")
@@ -209,7 +210,7 @@ def _machine_key(device: torch.device, rank: int) -> str:
     return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire"
 
 

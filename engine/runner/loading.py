@@ -1,6 +1,6 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,23 @@ from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
 from ..executors.experts import OwnExperts
+from ..executors.native import NativeModel
 from ..executors.reference import Reference
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
+from ..models.program import Matrix, Vector
 from ..parallel.collectives import Group
 from ..parallel.rank import RankInfo
-from ..weights.loader import Sink, load_weights
+from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
+from .expert_replicas import ExpertReplicas
+from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .served import DTYPES, Served, how_served, top_k
-from .shared_weights import SharedWeights
+from .shared_weights import SharedWeights, segment_key
 from .stages import part_of_stage
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ class HostModel:
     received_width: int = 0  # of a stage: columns that it is sent,
     sent_width: int = 0  # and those that it sends
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
+    replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     graphs = 0
     head_major = False
 
@@ -71,14 +76,16 @@ def load_model(
     group: Group,
     progress: Callable[[int, int], None] | None,
     shared: SharedWeights | None = None,
+    kept: KeptWeights | None = None,
     *,
     rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
     broken_kernels: Collection[str] = (),
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
-    kernels' weights are packed, if they are packed. is_checked: kernels are tried before they serve, but not
-    `broken_kernels`. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError with `--strict-kernels`."""
+    kernels' weights are packed, if they are packed. kept: where those of the Triton kernels are kept. is_checked:
+    kernels are tried before they serve, but not `broken_kernels`. Raises ConfigError, CheckpointError,
+    BrokenDeviceError, and StartError with `--strict-kernels`."""
     torch_device = device.torch_device
     served = how_served(
         config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
@@ -94,9 +101,10 @@ def load_model(
     fill = partial(_fill, config, served, progress)
     if served.executor == "Triton":
         assert queue is not None
-        return _on_device(config, checked, queue, group, fill)
+        return _on_device(config, checked, queue, group, fill, kept)
     backend, dtype = served.backend, served.dtype
     own_experts: Mapping[int, OwnExperts] = {}
+    replicas: ExpertReplicas | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -111,8 +119,14 @@ def load_model(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group,
         )  # fmt: skip
-        weights, own_experts = loaded.num_bytes, reference.own_experts
+        own_experts = reference.own_experts
+        if config.expert_replicas:
+            read = partial(_read, config, served)
+            replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
+        weights = loaded.num_bytes
         model = backend.model(reference, Vocabulary(served.program, loaded, group), served.kv_shape)
+        if replicas is not None and isinstance(model, NativeModel):
+            replicas.native = model
     else:
         # Only here, since transformers takes seconds to import.
         from ..executors.transformers_fallback import load_fallback
@@ -132,6 +146,7 @@ def load_model(
         received_width=0 if served.program is None else sum(view.width for view in served.program.receives),
         sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
         own_experts=own_experts,
+        replicas=replicas,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -191,7 +206,12 @@ def offered_pages(config: EngineConfig, groups: CacheGroups, num_pages: int) -> 
 
 
 def _on_device(
-    config: EngineConfig, checked: Checked, queue: Queue, group: Group, fill: Callable[[Sink], None]
+    config: EngineConfig,
+    checked: Checked,
+    queue: Queue,
+    group: Group,
+    fill: Callable[[Sink], None],
+    kept: KeptWeights | None,
 ) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.attention import host_attention
@@ -207,7 +227,10 @@ def _on_device(
     assert served.program is not None
     program, shape, dtype = served.program, served.kv_shape, served.dtype
     loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
-    fill(loaded)
+    if kept is None:
+        fill(loaded)
+    else:
+        kept.load(segment_key(config, group.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
@@ -246,14 +269,21 @@ def _on_device(
         limits=limits,
         queue=queue,
         kv_shape=shape,
-        weights=triton.weights,
+        weights=triton.weights + (kept.num_padding if kept is not None else 0),
         workspace=triton.nbytes + state.nbytes + packet + left + queue.blas_workspace,
         graphs=left + num_graphs(limits) * _GRAPH_BYTES,
         temporary=temporary,
         attention=attention,
-        note=served.note,
+        note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
     )
+
+
+def _read(config: EngineConfig, served: Served, targets: Sequence[Matrix | Vector], sink: Sink) -> None:
+    """Gives some weights of the checkpoint to the sink."""
+    assert served.found is not None
+    with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
+        load_targets(reader, targets, served.found, sink, scheme=served.spec.scheme)
 
 
 def _fill(config: EngineConfig, served: Served, progress: Callable[[int, int], None] | None, sink: Sink) -> None:

@@ -217,6 +217,7 @@ def _cut_experts(op: Op, args: Mixture) -> Op:
         args,
         num_experts=num,
         places=(),
+        num_replicas=0,
         gate_up=replace(args.gate_up, weights=gate_up),
         down=replace(args.down, weights=down),
     )

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...errors import StartError
 from ...ipc.messages import (
     GroupShape,
     Hidden,
+    LateMasks,
+    PlaceExperts,
     SampledIds,
     StepPlan,
     StepResult,
@@ -44,6 +45,8 @@ from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
 from ..steps.sampled import Sampled
 from ..steps.stage_steps import Passed, StageSteps, received_of
+from .kept_weights import KeptWeights, journal_in
+from .kernel_checks import cache_folder, machine_key
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .served import DTYPES
@@ -71,6 +74,7 @@ class Runner:
         group: Group,
         timings: dict[str, float],
         shared: SharedWeights | None = None,
+        kept: KeptWeights | None = None,
         rank_info: RankInfo = _ALONE,
     ) -> None:
         self._stage = rank_info.stage
@@ -80,7 +84,9 @@ class Runner:
             self._output = _memory(config, rank_info.output_fd, model.sent_width)
         self._stage_steps: StageSteps | None = None  # if there are several
         self.timings = timings  # part of the start → seconds
-        self.weights_fit = shared is None or shared.fits  # False: the segment for packed weights held something else
+        segments = [each for each in (shared, kept) if each is not None]
+        self.weights_fit = all(each.fits for each in segments)  # False: the segment for weights held something else
+        self._kept = kept
         self._config = config
         self._model = model
         self._device = device
@@ -99,9 +105,10 @@ class Runner:
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
         self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
-        self._taken_load: dict[int, Tensor] = {}  # by layer, what `take_expert_load` has reported so far
         self._parked = Parked()
         self._is_warm = False
+        self._waiting: StepPlan | None = None  # the plan launched last, while it waits for masks
+        self._late: dict[int, dict[int, bytes]] = {}  # step → late row → mask; empty: anything
         self._is_faulted = False  # until a plan whose `after_fault` is set
         self._unfaulted_at = 0  # the last step of such a plan
 
@@ -114,12 +121,14 @@ class Runner:
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
         weights_fd: int = -1,
+        keeper: str = "",
         is_checked: bool | None = None,
         broken_kernels: Collection[str] = (),
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
         and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
-        the weights that the C kernels pack; -1: this process keeps them. is_checked: kernels are tried before they
+        the weights that the C kernels pack, or with a keeper for the index of what it keeps; -1: this process keeps
+        them. keeper: the address of the process that holds a GPU's weights. is_checked: kernels are tried before they
         serve; None: unless a queue is given. broken_kernels: those that broke the device of an earlier process, so
         that they are not tried. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError if the ranks do
         not meet, or with `--strict-kernels` if kernels fail."""
@@ -132,22 +141,21 @@ class Runner:
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
-        shared = SharedWeights(weights_fd) if weights_fd >= 0 else None
+        shared = SharedWeights(weights_fd) if weights_fd >= 0 and not keeper else None
+        kept = None
+        if keeper and weights_fd >= 0 and device.kept_memory is not None:
+            journal = journal_in(cache_folder(), machine_key(device.torch_device, group.rank))
+            kept = KeptWeights(weights_fd, keeper, device.kept_memory, trim=device.trim, journal=journal)
         with torch.inference_mode():
             model = load_model(
-                config, spec, device, queue or device.queue(), group, progress, shared, rank_info=rank_info,
+                config, spec, device, queue or device.queue(), group, progress, shared, kept, rank_info=rank_info,
                 is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(
-            config=config,
-            model=model,
-            device=device,
-            group=group,
-            timings=timings,
-            shared=shared,
+            config=config, model=model, device=device, group=group, timings=timings, shared=shared, kept=kept,
             rank_info=rank_info,
-        )
+        )  # fmt: skip
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -205,7 +213,10 @@ class Runner:
         if self._config.kv_cache_memory is not None:
             num_pages = memory.num_pages(self._config.kv_cache_memory)
         else:
-            budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
+            budget = self._device.cache_memory(
+                taken=memory.weights + memory.workspace + memory.graphs,
+                found=0 if self._kept is None else self._kept.num_found,
+            )
             num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
         return offered_pages(self._config, memory.groups, num_pages)
 
@@ -278,14 +289,47 @@ class Runner:
                 connector.bind_connector_metadata(plan.kv)
                 connector.start_load_kv()
                 self._for_layers(connector.wait_for_layer_load)
-            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(plan)
-            self._order.append(
-                StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory") if self._is_faulted else None
+            self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
+            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
+                plan, lambda: self._opened().launch(plan)
             )
+            self._order.append(_out_of_memory(plan) if self._is_faulted else None)
             if connector is not None:
                 self._device.synchronize()
                 self._for_layers(connector.save_kv_layer)
                 connector.wait_for_save()
+            if plan.late_rows and not self._is_faulted:
+                self._waiting = plan
+                self._sample()
+
+    def tell(self, message: LateMasks) -> None:
+        """Some masks of a plan, which may not be launched yet. The plan samples when it has all of them."""
+        late = self._late.setdefault(message.step, {})
+        late.update(dict.fromkeys(bytes_to_ids(message.free), b""))
+        rows = bytes_to_ids(message.rows)
+        size = len(message.bits) // len(rows) if rows else 0
+        late.update((row, message.bits[i * size : (i + 1) * size]) for i, row in enumerate(rows))
+        if self._waiting is not None:
+            with torch.inference_mode():
+                self._sample()
+
+    @property
+    def needs_mail(self) -> bool:
+        """The plan launched last waits for `tell`; no other may be launched."""
+        return self._waiting is not None
+
+    def _sample(self) -> None:
+        """Lets the plan that waits sample, if all its masks are here."""
+        plan = self._waiting
+        assert plan is not None, "no plan waits for masks"
+        late = self._late.get(plan.step, {})
+        if not late.keys() >= set(bytes_to_ids(plan.late_rows)):
+            return
+        self._waiting = None
+        masks = {row: mask for row, mask in late.items() if mask}
+        if not self._has_memory_for(plan, lambda: self._opened().sample(masks)):
+            self._is_faulted = True
+            self._order[-1] = _out_of_memory(plan)
 
     def knows_ids(self, plan: StepPlan) -> bool:
         """Whether the first stage may run a plan: it embeds ids that the last stage sampled in earlier steps."""
@@ -333,17 +377,20 @@ class Runner:
         """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
         self._is_faulted = False
         with torch.inference_mode():
+            if self._waiting is not None:
+                self._waiting = None
+                self._opened().sample({})
             while self.num_pending:
                 self.collect()
             while self.num_transfers:
                 if self.take_transferred() is None:
                     time.sleep(_TRANSFER_WAIT_S)
 
-    def _has_memory_for(self, plan: StepPlan) -> bool:
-        """Launches the plan. False: out of memory. With several ranks this error ends the worker, because the ranks
-        would no longer do the same."""
+    def _has_memory_for(self, plan: StepPlan, part: Callable[[], None]) -> bool:
+        """Runs a part of the plan. False: out of memory. With several ranks this error ends the worker, because the
+        ranks would no longer do the same."""
         try:
-            self._opened().launch(plan)
+            part()
         except Exception as error:
             if self._group.size > 1 or not is_out_of_memory(error):
                 raise
@@ -377,6 +424,7 @@ class Runner:
         cache.drop()
         if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
             num_bytes += self._parked.park(storages_of(self._model, self._device.torch_device, cache.storage))
+            num_bytes += self._kept.park() if self._kept is not None else 0
         self._device.trim()
         return num_bytes
 
@@ -384,6 +432,8 @@ class Runner:
         """Allocates and restores what `sleep` freed. False: there is too little memory, and it is still asleep."""
         assert self._cache is not None, "wake before open_cache"
         try:
+            if self._kept is not None:
+                self._kept.restore()
             self._parked.restore()
             self._cache.restore()
             self._opened().restore()
@@ -423,14 +473,15 @@ class Runner:
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
         experts, or there are none. A GPU ends the step that runs first."""
-        found: dict[int, bytes] = {}
-        for layer, own in self._model.own_experts.items():
-            load = own.load.cpu()
-            by_expert = torch.zeros(len(own.places), dtype=torch.int64)
-            by_expert[list(own.experts)] = load - self._taken_load.get(layer, torch.zeros_like(load))
-            self._taken_load[layer] = load.clone()
-            found[layer] = by_expert.numpy().tobytes()
-        return found
+        with torch.inference_mode():
+            return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
+
+    def place_experts(self, message: PlaceExperts) -> bool:
+        """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
+        rank could not read their weights, and nothing changes on any."""
+        assert isinstance(self._model, HostModel) and self._model.replicas is not None, "no room for replicas"
+        with torch.inference_mode():
+            return self._model.replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
         """Closes the KV connector."""
@@ -461,3 +512,7 @@ def _memory(config: EngineConfig, fd: int, width: int) -> StageMemory | None:
         return StageMemory(fd, num_slots=num_slots, slot_bytes=slot_bytes)
     except OSError as error:
         raise StartError(f"The stages cannot share memory: {error.strerror}.") from error
+
+
+def _out_of_memory(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")

@@ -207,7 +207,10 @@ def how_served(
             kv_shape=replace(shape or likely, dtype=DTYPES[config.kv_cache_dtype]), found=None, is_kept=False,
             is_certain=shape is not None, why=why or "",
         )  # fmt: skip
-    program = program_of(spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel)
+    program = program_of(
+        spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel,
+        num_replicas=config.expert_replicas,
+    )  # fmt: skip
     return Served(
         spec=spec,
         executor="Triton" if is_triton else "C" if backend.is_compiled else "torch",
@@ -291,15 +294,19 @@ def _expert_shares(program: Program | None) -> str:
     """How many whole experts this rank has; empty: it has all, or a part of each."""
     ops = () if program is None else program.ops
     found = [op.args for op in ops if isinstance(op.args, Mixture) and op.args.places]
-    shares = dict.fromkeys(f"{args.num_slots} of {args.num_experts}" for args in found)
-    return f"{' or '.join(shares)} experts of a layer on this rank, whole" if shares else ""
+    if not found:
+        return ""
+    shares = dict.fromkeys(f"{args.down.experts} of {args.num_experts}" for args in found)
+    room = f", and room for {found[0].num_replicas} more" if found[0].num_replicas else ""
+    return f"{' or '.join(shares)} experts of a layer on this rank, whole{room}"
 
 
-def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False) -> Program:
+def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0) -> Program:
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
     first_id, _ = share(spec.decoder.vocab, rank, size)
-    return lower(cut(spec.decoder, rank, size, deals_experts=deals_experts), ranks=size, first_id=first_id)
+    part = cut(spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas)
+    return lower(part, ranks=size, first_id=first_id)
 
 
 def shape_of(program: Program, dtype: torch.dtype) -> KvShape:

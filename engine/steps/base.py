@@ -2,6 +2,7 @@
 step ahead of the host (`DeviceSteps`)."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,12 @@ class Steps(Protocol):
         """Plans launched and not collected."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Opens and grows rows, copies blocks, and starts the forward pass."""
+        """Opens and grows rows, copies blocks, starts the forward pass, and samples. A plan with `late_rows` samples
+        when `sample` is called; before that no other plan is launched, and this one is not done."""
+
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        """Samples from the plan launched last, which has `late_rows`. masks: late row → what it may sample, as in
+        `StepPlan.masks`; one without a mask may sample anything."""
 
     def is_done(self) -> bool:
         """Whether `collect` would return at once."""
@@ -53,7 +59,10 @@ class ImmediateSteps:
         return len(self._results)
 
     def is_done(self) -> bool:
-        return True
+        return bool(self._results)
+
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        raise AssertionError("no plan of these steps waits for masks")
 
     def collect(self) -> StepResult:
         return self._results.popleft()

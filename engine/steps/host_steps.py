@@ -2,7 +2,8 @@
 nothing."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +24,22 @@ from .pooling import RowPooler
 from .rows import Rows
 from .sampled import Sampled, learn_drafts, take_in
 from .sampler import Sampler
-from .step_inputs import StepInputs, step_inputs
+from .step_inputs import Samples, StepInputs, step_inputs
+
+
+@dataclass
+class _Passed:
+    """A plan whose pass has run. Without rows, there is nothing to sample."""
+
+    plan: StepPlan
+    started: float
+    ended: float = 0.0  # if it has late rows
+    hidden: Tensor | None = None  # [tokens, hidden size]
+    samples: Samples | None = None
+    draft_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # per speculative row
+    draft_states: DraftStates | None = None
+    prompt: dict[int, RowLogprobs] = field(default_factory=dict)
+    vectors: dict[int, bytes] = field(default_factory=dict)
 
 
 class HostSteps(ImmediateSteps):
@@ -52,14 +68,18 @@ class HostSteps(ImmediateSteps):
             groups=cache.groups,
         )
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
+        self._passed: _Passed | None = None  # the plan launched last, until it has sampled
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
 
     def launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         self.begin(plan)
-        sampled = self._run(plan)
-        self._synchronize()
-        self._results.append(sampled.result(plan.step, (time.perf_counter() - started) * 1000))
+        self._passed = self._pass(plan, started)
+        if plan.late_rows:
+            self._synchronize()
+            self._passed.ended = time.perf_counter()
+        else:
+            self.sample({})
 
     def begin(self, plan: StepPlan) -> None:
         """Applies what precedes the pass."""
@@ -71,6 +91,16 @@ class HostSteps(ImmediateSteps):
         copy_blocks(plan, self._cache)
         self._clear_rests(plan)
 
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        passed, self._passed = self._passed, None
+        assert passed is not None, "no plan waits for masks"
+        self.rows.mask_late(masks)
+        wait_s = time.perf_counter() - passed.ended if passed.plan.late_rows else 0.0
+        sampled = self._sample(passed)
+        self._synchronize()
+        device_s = time.perf_counter() - passed.started - wait_s
+        self._results.append(sampled.result(passed.plan.step, 1000 * device_s, 1000 * wait_s))
+
     def _clear_rests(self, plan: StepPlan) -> None:
         """Clears the rest of a block in whose middle a row begins: it may hold stale numbers, NaN among them."""
         for row in plan.open:
@@ -79,10 +109,11 @@ class HostSteps(ImmediateSteps):
                 for table, page in self.rows.pages_of_block(row.row, index):
                     self._cache.clear_rest(table, page, first)
 
-    def _run(self, plan: StepPlan) -> Sampled:
-        """Runs the forward pass, samples, and updates the rows."""
+    def _pass(self, plan: StepPlan, started: float) -> "_Passed":
+        """Runs the forward pass, and updates the rows as far as it computed them."""
+        passed = _Passed(plan, started)
         if not plan.rows:
-            return Sampled({})
+            return passed
         rows = self.rows
         draft_tokens = self.propose(plan)
         draft_states = None
@@ -91,10 +122,9 @@ class HostSteps(ImmediateSteps):
             draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
         step = self.inputs(plan, draft_tokens, draft_states)
         hidden = self._model.hidden(step.ids, step.positions, self._attention, step.regimes)
-        sampled = self.finish(plan, step, hidden, draft_tokens)
-        if draft_states is not None and len(step.sampled.rows) and (copies := draft_states.copies(rows)) is not None:
-            self._cache.copy(*copies)
-        return sampled
+        passed.draft_tokens, passed.draft_states = draft_tokens, draft_states
+        self._follow(passed, step, hidden)
+        return passed
 
     def propose(self, plan: StepPlan) -> NDArray[np.int64]:
         """Writes draft tokens behind the ids of the plan's speculative rows. Returns their number for each."""
@@ -112,28 +142,40 @@ class HostSteps(ImmediateSteps):
         return step
 
     def finish(self, plan: StepPlan, step: StepInputs, hidden: Tensor, draft_tokens: NDArray[np.int64]) -> Sampled:
-        """What follows the pass: samples, and updates the rows. hidden: [tokens, hidden_size], of the step's tokens."""
-        device, rows = self._device, self.rows
+        """What follows the pass in the last of several stages: samples, and updates the rows. hidden: [tokens,
+        hidden_size], of the step's tokens."""
+        passed = _Passed(plan, 0.0, draft_tokens=draft_tokens)
+        self._follow(passed, step, hidden)
+        return self._sample(passed)
+
+    def _follow(self, passed: "_Passed", step: StepInputs, hidden: Tensor) -> None:
+        """What follows the pass before it samples."""
+        rows = self.rows
 
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
 
-        prompt = {
+        passed.prompt = {
             each.index: row_logprobs(*self._prompt_logprobs(each, logits_of))
             for each in prompt_scores(rows, step.rows, step.starts, step.counts, step.order)
         }
-        vectors = {}
         for pooled in self._pooler.states(
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
         ):
             vector = pooled.take(None if pooled.states is None else pooled.states.cpu().numpy())
             if vector is not None:
-                vectors[pooled.index] = vector
+                passed.vectors[pooled.index] = vector
         rows.num_computed[step.rows] += step.counts
         rows.advance_states(step.rows)
-        samples = step.sampled
-        if not len(samples.rows):
+        passed.hidden, passed.samples = hidden, step.sampled
+
+    def _sample(self, passed: "_Passed") -> Sampled:
+        """Samples, and updates the rows by what was sampled."""
+        plan, rows, device = passed.plan, self.rows, self._device
+        prompt, vectors, samples, hidden = passed.prompt, passed.vectors, passed.samples, passed.hidden
+        if samples is None or hidden is None or not len(samples.rows):
             return Sampled(prompt, vectors=vectors)
+        draft_tokens, draft_states = passed.draft_tokens, passed.draft_states
         rows.lift_minimum(samples.rows, samples.ends)
         if len(samples.tokens) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(device))
@@ -152,7 +194,10 @@ class HostSteps(ImmediateSteps):
         kept = rows.append(samples.rows, samples.ends, ids)
         if draft_tokens.any():
             learn_drafts(plan, rows, samples, kept, draft_tokens)
-        return take_in(plan, samples, ids, kept, draft_tokens, prompt, logprobs, vectors)
+        sampled = take_in(plan, samples, ids, kept, draft_tokens, prompt, logprobs, vectors)
+        if draft_states is not None and (copies := draft_states.copies(rows)) is not None:
+            self._cache.copy(*copies)
+        return sampled
 
     def _prompt_logprobs(
         self, scores: PromptScores, logits_of: Callable[[int, int], Tensor]

@@ -8,7 +8,7 @@ states, which comes last. A state has pages that the next pass reads, and pages 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class Rows:
         # The tokens that rows may sample, [⌈vocab / 32⌉] int32: in all steps, by their parameters; and in this step.
         self._allowed: dict[int, NDArray[np.int32]] = {}
         self.masks: dict[int, NDArray[np.int32]] = {}
+        self._anything: NDArray[np.int32] = np.full(-(-vocab_size // 32), -1, np.int32)
         self.is_masked: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # is in `masks`
 
         self.draft_step = 0  # calls of `draft`; `ngram.py` owns this and the next four
@@ -139,8 +140,8 @@ class Rows:
         yield from enumerate(self.tables[:, row, block].tolist())
 
     def mask(self, plan: StepPlan) -> None:
-        """Sets the masks of this step."""
-        if not self.masks and not self._allowed and not plan.masked_rows:
+        """Sets the masks of this step. Those of late rows allow anything until `mask_late`."""
+        if not self.masks and not self._allowed and not plan.masked_rows and not plan.late_rows:
             return
         self.is_masked[list(self.masks)] = False
         allowed = self._allowed
@@ -149,7 +150,15 @@ class Rows:
             rows = np.frombuffer(plan.masked_rows, "<i4").tolist()
             for row, mask in zip(rows, np.frombuffer(plan.masks, "<i4").reshape(len(rows), -1), strict=True):
                 self.masks[row] = mask & allowed[row] if row in allowed else mask
+        for row in np.frombuffer(plan.late_rows, "<i4").tolist():
+            self.masks.setdefault(row, self._anything)
         self.is_masked[list(self.masks)] = True
+
+    def mask_late(self, masks: Mapping[int, bytes]) -> None:
+        """Sets masks of late rows, before the step samples."""
+        for row, bits in masks.items():
+            mask = np.frombuffer(bits, "<i4")
+            self.masks[row] = mask & self._allowed[row] if row in self._allowed else mask
 
     def lift_minimum(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> list[int]:
         """The rows that may sample an end token at the positions `ends` for the first time."""

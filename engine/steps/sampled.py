@@ -26,7 +26,7 @@ class Sampled:
     draft_tokens: NDArray[np.int64] = field(default_factory=_none)  # per speculative row
     vectors: dict[int, bytes] = field(default_factory=dict)
 
-    def result(self, step: int, device_ms: float) -> StepResult:
+    def result(self, step: int, device_ms: float, mask_wait_ms: float = 0.0) -> StepResult:
         return StepResult(
             step=step,
             ids=self.ids.astype("<i4").tobytes(),
@@ -37,6 +37,7 @@ class Sampled:
             num_drafts=int(np.count_nonzero(self.draft_tokens)),
             num_draft_tokens=int(self.draft_tokens.sum()),
             vectors=self.vectors,
+            mask_wait_ms=mask_wait_ms,
         )
 
 

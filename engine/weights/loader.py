@@ -9,7 +9,7 @@ Quantized weights are dequantized on the way, or passed on as stored where kerne
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -136,15 +136,32 @@ def load_weights(
     """Fills every matrix and vector of a program, which may be a rank's part of the decoder that was checked. progress:
     called with (numbers done, numbers in all). Raises CheckpointError, and ConfigError if a quantized weight cannot be
     divided among the ranks."""
-    _Loading(reader, program, found, sink, scheme, progress).run()
+    load_targets(reader, program.targets, found, sink, scheme=scheme, progress=progress)
+
+
+def load_targets(
+    reader: Reader,
+    targets: Sequence[Target],
+    found: Found,
+    sink: Sink,
+    *,
+    scheme: Scheme | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """`load_weights` of some matrices and vectors."""
+    _Loading(reader, targets, found, sink, scheme, progress).run()
 
 
 def kept_matrices(program: Program, found: Found) -> set[str]:
     """The keys of the matrices that may stay as they are stored: all of their tensors are quantized, and the kernels
     take them."""
+    return _kept(program.matrices, found)
+
+
+def _kept(matrices: Iterable[Matrix], found: Found) -> set[str]:
     return {
         matrix.key
-        for matrix in program.matrices
+        for matrix in matrices
         if matrix.use != "router" and all(source.tensor in found.quantized for source in found.names.sources(matrix))
     }
 
@@ -153,7 +170,7 @@ class _Loading:
     def __init__(
         self,
         reader: Reader,
-        program: Program,
+        targets: Sequence[Target],
         found: Found,
         sink: Sink,
         scheme: Scheme | None,
@@ -161,10 +178,10 @@ class _Loading:
     ) -> None:
         self._reader, self._found, self._sink = reader, found, sink
         self._scheme, self._progress = scheme, progress
-        self._sources = [(target, source) for target in program.targets for source in found.names.sources(target)]
+        self._sources = [(target, source) for target in targets for source in found.names.sources(target)]
         self._num_left = Counter(target.key for target, _ in self._sources)
         matrices = {target.key: target for target, _ in self._sources if isinstance(target, Matrix)}
-        self._kept = {key for key in kept_matrices(program, found) if sink.keeps(matrices[key])}
+        self._kept = {key for key in _kept(matrices.values(), found) if sink.keeps(matrices[key])}
         self._memory: dict[str, Tensor] = {}
         self._num_parts = Counter((target.key, source.expert or 0) for target, source in self._sources)
         self._stored: dict[tuple[str, int], list[tuple[int, StoredWeight]]] = {}

@@ -4,6 +4,8 @@ One process writes it, once, and seals it; from then on no process can change it
 holds its key, which says what the weights are made of, and where the index lies: the names, shapes and types of its
 tensors. A segment is used only if it is sealed, has the expected key, and an index that fits its size. A memfd has no
 name, so it is gone when the last process that holds it has ended, however it ended.
+
+The tensors lie in the segment itself, or of a GPU in memory that a keeper holds. Then the segment has the index alone.
 """
 
 import contextlib
@@ -33,15 +35,16 @@ _PIECE_BYTES = 1 << 20  # so that two stay in the cache; the caller packs such a
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """A tensor in a segment."""
+    """A tensor in a segment, or in an allocation of a keeper."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    allocation: int = -1  # its number; -1: in the segment
 
     @property
     def end(self) -> int:
-        return self.offset + prod(self.shape) * _dtype(self.dtype).itemsize
+        return self.offset + prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
 class StoredParts(Struct, frozen=True, array_like=True):
@@ -52,11 +55,20 @@ class StoredParts(Struct, frozen=True, array_like=True):
     fields: tuple[Field, ...]
 
 
+class Kept(Struct, frozen=True, array_like=True):
+    """Allocations of a keeper that hold the tensors."""
+
+    token: bytes  # under which they are kept
+    sizes: tuple[int, ...]  # bytes
+    sums: tuple[int, ...]  # of the bytes as int64
+
+
 class Index(Struct, frozen=True, array_like=True):
     """What a segment holds."""
 
     matrices: dict[str, tuple[StoredParts, ...]]  # by the module that multiplies by them
     parameters: dict[str, Part]
+    kept: Kept | None = None  # None: the tensors lie in the segment
 
     def parts(self) -> Iterator[Part]:
         yield from self.parameters.values()
@@ -114,7 +126,7 @@ class SegmentWriter:
             return torch.empty(0, dtype=dtype)
         size = dtype.itemsize
         step = max(1, _PIECE_BYTES // (unit * size)) * unit
-        part = Part(-(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE, (numel,), str(dtype).removeprefix("torch."))
+        part = Part(-(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE, (numel,), name_of(dtype))
         self._used = part.end
         os.ftruncate(self._fd, self._used)  # what lies behind the end of a file cannot be mapped
         for first in range(0, numel, step):
@@ -136,7 +148,7 @@ class SegmentWriter:
         if (placed := self._placed.pop(tensor.data_ptr(), None)) is not None:
             return placed
         self._used = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        part = Part(self._used, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        part = Part(self._used, tuple(tensor.shape), name_of(tensor.dtype))
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         self._wait()
         self._writing = self._thread.submit(_write, self._fd, data, self._used)
@@ -167,7 +179,7 @@ class Segment:
 
     def tensor(self, part: Part) -> Tensor:
         """The tensor; must not be written to."""
-        return self._bytes[part.offset : part.end].view(_dtype(part.dtype)).view(part.shape)
+        return tensor_in(self._bytes, part)
 
 
 def open_segment(fd: int, key: bytes) -> Segment | None:
@@ -183,18 +195,33 @@ def open_segment(fd: int, key: bytes) -> Segment | None:
         if sha256(encoded).digest() != digest:
             return None
         index = msgspec.msgpack.decode(encoded, type=Index)
-        if not all(_is_within(part, offset) for part in index.parts()):
+        if not all(_is_within(part, index.kept, offset) for part in index.parts()):
             return None
         return Segment(fd, index, size)
     except (OSError, ValueError, struct.error, msgspec.MsgspecError):
         return None
 
 
-def _is_within(part: Part, end: int) -> bool:
-    return min(part.shape, default=0) >= 0 and part.offset >= mmap.PAGESIZE and part.end <= end
+def tensor_in(memory: Tensor, part: Part) -> Tensor:
+    """memory: uint8 [bytes], in which the part lies."""
+    return memory[part.offset : part.end].view(dtype_named(part.dtype)).view(part.shape)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _is_within(part: Part, kept: Kept | None, end: int) -> bool:
+    if kept is None:
+        first, is_there = mmap.PAGESIZE, part.allocation == -1
+    else:
+        first, is_there = 0, 0 <= part.allocation < len(kept.sizes) == len(kept.sums)
+        end = kept.sizes[part.allocation] if is_there else 0
+    return is_there and min(part.shape, default=0) >= 0 and part.offset >= first and part.end <= end
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Raises ValueError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no type of a tensor")

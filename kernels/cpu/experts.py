@@ -25,12 +25,20 @@ class NativeExperts:
         [experts], to which each one's assignments are added. between: the fields of `Map` for what stands between the
         products of matrices that are not gated."""
         self._kept = (gate_up, down, gate_up_bias, down_bias, places, load)  # whose memory `fields` points to
+        self._biases = gate_up_bias, down_bias
+        self._replaced: dict[int, tuple[PackedMatrix, PackedMatrix]] = {}
         self._gate_up, self._down = _stack(gate_up, gate_up_bias), _stack(down, down_bias)
         self.fields = ExpertsFields(
             gate_up=ctypes.addressof(self._gate_up), down=ctypes.addressof(self._down), router=router,
             num_experts=len(down), scales_input=scales_input, zero_scale=zero_scale,
             places=0 if places is None else places.data_ptr(), load=0 if load is None else load.data_ptr(), **between,
         )  # fmt: skip
+
+    def replace(self, slot: int, gate_up: PackedMatrix, down: PackedMatrix) -> None:
+        """Between two calls: a slot's matrices become others. Its biases are written where they are."""
+        for stack, matrix, bias in zip((self._gate_up, self._down), (gate_up, down), self._biases, strict=True):
+            stack[slot] = matrix.fields(None if bias is None else bias[slot])
+        self._replaced[slot] = gate_up, down
 
 
 def _stack(matrices: Sequence[PackedMatrix], bias: Tensor | None) -> "ctypes.Array[MatrixFields]":

@@ -1,5 +1,6 @@
 """Findings of `doctor` on sound and broken machines and models."""
 
+import os
 import shutil
 import socket
 import struct
@@ -11,10 +12,13 @@ from pathlib import Path
 import checkpoints
 import pytest
 import vocabulary
+from keepers import KeptDevice
+from msgspec.structs import replace
 
 from pagewire.commands import doctor
 from pagewire.config.config import EngineConfig, MachineFacts, NumaNode
 from pagewire.engine.checkpoint.source import DEMO_MODEL
+from pagewire.engine.runner import kept_weights
 from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.steps.trial import Check
@@ -192,3 +196,21 @@ def test_each_gpu_kernel_has_a_line() -> None:
     assert (good.level, good.subject) == ("ok", "GPU kernel rms_norm")
     assert good.found == "gives what torch gives, up to 0.002, in 31 ms"
     assert (bad.level, bad.subject, bad.found) == ("bad", "GPU kernel moe", "it differs") and "report it" in bad.advice
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd")
+def test_the_weight_keeper_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real one. The device is a CPU that takes the place of a GPU."""
+    assert not list(doctor.check_weight_keeper("", MACHINE))
+    machine = replace(MACHINE, has_gpu=True)
+    device = KeptDevice()
+    monkeypatch.setattr(kept_weights, "choose_device", lambda *_, **__: device)
+    (found,) = doctor.check_weight_keeper("", machine)
+    assert (found.level, found.found) == ("ok", "a worker that is replaced finds the weights on the GPU")
+    assert device.kept_memory is not None
+    device.kept_memory.kind = "cuda:0"
+    (found,) = doctor.check_weight_keeper("", machine)
+    assert found.level == "note" and "there is no libcuda.so.1" in found.found
+    device.kept_memory = None
+    (found,) = doctor.check_weight_keeper("", machine)
+    assert "this device has no memory that outlives a process" in found.found

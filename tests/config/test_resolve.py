@@ -24,6 +24,31 @@ def test_features_for_one_rank_are_refused_with_several(flags: dict[str, object]
         decide(make_config(**flags, tensor_parallel_size=2))
 
 
+_RANKS: dict[str, object] = {"tensor_parallel_size": 2, "device": "cpu"}
+_EXPERTS = {**_RANKS, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel deals experts .* there is one"),
+        ({**_RANKS, "expert_replicas": 1}, "--expert-replicas 1 needs --enable-expert-parallel"),
+        ({**_EXPERTS, "expert_replicas": 2, "deterministic": True}, "--deterministic excludes it"),
+        ({**_EXPERTS, "expert_replicas": 1, "load_format": "dummy"}, "which --load-format dummy lacks"),
+    ],
+)
+def test_what_experts_of_ranks_need(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        decide(make_config(**flags))
+
+
+def test_replicas_of_experts_are_for_cpus_and_change_bits() -> None:
+    with pytest.raises(ConfigError, match="--expert-replicas 1 is for --device cpu"):
+        on_gpu(90, tensor_parallel_size=2, enable_expert_parallel=True, expert_replicas=1)
+    assert decide(make_config(**_EXPERTS)).batch_invariance == "exact"
+    assert decide(make_config(expert_replicas=1, **_EXPERTS)).batch_invariance != "exact"
+
+
 def test_ranks_share_the_cores() -> None:
     assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
     assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3

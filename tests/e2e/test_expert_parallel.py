@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import families
 import pytest
+import torch
 import vocabulary
+from safetensors.torch import load_file, save_file
 from waiting import until
 
 from pagewire import LLM, SamplingParams
@@ -18,8 +21,10 @@ pytestmark = pytest.mark.e2e
 PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
 
 
-def _complete(server: Server) -> list[list[int]]:
-    body = {"prompt": PROMPTS, "max_tokens": 16, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+def _complete(server: Server, prompts: list[list[int]] = PROMPTS, *, max_tokens: int = 16) -> list[list[int]]:
+    body = {
+        "prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True
+    }  # fmt: skip
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -58,3 +63,32 @@ def test_a_model_without_experts_is_refused_before_anything_starts(start: Callab
     assert server.process.wait(20) == 2
     expected = "pagewire: --enable-expert-parallel is for models with experts, and this one has none; leave it out.\n"
     assert server.log.read_text() == expected
+
+
+@pytest.mark.long
+def test_replicas_follow_the_load_under_a_stream(tmp_path: Path, start: Callable[..., Server]) -> None:
+    """All tokens choose the experts 0 and 1, which the first rank has."""
+    folder = families.make_family(tmp_path, "gpt_oss")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("router.bias"):
+            tensor.copy_(torch.tensor([50.0, 50.0, 0.0, 0.0]))
+    save_file(tensors, file, {"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=700, ignore_eos=True)
+    llm = LLM(str(folder), dtype="float32", threads=1)
+    (expected,) = (list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS[:1], params, use_tqdm=False))
+    flags = ("--dtype", "float32", "--tensor-parallel-size", "2", "--enable-expert-parallel", "--expert-replicas", "1")
+    server = start(str(folder), *flags).wait_ready()
+    assert "2 of 4 experts of a layer on this rank, whole, and room for 1 more" in server.announced()
+    # The ranks report after 1,000 steps, in the midst of the second answer.
+    for _ in range(2):
+        assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected]
+    moved = "the ranks get the experts ((0, 1, -1), (2, 3, 0))"
+    until(lambda: server.log.read_text().count(moved) == 3, "a replica in each of the layers")
+    assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected]
+    # 1.5 : 0.5 instead of 2 : 0.
+    until(lambda: server.metric("pagewire:expert_imbalance") < 1.6 * 3, "the second rank has replicas")
+    server.of_kind("worker")[1].kill()
+    assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected], "new ranks have what was dealt"
+    assert server.stop() == 0, server.log.read_text()

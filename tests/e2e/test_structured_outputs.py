@@ -15,6 +15,7 @@ import openai
 import pytest
 import vocabulary
 from json_schemas import check_instance, make_schema
+from waiting import until
 
 from pagewire.tools.servers import Server
 
@@ -105,6 +106,18 @@ def test_output_conforms_to_a_choice_a_regex_a_grammar_and_bad_words(client: ope
         assert re.fullmatch(r"[a-c]{2,5}-[0-9]{3}", text_of(guided_regex=r"[a-c]{2,5}-\d{3}"))
         assert re.fullmatch(r"(\(\+)*x\)*", text_of(guided_grammar='start: "(+" start ")" | "x"'))
         assert "e" not in text_of(guided_regex="[a-g]{20}", bad_words=["e"])
+
+
+def test_steps_run_while_the_masks_of_their_rows_are_made(server: Server, client: openai.OpenAI) -> None:
+    """Alone, a constrained request delays no other, so its rows may be late."""
+    name = "pagewire:step_mask_wait_time_seconds_count"
+
+    def num_late() -> float:
+        return server.metric(name)
+
+    before = num_late()
+    assert len(ask(client, extra_body={"guided_regex": "[a-z]{40}"}).choices[0].message.content) == 40
+    until(lambda: num_late() > before, "a step that waited for masks is reported")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -1,12 +1,14 @@
-"""A worker that offers several cache groups: what the core answers, over the fake worker."""
+"""The core over the fake worker: several cache groups, and plans that wait for masks."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import EOS, VOCAB, FakeWorker, all_tokens, enqueue, expected_output
+from fakes import EOS, VOCAB, FakeWorker, all_tokens, allowed_after, allowed_by_row, bits_of, enqueue, expected_output
 from msgspec.structs import replace
+from waiting import until_async
 
 from pagewire.config.config import EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
@@ -16,16 +18,28 @@ from pagewire.engine.core.groups import Groups
 from pagewire.errors import ConfigError, StartError
 from pagewire.ipc.messages import (
     CacheOffer,
+    Cancel,
+    Constrain,
+    Constrained,
+    Constraint,
     GroupShape,
+    LateMasks,
+    Masks,
     Message,
     OpenCache,
     Ping,
+    Reset,
+    Sampled,
     Snapshot,
     StepPlan,
     StepResult,
+    StopHit,
+    ToCore,
     TokenBatch,
     bytes_to_ids,
 )
+from pagewire.procs import core as core_module
+from pagewire.procs import mask_times
 from pagewire.procs.core import CoreActor
 
 SHAPES = (GroupShape("full", 0, 2), GroupShape("window", 6, 3), GroupShape("state", 0, 4))
@@ -124,3 +138,141 @@ def test_the_kernels_that_failed_on_any_rank_are_reported() -> None:
     core.handle([Ping()])
     (snapshot,) = [message for message in sent if isinstance(message, Snapshot)]
     assert snapshot.failed_kernels == ("rms_norm", "moe")
+
+
+class Late:
+    """A core whose only request, number 1, is constrained. Its grammar answers when the test says so."""
+
+    def __init__(self, **flags: Any) -> None:
+        self.worker = FakeWorker(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+        self.plans: list[StepPlan] = []
+        self.late: list[LateMasks] = []
+        self.output: list[int] = []
+        self.asked: list[Constrain | Sampled] = []
+        self.finish: str | None = None
+        self.core = CoreActor(config_of(pipeline_depth=2, **flags))
+        self.core.start(self._post)
+        self.core.handle([CacheOffer(0, 64)])
+        self.core.handle([enqueue(1, [4, 5, 6], max_tokens=20, seed=1, ignore_eos=True, constraint=Constraint())])
+        self.core.handle([Constrained(1), self.masks()])
+
+    def masks(self) -> Masks:
+        """Of the next token that the core does not know."""
+        rid = (1).to_bytes(8, "little")
+        allowed = allowed_after(1, self.output)
+        if allowed is None:
+            return Masks(b"", b"", rid)
+        return Masks(rid, bits_of(allowed)) if allowed else Masks(b"", b"", b"", rid)
+
+    def step(self) -> None:
+        """The worker runs the oldest plan, as soon as it has all masks."""
+        plan = self.plans.pop(0)
+        late: dict[int, Any] = {}
+        for message in [message for message in self.late if message.step == plan.step]:
+            late |= allowed_by_row(bytes_to_ids(message.rows), message.bits)
+            late |= dict.fromkeys(bytes_to_ids(message.free))
+            self.late.remove(message)
+        self.core.handle([self.worker.run(plan, late)])
+
+    def _post(self, receiver: str, message: Message) -> None:
+        match message:
+            case StepPlan():
+                self.plans.append(message)
+            case LateMasks():
+                self.late.append(message)
+            case Constrain() | Sampled():
+                self.asked.append(message)
+            case TokenBatch():
+                for tokens in all_tokens(message):
+                    self.output += bytes_to_ids(tokens.ids)
+                    self.finish = tokens.finish
+
+
+def test_the_next_step_of_a_constrained_request_runs_while_its_mask_is_made() -> None:
+    late = Late()
+    assert [plan.late_rows for plan in late.plans] == [b"", late.plans[0].rows]
+    while late.finish is None:
+        num_plans = len(late.plans)
+        late.step()
+        assert num_plans == 2 or len(late.output) > 18
+        if late.finish is None:
+            assert isinstance(late.asked[-1], Sampled) and bytes_to_ids(late.asked[-1].ids)[-1] == late.output[-1]
+            late.core.handle([late.masks()])
+            steps = [message.step for message in late.late]
+            assert steps == [plan.step for plan in late.plans][: 1 if late.finish is None else 2]
+    while late.plans:
+        late.step()
+    assert late.output == expected_output([4, 5, 6], 20, 100, 1, True, grammar=1)
+    assert late.core.scheduler.pool.num_held == 0 and not late.core.scheduler.late()
+
+
+ENDS: dict[str, Callable[[Late], ToCore]] = {
+    "the grammar process is lost": lambda late: Reset(2, 1, ("grammar",), "It died."),
+    "the api is lost": lambda late: Reset(2, 1, ("api",), "It died."),
+    "cancelled": lambda late: Cancel((1,)),
+    "a stop string": lambda late: StopHit((1,)),
+    "its grammar fails": lambda late: Masks(b"", b"", failed=((1, "internal", "It failed."),)),
+    "its grammar is complete": lambda late: Masks(b"", b"", complete=(1).to_bytes(8, "little")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_plan_waits_for_the_mask_of_a_request_that_has_ended(end: str) -> None:
+    late = Late()
+    late.step()
+    assert len(late.plans) == 2 and not late.late
+    late.core.handle([ENDS[end](late)])
+    assert [(message.rows, message.free) for message in late.late] == [(b"", plan.late_rows) for plan in late.plans]
+    late.step()
+    late.step()
+    assert not late.plans and late.core.scheduler.pool.num_held == 0
+
+
+def test_no_plan_waits_for_masks_while_a_grammar_is_compiled() -> None:
+    late = Late()
+    late.core.handle([enqueue(2, [7], constraint=Constraint())])
+    late.step()
+    assert len(late.plans) == 1, "the plan that was under way"
+    late.core.handle([late.masks()])
+    late.step()
+    assert not late.plans and not late.late
+    late.core.handle([late.masks()])
+    assert [plan.late_rows for plan in late.plans] == [b""]
+    late.core.handle([Constrained(2, "invalid_request", "It is none.")])
+    assert [bool(plan.late_rows) for plan in late.plans] == [False, True]
+
+
+def test_masks_are_late_beside_other_requests_only_if_they_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for are_quick in (False, True):
+        monkeypatch.setattr(mask_times.MaskTimes, "are_quick", are_quick)
+        late = Late()
+        late.core.handle([enqueue(2, [9, 9], max_tokens=20, seed=2, ignore_eos=True)])
+        for _ in range(3):
+            late.step()
+            late.core.handle([late.masks()])
+        assert any(plan.late_rows for plan in late.plans) == are_quick
+
+
+def test_plans_go_on_without_a_request_whose_mask_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (core_module, mask_times):
+        monkeypatch.setattr(module, "LIMIT_S", 0.01)
+    late = Late()
+
+    async def wait() -> None:
+        late.step()
+        await until_async(lambda: len(late.late) == 2, "leave to sample anything, for both plans in flight")
+
+    asyncio.run(wait())
+    assert all(message.free and not message.rows for message in late.late)
+    assert late.core.scheduler.counters.num_taken_back == 1
+    before = list(late.output)
+    late.step()
+    late.step()
+    assert late.output == before and not late.plans, "it waits for its mask"
+    late.core.handle([late.masks()])
+    while late.finish is None:
+        late.step()
+        late.core.handle([late.masks()])
+    while late.plans:
+        late.step()
+    assert late.output == expected_output([4, 5, 6], 20, 100, 1, True, grammar=1)

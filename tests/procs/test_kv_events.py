@@ -379,7 +379,9 @@ def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: 
     with zmq.Context() as context, context.socket(zmq.PUB) as probe:
         port = probe.bind_to_random_port("tcp://127.0.0.1")
     events, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + 1}"
-    publisher = KvEventPublisher(address=events, replay=None, topic=TOPIC, keys=own)
+    flags = {"kv_events": events, "kv_events_host": "pod-7"}
+    config = engine_config(**flags, kv_events_key_file=str(tmp_path / "own"))
+    publisher = KvEventPublisher.of(config, events, None)
     with zmq.Context() as context:
         stranger = Router(context, f"tcp://127.0.0.1:{port}", replay, keys=other)
         plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
@@ -392,7 +394,17 @@ def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: 
                 one.close()
             publisher.close()
     assert caplog.text == ""
-    publisher = KvEventPublisher(address=events, topic=TOPIC, is_insecure=True)
+    publisher = KvEventPublisher.of(engine_config(**flags), events, own)  # a launch on several machines has keys
+    with zmq.Context() as context:
+        plain, friend = (Router(context, f"tcp://127.0.0.1:{port}", replay, keys=keys) for keys in (None, own))
+        try:
+            connected(friend, publisher.publish)
+            assert not plain.waits(1)
+        finally:
+            plain.close()
+            friend.close()
+            publisher.close()
+    publisher = KvEventPublisher.of(engine_config(**flags, kv_events_insecure=True), events, own)
     with zmq.Context() as context:
         plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
         try:

@@ -1,8 +1,9 @@
-"""The worker's loop while KV transfers are in flight."""
+"""The worker's loop: KV transfers in flight, its start, and plans that wait for masks."""
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import checkpoints
@@ -18,12 +19,18 @@ from pagewire.ipc.channel import MemoryChannel
 from pagewire.ipc.messages import (
     CacheOffer,
     Facts,
+    LateMasks,
     OpenCache,
+    Ping,
+    Reset,
+    RowOpen,
+    Sampling,
     StepPlan,
     StepResult,
     Stop,
     ToWorker,
     Transferred,
+    bytes_to_ids,
     ids_to_bytes,
 )
 from pagewire.procs.prepare import prepare
@@ -94,3 +101,81 @@ def test_a_worker_is_ready_only_when_its_first_steps_are_prepared(
     run(Worker(config), inbox, lambda _, message: None, on_ready, lambda: None)
     assert order == ["open_cache", "warm_up", "ready"] * 2, "the second time after a restart of the core"
     assert facts[0].timings["3 of 4 graphs, the other while idle"] == 0.5
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[MemoryChannel[ToWorker], "queue.Queue[object]"]]:
+    """A worker in a thread, whose cache is open: its mailbox, and what it posts."""
+    checkpoints.make_checkpoint(folder, "llama")
+    config = prepare(make_config(model=str(folder), threads=1, max_num_seqs=4))
+    inbox: MemoryChannel[ToWorker] = MemoryChannel(ToWorker)
+    posted: queue.Queue[object] = queue.Queue()
+    arguments = Worker(config), inbox, lambda _, message: posted.put(message), posted.put, lambda: posted.put("pong")
+    thread = threading.Thread(target=run, args=arguments)
+    thread.start()
+    try:
+        assert isinstance(posted.get(timeout=TIMEOUT_S), CacheOffer)
+        inbox.send(OpenCache(8))
+        assert isinstance(posted.get(timeout=TIMEOUT_S), Facts)
+        yield inbox, posted
+    finally:
+        inbox.send(Stop(0.0, "the test is over"))
+        thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def _plan(step: int, *, late: bool = True, after_fault: bool = False) -> StepPlan:
+    """Two rows, the first of which is late; a prompt of three ids in the first step."""
+    prompt = ids_to_bytes([5, 6, 7])
+    opens = tuple(RowOpen(row, prompt, 3, 0, ids_to_bytes([2 + row]), Sampling(temperature=0)) for row in (0, 1))
+    return StepPlan(
+        step=step,
+        open=opens if step == 1 else (),
+        grow_rows=b"",
+        grow_blocks=b"",
+        rows=ids_to_bytes([0, 1]),
+        counts=ids_to_bytes([3, 3] if step == 1 else [1, 1]),
+        sample=b"\1\1",
+        late_rows=ids_to_bytes([0] if late else []),
+        after_fault=after_fault,
+    )
+
+
+def _masks(step: int, token: int) -> LateMasks:
+    bits = (1 << token).to_bytes(4 * -(-checkpoints.VOCAB_SIZE // 32), "little")
+    return LateMasks(step, ids_to_bytes([0]), bits)
+
+
+@pytest.mark.slow
+def test_a_plan_waits_for_its_masks_and_later_plans_wait_for_it(tmp_path: Path) -> None:
+    with running(tmp_path) as (inbox, posted):
+        for message in (_plan(1), _plan(2, late=False), _plan(3), _masks(3, 40), Ping()):
+            inbox.send(message)
+        assert posted.get(timeout=TIMEOUT_S) == "pong", "it takes in mail while a plan waits"
+        inbox.send(_masks(1, 30))
+        results = [posted.get(timeout=TIMEOUT_S) for _ in range(3)]
+        ids = []
+        for step, result in enumerate(results, start=1):
+            assert isinstance(result, StepResult) and result.step == step and result.fault is None
+            assert (result.mask_wait_ms > 0) == (step != 2)
+            ids.append(list(bytes_to_ids(result.ids)))
+        assert ids[0][0] == 30 and ids[2][0] == 40
+        inbox.send(_plan(4))
+        inbox.send(LateMasks(4, b"", b"", ids_to_bytes([0])))
+        result = posted.get(timeout=TIMEOUT_S)
+        assert isinstance(result, StepResult) and len(bytes_to_ids(result.ids)) == 2
+
+
+@pytest.mark.slow
+def test_a_plan_that_waits_is_given_up_with_its_core(tmp_path: Path) -> None:
+    with running(tmp_path) as (inbox, posted):
+        inbox.send(_plan(1))
+        inbox.send(_plan(2))
+        inbox.send(Reset(2, 2, ("core",), "It died."))
+        assert isinstance(posted.get(timeout=TIMEOUT_S), CacheOffer)
+        inbox.send(_plan(1, late=False))
+        result = posted.get(timeout=TIMEOUT_S)
+        assert isinstance(result, StepResult) and result.step == 1 and len(bytes_to_ids(result.ids)) == 2
+        inbox.send(_plan(2))
+        inbox.send(Ping())
+        assert posted.get(timeout=TIMEOUT_S) == "pong"  # and the loop ends while a plan waits

@@ -8,14 +8,14 @@ is left, every request must have been answered, and every block and row must be 
 Longer than 500 lines, because all kinds of events share one state and one clock.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import compress
 from random import Random
 from unittest.mock import patch
 
-from fakes import EOS, VOCAB, Content, FakeRow, FakeWorker, next_token
+from fakes import EOS, VOCAB, Content, FakeRow, FakeWorker, allowed_by_row, next_token
 from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
@@ -76,6 +76,8 @@ class History:
             {} for _ in (self._setting.tier.kinds if self._setting.tier else ())
         ]
         self._mail: list[Mail] = []
+        self._plans: deque[StepPlan] = deque()  # sent and not run: the first waits for masks of late rows
+        self._late: dict[int, dict[int, Sequence[int] | None]] = {}  # step → late row → the tokens that it may sample
         self._is_awake = False  # a wake-up of the core is scheduled
         self._routed: set[tuple[str, int | None, bytes]] = (
             set()
@@ -240,6 +242,9 @@ class History:
             self._handle(message)
         if scheduler.deadlines:
             scheduler.expire(self.now)
+        self._tell_late()
+        if scheduler.lateness not in self._setting.latenesses or self.rng.random() < 0.1:
+            scheduler.set_lateness(self.rng.choice(self._setting.latenesses))
         if (sampled := scheduler.constraints.take()) is not None:
             self._ask_grammar(lambda: self._grammar.hear(sampled))
         while self._plan():
@@ -331,6 +336,37 @@ class History:
                     self._post(masks)
 
         self._later(self._masked_until - self.now, answer)
+        if self.rng.random() < self._setting.take_back_rate:
+            self._later(self.rng.random() * 0.01, lambda: self._take_back(scheduler))
+
+    def _take_back(self, scheduler: Scheduler) -> None:
+        """The masks for which plans wait take too long."""
+        rids = scheduler.late() if scheduler is self._scheduler else []
+        if rids:
+            self.counts["taken back"] += len(rids)
+            self._say(f"{rids} are taken back")
+            scheduler.take_back(rids)
+            for _ in rids:
+                self._patience.change_regime()
+            if self._fairness is not None:
+                self._fairness.start_again()
+            check(scheduler, self._setting.max_num_seqs)
+            self._wake(0.0)
+
+    def _tell_late(self) -> None:
+        for message in self._scheduler.take_late_masks():
+            self._say(
+                f"late rows of step {message.step}: {list(bytes_to_ids(message.rows))} masked, free: "
+                f"{list(bytes_to_ids(message.free))}"
+            )
+            late = self._late.setdefault(message.step, {})
+            answers: dict[int, Sequence[int] | None] = {
+                **allowed_by_row(bytes_to_ids(message.rows), message.bits),
+                **dict.fromkeys(bytes_to_ids(message.free)),
+            }
+            assert not late.keys() & answers.keys(), "two answers for a late row"
+            late |= answers
+        self._run_plans()
 
     def _plan(self) -> bool:
         """Makes the next plan, runs it on the worker and schedules its result. False: there is no plan."""
@@ -353,7 +389,9 @@ class History:
         copies = bytes_to_ids(plan.copies)
         others = set().union(*scheduler.pool._rest.values())
         writes_are_exclusive(scheduler, [page for page in copies[1::2] if page not in others])
-        result = self._run(plan)
+        self.counts["late rows"] += len(plan.late_rows) // 4
+        self._plans.append(plan)
+        self._run_plans()
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self.counts["copies"] += len(copies) // 2
@@ -371,10 +409,19 @@ class History:
                 self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
                 if self.rng.random() < 0.3:
                     self._later(self.rng.random() * 0.01, self._lose_worker)
-        if result is not None:
-            self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
-            self._on_worker(self._busy_until - self.now, lambda: self._finish(result))
         return True
+
+    def _run_plans(self) -> None:
+        """Runs the plans that the worker was sent, up to one whose late rows have no masks yet."""
+        while self._plans and not self._waits(self._plans[0]):
+            result = self._run(self._plans.popleft())
+            if result is not None:
+                self._busy_until = max(self._busy_until, self.now)
+                self._busy_until += result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
+                self._on_worker(self._busy_until - self.now, lambda result=result: self._finish(result))
+
+    def _waits(self, plan: StepPlan) -> bool:
+        return self._pipeline is None and self._workers[0].waits(plan, self._late.get(plan.step, ()))
 
     def _run(self, plan: StepPlan) -> StepResult | None:
         """Runs a plan at once, if there is one stage. Several stages run it in their own time."""
@@ -385,7 +432,7 @@ class History:
             return None
         (worker,) = self._workers
         core_knew = not worker.is_faulted or plan.after_fault
-        result = worker.run(plan)
+        result = worker.run(plan, self._late.pop(plan.step, {}))
         if worker.is_faulted:
             self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
             if core_knew:
@@ -477,6 +524,8 @@ class History:
             worker.memory[:] = self.rng.randbytes(len(worker.memory))
             worker.fail_seeds = self._fail_seeds
         self._faults.clear()
+        self._plans.clear()
+        self._late.clear()
         self._sources: dict[int, set[int]] = {}  # step of a plan in flight → pages that it copies or begins from
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
@@ -596,8 +645,10 @@ class History:
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_content(self) -> None:
-        """Every block with a key has the content that its key names. Not checked after a step without memory, nor
-        while stages run plans in their own time."""
+        """Every block with a key has the content that its key names. Not checked after a step without memory, nor while
+        plans wait for masks or stages run plans in their own time."""
+        if self._plans:
+            return
         pool = self._scheduler.pool
         if not self._setting.tier:  # a tier may read blocks with the next plan
             # A plan reads what it copies before any later plan can write there, so it does not hold it.

@@ -32,6 +32,7 @@ from .stores import Copy, StoreWorker
 
 _pool_release = BlockPool.release
 _table_end = RequestTable.end
+_table_start_again = RequestTable.start_again
 _table_preempt = RequestTable.preempt
 _table_release = RequestTable.release
 _request_init = Request.__init__
@@ -413,6 +414,37 @@ def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
     self.mask = mask
 
 
+def _last_late_step_first(self: Request) -> int | None:
+    return self.late.pop() if self.late else None
+
+
+def _expect_no_more_masks(self: Request, may_be_late: bool) -> None:
+    self.may_be_late = may_be_late
+    if may_be_late:
+        self.num_allowed = 10**9
+
+
+def _forget_late_rows(self: PlanBuilder, *more) -> StepPlan:
+    return replace(_builder_finish(self, *more), late_rows=b"")
+
+
+def _start_again_late(self: RequestTable, request: Request) -> None:
+    late, request.late = request.late, []
+    _table_start_again(self, request)
+    request.late = late
+
+
+def _drop_late_unspoiled(self: Request) -> list[int]:
+    steps, self.late = self.late, []
+    return steps
+
+
+def _wait_for_dropped_plans(self: Request, num: int) -> None:
+    late = self.late
+    _request_set_back(self, num)
+    self.late = late
+
+
 def _drop_a_block_early(self: Request, groups: Groups) -> list[int]:
     computed, self.num_computed = self.num_computed, self.num_computed + self.block_size
     dropped = _drop_behind(self, groups)
@@ -616,6 +648,14 @@ MUTANTS: dict[str, Patch] = {
     "draft tokens have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
     "a constrained request samples while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
+    "a late row gets the mask of another position": (Request, "take_late", _last_late_step_first),
+    "a late row samples with the mask before": (Request, "let_be_late", _expect_no_more_masks),
+    "a late row samples without its mask": (PlanBuilder, "finish", _forget_late_rows),
+    "a plan waits for a row that was cancelled": (Constraints, "free", _nothing),
+    "a plan waits for a row that starts again": (RequestTable, "start_again", _start_again_late),
+    "a plan waits for a plan that was dropped": (Request, "set_back", _wait_for_dropped_plans),
+    "a token without its mask counts": (Request, "take_back", _nothing),
+    "a state moves on over tokens without masks": (Request, "drop_late", _drop_late_unspoiled),
     "a grammar is not told what was sampled": (Constraints, "sampled", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
     "blocks of a step without memory are found": (BlockPool, "forget", _nothing),

@@ -141,7 +141,10 @@ class FirstInQueue:
         self._passed = passed
         self._first = running[0] if running else None
         self._known = set(map(id, scheduler.table.running))
-        self._working = next((r for r in running if r.has_work), None)
+        works = [r for r in running if r.num_planned < min(r.num_total, r.num_due)]
+        if scheduler.lateness == "never" or scheduler.micro_batches.num_stages > 1:
+            works = [r for r in works if not _waits_for_mask(r)]
+        self._working = works[0] if works and not _waits_for_mask(works[0]) else None
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
             interrupts(r.queue_key, self._working.queue_key, len(r.ids))
@@ -181,3 +184,8 @@ class FirstInQueue:
             f"{working.rid} is the first and not in the plan"
         )
         self._passed[working] = num
+
+
+def _waits_for_mask(request: Request) -> bool:
+    """Whether a plan that computes something of it would be late with it."""
+    return not request.is_masked and request.num_planned == request.num_total - 1

@@ -8,6 +8,7 @@ from fakes import StagedGroups
 from pagewire.engine.core import policy
 from pagewire.engine.core.eviction import EvictionName
 from pagewire.engine.core.groups import PLAIN, Groups
+from pagewire.engine.core.planner import Lateness
 from pagewire.ipc.messages import GroupShape
 
 from .stores import TierOptions
@@ -60,6 +61,10 @@ class Setting:
         self.draft_accuracy = rng.choice([0.0, 0.5, 0.9, 1.0])  # probability that a draft token is right
         self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
         self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # the most time that a mask takes
+        self.latenesses: list[Lateness] = rng.choice(
+            [["never"], ["alone"], ["always"], ["always"], ["never", "alone", "always"]]
+        )
+        self.take_back_rate = rng.choice([0.0, 0.0, 0.1, 0.5])  # how likely a mask that is asked for takes too long
         self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely a step starts a shortage of memory
         self.num_sleeps = rng.choice([0, 0, 0, 1, 2])
         self.groups, self.num_pages = PLAIN, self.num_blocks

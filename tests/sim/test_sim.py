@@ -12,7 +12,7 @@ from .mutants import MUTANTS, MUTANTS_OF_STAGES, mutated
 
 NUM_BATCHES, BATCH = 1, 1000
 MUTANT_SEEDS = 2000
-NUM_OF_STAGES = 60
+NUM_OF_STAGES = 40
 STAGES = (2, 3, 4)  # in turn
 
 # Events that must happen at least so often in every batch; otherwise the histories no longer test them.
@@ -30,6 +30,7 @@ COVERED = {
     "completed grammars": 200,
     "draft tokens": 3000,
     "draft tokens accepted": 1200,
+    "late rows": 4000,
     "loaded states": 10,
     "loads": 100,
     "loads of several groups": 40,
@@ -55,6 +56,7 @@ COVERED = {
     "stored blocks": 1000,
     "stored states": 300,
     "tenants far ahead": 100,
+    "taken back": 300,
     "workers lost at work": 100,
     "workers lost while loading": 1,
 }
@@ -66,7 +68,7 @@ COVERED_BY_STAGES = {
     "constrained": 100,
     "cores lost": 5,
     "draft tokens accepted": 50,
-    "masks": 250,
+    "masks": 150,
     "preempted": 10,
     "regime changes": 2,
     "sleeps with running requests": 2,

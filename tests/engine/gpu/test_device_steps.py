@@ -99,9 +99,6 @@ class Decoder:
     def hidden(self, tokens):
         return tokens
 
-    def logits(self, hidden):
-        return hidden
-
     vocabulary = None
 
     def sampled_hidden(self, tokens):

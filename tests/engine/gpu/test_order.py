@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from engine_loop import Loop
 from fakes import enqueue
+from keepers import running_keeper
 from msgspec import structs
 from order_device import (
     DeviceTensor,
@@ -29,10 +31,12 @@ from order_device import (
     on_device,
     order_device,
 )
-from runner_driver import GREEDY, engine_config
+from runner_driver import GREEDY, Driver, Request, engine_config
 
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
+from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
+from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
 from pagewire.engine.gpu import device_steps
 from pagewire.engine.gpu.decoder import TritonDecoder
@@ -40,7 +44,7 @@ from pagewire.engine.gpu.device_steps import DeviceSteps
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.engine.parallel.rank import RankInfo
-from pagewire.engine.runner import loading
+from pagewire.engine.runner import kept_weights, loading
 from pagewire.engine.runner import runner as runner_module
 from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.runner.runner import Runner
@@ -54,6 +58,7 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
+from pagewire.procs.weight_memory import close_segments, new_segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
@@ -185,6 +190,37 @@ def recurrent_drafts(make: Make) -> Tokens:
     return found
 
 
+def late(make: Make, lateness: Lateness = "always") -> Tokens:
+    """Masks that come after the pass, beside a row with draft tokens. Each token has another mask."""
+    loop = make("llama", speculative="ngram,tokens=3", **LLAMA)
+    loop.scheduler.set_lateness(lateness)
+
+    def mask_of(rid: int, num: int) -> bytes:
+        steps: Any = loop.runner._steps
+        steps._rows.draft_level[:] = 0  # it goes on drafting, whatever was right before
+        return _few(rid, num)
+
+    loop.mask_of = mask_of
+    requests = [
+        ask(rid, prompt, 10, asked={"constraint": Constraint()}, temperature=0.5 * rid, seed=rid)
+        for rid, prompt in enumerate(prompts_of(8, 9, 12))
+    ]
+    bias = {token: 100.0 for token in (40, 41)}
+    found = loop.serve([*requests, ask(2, [40 + i % 2 for i in range(11)], 16, logit_bias=bias)])
+    assert loop.num_late > 5 or lateness == "never"
+    assert 0 < loop.scheduler.counters.num_accepted_tokens < loop.scheduler.counters.num_draft_tokens
+    for rid in (0, 1):
+        assert all(_few(rid, num)[token >> 3] >> (token & 7) & 1 for num, token in enumerate(found[rid]))
+    return found
+
+
+def _few(rid: int, num: int) -> bytes:
+    """A mask that allows three tokens."""
+    rng = random.Random(10 * rid + num)
+    tokens = rng.sample(range(checkpoints.VOCAB_SIZE), 3)
+    return sum(1 << token for token in tokens).to_bytes(4 * -(-checkpoints.VOCAB_SIZE // 32), "little")
+
+
 def out_of_memory(make: Make) -> Tokens:
     """Some steps in a row fail after they were launched, so that a slot is used again before anything is collected."""
     num = 0
@@ -306,18 +342,20 @@ CASES: dict[str, Callable[[Make], Tokens]] = {
         swapped,
         recurrent,
         recurrent_drafts,
+        late,
         out_of_memory,
     )
 }
 
 
 def serve(case: str, checkpoint: Any, queue: Queue | None = None) -> Tokens:
-    def make(kind: str, **options: Any) -> Loop:
-        changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
-        flags = {name: value for name, value in options.items() if name not in changes}
-        return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
+    return CASES[case](partial(_loop, checkpoint, queue))
 
-    return CASES[case](make)
+
+def _loop(checkpoint: Any, queue: Queue | None, kind: str, **options: Any) -> Loop:
+    changes = {"qwen3": PLAIN, "qwen3_5": HYBRID, "llama": LLAMA}[kind]
+    flags = {name: value for name, value in options.items() if name not in changes}
+    return Loop(checkpoint(kind, **changes), queue=queue, **SMALL, **flags)
 
 
 @pytest.fixture(scope="session")
@@ -354,6 +392,11 @@ def test_every_access_is_ordered_and_tokens_do_not_depend_on_when_work_runs(
     assert found == tokens
 
 
+def test_late_masks_change_no_token_beside_draft_tokens(checkpoint: Any, expected: Any) -> None:
+    queue = EagerQueue(torch.device("cpu"))
+    assert late(partial(_loop, checkpoint, queue), "never") == expected("late")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["late", "early", "random"])
 def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint: Any) -> None:
@@ -364,11 +407,12 @@ def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("policies", "drafts"), [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)]
+    ("policies", "drafts"),
+    [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)],
 )
 def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoint: Any) -> None:
-    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each rank
-    finds by itself."""
+    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each
+    rank finds by itself."""
     kind, changes = ("llama", LLAMA) if drafts else ("qwen3", PLAIN)
     flags: dict[str, Any] = {**SMALL, "speculative": "ngram"} if drafts else SMALL
     requests = [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))]
@@ -420,6 +464,72 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
     assert any(num for _, _, num in first) == drafts
     of_two = [token for ids, _, _ in first for token in bytes_to_ids(ids)]
     assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Arguments of `Runner.load` for weights that a keeper holds, and under "sealed" what each call of `keep` found in
+    the memory, and under "keeper" the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep, sealed = Keeper.keep, []
+
+    def looked(self: Keeper, token: bytes) -> None:
+        sealed.append(keeper.contents())
+        keep(self, token)
+
+    monkeypatch.setattr(Keeper, "keep", looked)
+    fd = new_segment()
+    with running_keeper(tmp_path) as keeper:
+        yield {"load": {"weights_fd": fd, "keeper": keeper.address}, "sealed": sealed, "keeper": keeper}
+    close_segments([fd])
+
+
+def load_kept(policy: str, kept: dict[str, Any], checkpoint: Any) -> tuple[OrderDevice, Runner]:
+    with order_device(policy, seed=4) as device:
+        config = engine_config(checkpoint("qwen3", **PLAIN), **SMALL)
+        return device, Runner.load(config, is_checked=False, **kept["load"])
+
+
+@pytest.mark.parametrize("policy", ["late", "random"])
+def test_weights_are_written_before_they_are_kept(policy: str, kept: dict[str, Any], checkpoint: Any) -> None:
+    first, runner = load_kept(policy, kept, checkpoint)
+    first.synchronize()
+    assert runner.weights_fit and kept["sealed"] == [kept["keeper"].contents()]
+    assert any(kept["sealed"][0][0])
+    second, runner = load_kept(policy, kept, checkpoint)
+    assert runner.weights_fit and len(kept["sealed"]) == 1, "it maps them"
+    assert first.violations == second.violations == []
+
+
+def test_without_the_sums_they_would_not_be(
+    kept: dict[str, Any], checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the copies when it reads the sums."""
+    monkeypatch.setattr(kept_weights, "sum_of", lambda memory: 0)
+    device, _ = load_kept("late", kept, checkpoint)
+    device.synchronize()
+    assert kept["sealed"] != [kept["keeper"].contents()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["late", "early"])
+def test_steps_with_kept_weights_are_ordered(policy: str, kept: dict[str, Any], checkpoint: Any) -> None:
+    """Those of the worker that wrote them, and of one that maps them."""
+
+    def tokens(runner: Runner) -> list[list[int]]:
+        runner.open_cache(16)
+        requests = [Request(prompt, max_new=3) for prompt in prompts_of(11, 3, 9)]
+        Driver(runner, 16).run(requests, budget=32, rows=4)
+        return [request.output for request in requests]
+
+    alone = Runner.load(engine_config(checkpoint("qwen3", **PLAIN), **SMALL), queue=EagerQueue(torch.device("cpu")))
+    expected = tokens(alone)
+    for _ in range(2):
+        with order_device(policy, seed=4) as device:
+            config = engine_config(checkpoint("qwen3", **PLAIN), **SMALL)
+            runner = Runner.load(config, is_checked=False, **kept["load"])
+            assert tokens(runner) == expected and runner.weights_fit
+        assert device.violations == []
 
 
 # ── and it would not be, without any one of its waits ────────────────────────────────────────────────────────────────
@@ -507,8 +617,8 @@ SHOWN_BY = {
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
     "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
-    "DeviceSteps.launch: wait": ("out_of_memory", "late"),
-    "DeviceSteps._launch: follow": ("found_in_a_block", "early"),
+    "DeviceSteps._drop: wait": ("out_of_memory", "late"),
+    "DeviceSteps._sample: follow": ("found_in_a_block", "early"),
     "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
     "Runner.launch: synchronize": ("beside_a_connector", "late"),
@@ -533,7 +643,7 @@ def show(case: str, policy: str, checkpoint: Any, *, is_strict: bool = False) ->
     return device, found
 
 
-QUICK_WAITS = ("DeviceSteps._launch: follow",)
+QUICK_WAITS = ("DeviceSteps._sample: follow",)
 
 
 @pytest.mark.parametrize(
@@ -572,6 +682,17 @@ def packets_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
             send(self, source, target)
 
     patch.setattr(CudaQueue, "send", beside)
+
+
+def late_masks_are_sent_beside_the_steps(patch: pytest.MonkeyPatch) -> None:
+    send = DeviceSteps._send_masks
+
+    def beside(self: DeviceSteps, slot: Any) -> None:
+        queue: Any = self._queue
+        with queue._driver.on(queue._copies):
+            send(self, slot)
+
+    patch.setattr(DeviceSteps, "_send_masks", beside)
 
 
 def results_are_temporary(patch: pytest.MonkeyPatch) -> None:
@@ -622,6 +743,7 @@ def the_host_reads_the_device(patch: pytest.MonkeyPatch) -> None:
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str, str]] = {
     slots_come_back_early: ("mixed", "late", "after its memory has changed"),
     packets_are_sent_beside_the_steps: ("mixed", "early", "nothing orders it"),
+    late_masks_are_sent_beside_the_steps: ("late", "early", "nothing orders it"),
     results_are_temporary: ("mixed", "late", "the reuse of"),
     recordings_are_kept_asleep: ("slept", "late", "which was freed"),
     results_of_recordings_are_kept: ("recorded", "late", "kept after it"),

@@ -20,7 +20,16 @@ from torch.overrides import TorchFunctionMode
 from pagewire.engine.device.queue import EagerMark, EagerQueue
 from pagewire.engine.device.sleep import storages_of
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Pooling, RowOpen, Sampling, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
+from pagewire.ipc.messages import (
+    LateMasks,
+    Pooling,
+    RowOpen,
+    Sampling,
+    StepPlan,
+    StepResult,
+    bytes_to_ids,
+    ids_to_bytes,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands for the device")
 
@@ -183,6 +192,7 @@ class Watched:
         pooling: Pooling | None = None,
         copies: tuple[int, ...] = (),
         masks: bool = False,
+        late: bool = False,
         drafts: int = 0,
         min_len: int = 0,
     ) -> list[StepResult]:
@@ -218,6 +228,7 @@ class Watched:
                 sample=samples,
                 copies=ids_to_bytes(list(copies)) if step == 0 else b"",
                 masked_rows=ids_to_bytes(rows) if is_masked else b"",
+                late_rows=ids_to_bytes(rows) if late and step > 0 else b"",
                 masks=b"\xff" * (8 * words) if is_masked else b"",
                 num_speculative=2 if drafts and step > 1 else 0,
                 speculate=drafts if step > 1 else 0,
@@ -229,6 +240,10 @@ class Watched:
             num_waits = len(self.watch.calls)
             with self.watch:
                 self.runner.launch(plan)
+                if plan.late_rows:
+                    assert self.runner.needs_mail
+                    bits = b"\x55" * (4 * words)
+                    self.runner.tell(LateMasks(plan.step, plan.late_rows[:4], bits, plan.late_rows[4:]))
             self.found += self.watch.calls[num_waits:]
             if self.runner.num_pending == 2:
                 results.append(self.runner.collect())
@@ -248,6 +263,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "log-probabilities": {"sampling": Sampling(temperature=0, logprobs=3)},
     "prompt log-probabilities": {"sampling": Sampling(temperature=0, prompt_logprobs=2)},
     "masks": {"sampling": GREEDY, "masks": True},
+    "late masks": {"sampling": GREEDY, "late": True},
     "allowed tokens": {"sampling": Sampling(temperature=0, allowed_token_ids=(5, 9, 40))},
     "pooling": {"sampling": GREEDY, "pooling": Pooling("mean")},
     "states of all tokens": {"sampling": GREEDY, "pooling": Pooling("all")},
@@ -337,6 +353,12 @@ def _masks_of_pageable_memory(watched: Watched, patch: pytest.MonkeyPatch) -> No
     )
 
 
+def _late_masks_that_wait_for_the_pass(watched: Watched, patch: pytest.MonkeyPatch) -> None:
+    steps = watched.steps
+    sample = steps.sample
+    patch.setattr(steps, "sample", lambda masks: (steps._pending[-1].passed.wait(), sample(masks)))
+
+
 MUTANTS: dict[Callable[[Watched, pytest.MonkeyPatch], None], str] = {
     _history_of_pageable_memory: "penalties",
     _bias_made_on_the_device: "bias",
@@ -345,6 +367,7 @@ MUTANTS: dict[Callable[[Watched, pytest.MonkeyPatch], None], str] = {
     _draft_tokens_that_wait_for_the_last_step: "draft tokens",
     _prompt_scores_that_are_read: "prompt log-probabilities",
     _masks_of_pageable_memory: "masks",
+    _late_masks_that_wait_for_the_pass: "late masks",
 }
 
 

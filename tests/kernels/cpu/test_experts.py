@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 import torch
 
-from pagewire.engine.models.expert_placement import places, table
+from pagewire.engine.models.expert_places import places, table
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.experts import SOFTMAX, NativeExperts

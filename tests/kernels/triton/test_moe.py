@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pagewire.engine.executors import functions
-from pagewire.engine.models.expert_placement import places as places_of
-from pagewire.engine.models.expert_placement import table
+from pagewire.engine.models.expert_places import places as places_of
+from pagewire.engine.models.expert_places import table
 from pagewire.kernels import reference
 from pagewire.kernels.triton import moe
 

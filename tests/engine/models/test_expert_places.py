@@ -1,19 +1,10 @@
-"""Which rank has which experts."""
+"""Where a rank has the experts of a layer."""
 
 from itertools import product
 
-import pytest
-
+from pagewire.engine.core.expert_placement import deal
 from pagewire.engine.models.description import Place
-from pagewire.engine.models.expert_placement import deal, places, table
-
-
-@pytest.mark.parametrize(("num", "ranks"), [(8, 3), (4, 4), (7, 2), (60, 8), (5, 1)])
-def test_each_expert_is_dealt_to_one_rank_and_the_first_ranks_have_most(num: int, ranks: int) -> None:
-    slots = deal(num, ranks)
-    assert [expert for own in slots for expert in own] == list(range(num))
-    sizes = [len(own) for own in slots]
-    assert max(sizes) == sizes[0] and max(sizes) - min(sizes) <= 1 <= min(sizes)
+from pagewire.engine.models.expert_places import places, table
 
 
 def test_ranks_with_the_same_expert_take_turns() -> None:
@@ -21,6 +12,7 @@ def test_ranks_with_the_same_expert_take_turns() -> None:
     assert places(3, slots, 0) == (Place(0), Place(1, 0, 3), Place(-1))
     assert places(3, slots, 1) == (Place(-1), Place(1, 1, 3), Place(0))
     assert places(3, slots, 2) == (Place(-1), Place(0, 2, 3), Place(-1))
+    assert places(2, ((0, -1), (1, 0)), 0) == (Place(0, 0, 2), Place(-1)), "an empty slot"
     for expert, position in product(range(3), range(7)):
         found = [places(3, slots, rank)[expert] for rank in range(3)]
         assert sum(each.slot >= 0 and position % each.turns == each.turn for each in found) == 1

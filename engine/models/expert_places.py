@@ -1,18 +1,9 @@
-"""Which rank has which experts of a layer. Plain arithmetic; no torch."""
+"""Where a rank has the experts of a layer, by which experts all ranks have. No torch."""
 
 from collections.abc import Sequence
 
+from ..core.expert_placement import Slots
 from .description import Place
-
-Slots = tuple[tuple[int, ...], ...]
-"""The experts of a layer that each rank has, in the order of its matrices."""
-
-
-def deal(num_experts: int, ranks: int) -> Slots:
-    """Each expert to one rank, in order; the first ranks have one more if the number does not divide. At least one for
-    each of up to `num_experts` ranks."""
-    ends = [-(-rank * num_experts // ranks) for rank in range(ranks + 1)]
-    return tuple(tuple(range(ends[rank], ends[rank + 1])) for rank in range(ranks))
 
 
 def places(num_experts: int, slots: Slots, rank: int) -> tuple[Place, ...]:
@@ -20,9 +11,10 @@ def places(num_experts: int, slots: Slots, rank: int) -> tuple[Place, ...]:
     holders: list[list[int]] = [[] for _ in range(num_experts)]
     for each, experts in enumerate(slots):
         for expert in experts:
-            holders[expert].append(each)
+            if expert >= 0:
+                holders[expert].append(each)
     assert all(holders), f"no rank has expert {holders.index([])}"
-    own = {expert: slot for slot, expert in enumerate(slots[rank])}
+    own = {expert: slot for slot, expert in enumerate(slots[rank]) if expert >= 0}
     return tuple(
         Place(own[expert], ranks.index(rank), len(ranks)) if expert in own else Place(-1)
         for expert, ranks in enumerate(holders)
