@@ -395,7 +395,7 @@ class CoreActor:
 
     def _lateness(self) -> Lateness:
         """Whether plans may wait for masks. A grammar that is compiled would hold the masks up."""
-        if self._unsure or self._pipeline_times is not None:  # stages sample with the masks of the plan
+        if self._unsure:
             return "never"
         return "always" if self._mask_times.are_quick else "alone"
 
