@@ -72,7 +72,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         served = how_served(config, read_spec(tmp_path), META, has_triton=True)
         assert served.executor == "Triton" and served.program is not None, served.why
         queue = TracingQueue(META)
-        model = loading._on_device(config, Checked(served, config), queue, Alone(), fill_of(served.program))
+        model = loading._on_device(config, Checked(served, config), queue, Alone(), fill_of(served.program), None)
         cache = KvCache(shape=model.kv_shape, num_pages=16, block_size=64, device=META, head_major=True)
         steps = model.steps(config, cache)
         return Loaded(model, steps, queue, cache, model.weights)

@@ -284,7 +284,7 @@ def test_the_metrics_page_names_a_kernel_that_failed_in_a_worker(checkpoint, mon
     from pagewire.engine.gpu import walk
 
     monkeypatch.setattr(walk, "rms_norm", None)  # it is not tried
-    monkeypatch.setattr(kernel_checks, "_cache_folder", lambda: None)
+    monkeypatch.setattr(kernel_checks, "cache_folder", lambda: None)
     queue, read = EagerQueue(torch.device("cpu")), Runner.load
     monkeypatch.setattr(Runner, "load", lambda config, **given: read(config, queue=queue, is_checked=True, **given))
     with machine(COMPILED):
