@@ -12,7 +12,8 @@
     + the largest of  memory: bytes, by the bandwidth that the bytes in flight of all running programs allow
                       tensor cores: multiplications and additions, with the padding of tiles
                       issue: instructions of the main loop, by four a cycle and multiprocessor
-      stretched by the last round of programs, if it is not full
+      each for the full rounds of programs and for the last one, whose programs are fewer: they leave multiprocessors
+      idle, and reach the bandwidth only if they have enough bytes in flight
 
 What is left out: contention, clocks below the boost clock, overlap of a launch with the next, caches between launches.
 An error of a quarter would be no surprise.
@@ -23,7 +24,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,17 +111,29 @@ def cost(kernel: "Kernel | None", programs: int, work: Work, device: Device) -> 
         passes, instructions = (work.operations / main.operations if main.operations else by_loads), main.instructions
     units = max(1.0, work.units)
     slots = max(1, min(slots, math.ceil(units)))
-    stretch = math.ceil(units / slots) * slots / units
-    busy = min(device.processors, slots)
+    num_full, num_last = divmod(units, slots)
     latency_us = device.dram_cycles * cycle_us
-    bandwidth = min(1e3 * device.gbs * _REACH, slots * flight / latency_us)  # bytes per microsecond
-    rate = 1e6 * device.tflops * _TENSOR_REACH * (1.0 if is_warpgroup else device.mma_share) * busy / device.processors
+
+    def bandwidth(num: float) -> float:
+        """Bytes per microsecond of programs that run at once."""
+        return min(1e3 * device.gbs * _REACH, num * flight / latency_us)
+
+    def busy(num: float) -> float:
+        """Multiprocessors that these programs keep busy until the last of them ends."""
+        return num / math.ceil(num / device.processors)
+
+    def by_rounds(rate: Callable[[float], float]) -> float:
+        """Rounds of all slots, and one of the rest, per unit of work."""
+        full = num_full * slots / rate(slots)
+        return (full + (num_last / rate(num_last) if num_last else 0.0)) / units
+
+    rate = 1e6 * device.tflops * _TENSOR_REACH * (1.0 if is_warpgroup else device.mma_share) / device.processors
     return Cost(
         node=_NODE_US,
         chain=((chain - 1) * device.cache_cycles + device.dram_cycles) * cycle_us if chain else 0.0,
-        memory=work.bytes / bandwidth * stretch,
-        tensor_cores=work.operations / rate * stretch,
-        issue=passes * instructions / (_SCHEDULERS * busy) * cycle_us * stretch,
+        memory=work.bytes * by_rounds(bandwidth),
+        tensor_cores=work.operations / rate * by_rounds(busy),
+        issue=passes * instructions / _SCHEDULERS * cycle_us * by_rounds(busy),
     )
 
 

@@ -91,15 +91,23 @@ def test_a_launch_computed_by_hand() -> None:
 
     assert resident(kernel(), DEVICE) == 2, "100 KiB each of 200"
     assert resident(kernel(shared=0), DEVICE) == 4, "104 registers of 128 threads, of 65,536"
-    # 200 programs at once. 300 pieces take two rounds of them, in which 400 would fit.
-    found = cost(kernel(), 300, Work(bytes=3e8, operations=3e9, units=300), DEVICE)
+    # 200 programs at once: of 250 pieces, 50 run in a second round on half of the multiprocessors.
+    found = cost(kernel(), 250, Work(bytes=2.5e8, operations=2.5e9, units=250), DEVICE)
     assert found.node == 1.3
     assert found.chain == pytest.approx(2 * 0.2 + 0.5)
-    assert found.memory == pytest.approx(300 * 4 / 3), "3e8 bytes by 1,000 GB/s"
-    assert found.tensor_cores == pytest.approx(3e9 / 50e6 * 4 / 3), "half of 100 TFLOP/s, without warp groups"
-    passes = 3e9 / 4096
-    assert found.issue == pytest.approx(passes * 40 / (4 * 100) * 1e-3 * 4 / 3)
+    assert found.memory == pytest.approx(250), "2.5e8 bytes by 1,000 GB/s: 50 programs have bytes enough in flight"
+    assert found.tensor_cores == pytest.approx(2e9 / 50e6 + 5e8 / 25e6), "half of 100 TFLOP/s, without warp groups"
+    passes = 2.5e9 / 4096
+    assert found.issue == pytest.approx(passes * 40 / (4 * 100) * 1e-3 * (200 + 2 * 50) / 250)
     assert found.total == pytest.approx(found.node + found.chain + found.memory) and found.largest == "memory"
+
+
+@needs_triton
+def test_a_last_round_of_few_programs_is_bound_by_its_bytes_in_flight() -> None:
+    from pagewire.bench.gpu.estimate import Work, cost
+
+    found = cost(kernel(), 202, Work(bytes=2.02e8, operations=0, units=202), DEVICE)
+    assert found.memory == pytest.approx(200 + 2e6 / (2 * (99 << 10) / 0.5))
 
 
 @needs_triton
