@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from fakes import EOS, VOCAB, FakeWorker
+from fakes import EOS, VOCAB, FakeWorker, allowed_by_row
 from msgspec.structs import replace
 
 from pagewire.config.config import MachineFacts, ModelFacts
@@ -17,7 +17,7 @@ from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.ipc.client_messages import ToClient, ToPort
 from pagewire.ipc.codec import encode
-from pagewire.ipc.messages import CacheOffer, Message, Ping, Snapshot, StepPlan, ToCore
+from pagewire.ipc.messages import CacheOffer, LateMasks, Message, Ping, Snapshot, StepPlan, ToCore, bytes_to_ids
 from pagewire.ipc.zmq_channel import Keys
 from pagewire.procs.core import CoreActor
 
@@ -47,6 +47,7 @@ class Engine:
         self.num_steps = 0
         self.held = False  # while True, the worker answers no plan
         self._plans: list[StepPlan] = []
+        self._late: list[LateMasks] = []
 
     async def __aenter__(self) -> "Engine":
         self.core.start(self._post)
@@ -78,6 +79,8 @@ class Engine:
         if isinstance(message, StepPlan):
             self._plans.append(message)
             asyncio.get_running_loop().call_later(0.0005, self._step)
+        elif isinstance(message, LateMasks):
+            self._late.append(message)
         elif not isinstance(message, Snapshot):
             self.sent.append((receiver, message))
 
@@ -85,8 +88,16 @@ class Engine:
         if self.held:
             asyncio.get_running_loop().call_later(0.005, self._step)
         elif self._plans and not self._beating.done():
+            plan, late = self._plans[0], dict[int, list[int] | None]()
+            for message in (message for message in self._late if message.step == plan.step):
+                late |= allowed_by_row(bytes_to_ids(message.rows), message.bits)
+                late |= dict.fromkeys(bytes_to_ids(message.free))
+            if late.keys() < set(bytes_to_ids(plan.late_rows)):
+                asyncio.get_running_loop().call_later(0.001, self._step)
+                return
+            self._late = [message for message in self._late if message.step > plan.step]
             self.num_steps += 1
-            self.core.handle([self.worker.run(self._plans.pop(0))])
+            self.core.handle([self.worker.run(self._plans.pop(0), late)])
 
 
 class Peer:

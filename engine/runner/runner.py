@@ -370,7 +370,6 @@ class Runner:
         try:
             with torch.inference_mode():
                 found = self._stages().run(plan, received)
-                self._device.synchronize()
         except Exception as error:
             if self._group.size > 1 or not is_out_of_memory(error):
                 raise

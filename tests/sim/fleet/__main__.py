@@ -1,7 +1,6 @@
 """The command line of the fleet's simulation, described in the package's docstring."""
 
 import argparse
-import time
 
 from .fleet import Broken, Fleet, Setting
 
@@ -26,15 +25,14 @@ def main() -> int:
         num_slow=given.slow,
         is_upgraded=given.upgrade,
     )
-    fleet, started = Fleet(setting, given.seed), time.process_time()
+    fleet = Fleet(setting, given.seed)
     try:
         fleet.run()
         broken = ""
     except Broken as error:
         broken = str(error)
-    spent = time.process_time() - started
     found, computed = (sum(getattr(e, name) for e in fleet.engines.values()) for name in ("num_found", "num_computed"))
-    print(f"{fleet.now:.0f} virtual seconds, {1e6 * spent / fleet.counts['requests']:.0f} µs of CPU time a request")
+    print(f"{fleet.now:.0f} virtual seconds")
     print(f"prompt tokens found in a prefix cache: {found / (found + computed):.1%}")
     print(f"requests at an engine: {fleet.max_mean:.1f} on average at the busiest time")
     for name, count in sorted(fleet.counts.items()):
