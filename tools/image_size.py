@@ -15,7 +15,7 @@ from pathlib import Path
 BUDGET_MB = 1200
 BASE_MB = 135  # an estimate of python:3.11-slim on x86-64 with tini, unpacked
 UNUSED = re.compile(  # headers for C++ extensions, and programs and data of tests
-    r"torch/(include|test|bin/(?!torch_shm_manager)|lib/[^/]*test)|(numpy|sympy|networkx|mpmath)/(.*/)?tests/"
+    r"torch/(include/|test/|bin/(?!torch_shm_manager)|lib/[^/]*test)|(numpy|sympy|networkx|mpmath)/(.*/)?tests/"
 )
 
 

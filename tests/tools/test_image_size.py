@@ -22,4 +22,5 @@ def test_only_headers_and_tests_are_removed() -> None:
     removed = [str(file) for file in distribution("torch").files or () if UNUSED.match(str(file))]
     assert any(file.startswith("torch/include/") for file in removed)
     assert not any(file.endswith((".py", ".so")) and "test" not in file for file in removed)
+    assert not any(file.startswith("torch/testing/") for file in removed), "torch imports it"
     assert "torch/bin/torch_shm_manager" not in removed
