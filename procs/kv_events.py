@@ -149,8 +149,9 @@ class KvEventPublisher:
 
     @classmethod
     def of(cls, config: EngineConfig, address: str, keys: Keys | None) -> "KvEventPublisher":
-        """As the flags say. `keys`: those that all actors of the engine share, if it has some: subscribers from other
-        machines need them, unless there are keys for events or none are wanted. Raises ConfigError."""
+        """The publisher that the flags ask for. `keys`: those that all actors of the engine share, if it has some:
+        subscribers from other machines need them, unless there are keys for events or none are wanted. Raises
+        ConfigError."""
         own = config.kv_events_key_file
         addresses = {"--kv-events": address, "--kv-events-replay": config.kv_events_replay}
         is_open = any(where is not None and _is_open(flag, where) for flag, where in addresses.items())

@@ -52,7 +52,7 @@ class RunningKeeper:
             os.close(self._held)
 
     def end_lifeline(self) -> None:
-        """As if the supervisor had ended."""
+        """The keeper believes then that the supervisor has ended."""
         os.close(self._held)
 
 

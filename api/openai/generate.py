@@ -217,7 +217,7 @@ class GenerateReply(Reply):
 
 
 def _by_text(position: TokenLogprob) -> GenerateLogprob:
-    """As in chat."""
+    """With the tokens' texts and bytes, in the form of chat completions."""
     chosen, *top = (
         GenerateCandidate(one.logprob, token=one.token, bytes=list(one.bytes))
         for one in (position.chosen, *position.top)
