@@ -381,12 +381,17 @@ class Fetcher:
                 socket.close()
 
     def _connect(self) -> zmq.Socket[bytes]:
+        """Raises ContextTerminated, with no socket left, which `close` would wait for."""
         socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.immediate = True
-        largest = max(map(self._facts.bytes_of, range(self._facts.num_groups)))
-        socket.maxmsgsize = max(MAX_REPLY_BYTES, largest) + MAX_REQUEST_BYTES
-        socket.connect(self._address)
+        try:
+            socket.linger = 0
+            socket.immediate = True
+            largest = max(map(self._facts.bytes_of, range(self._facts.num_groups)))
+            socket.maxmsgsize = max(MAX_REPLY_BYTES, largest) + MAX_REQUEST_BYTES
+            socket.connect(self._address)
+        except BaseException:
+            socket.close()
+            raise
         return socket
 
     def _fill(

@@ -400,6 +400,16 @@ def test_closing_during_a_fetch_ends_all_threads(folder):
     assert not any(thread.name.startswith("p2p") for thread in threading.enumerate())
 
 
+def test_closing_after_a_connection_that_failed_does_not_wait(folder):
+    decode = Instance(peer=f"{folder}/nobody")
+    decode.worker._fetcher._address = "ipc://" + "x" * 300  # longer than a socket's name may be
+    decode.core.update_state_after_alloc(prompt(1, 30), list(range(7)), 28)
+    decode.step()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {1})
+    assert decode.worker.get_block_ids_with_load_errors() == set(range(7))
+    decode.close()
+
+
 def test_the_server_survives_malformed_messages(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
