@@ -179,6 +179,7 @@ class Watched:
         self.runner.open_cache(12)
         self.steps: Any = self.runner._steps
         cache: Any = self.runner._cache
+        cache.storage.zero_()  # a row begins behind positions that no step has computed
         roots = (self.runner._model, self.steps._packet)
         storages = [each for root in roots for each in storages_of(root, torch.device("cpu"), cache.storage)]
         self.watch.add_device(cache.storage.untyped_storage(), *storages)
