@@ -12,7 +12,7 @@ class ExpertLoads:
         self._size = num_ranks // num_stages
         self._totals = [0] * num_ranks
         self._windows: dict[int, ExpertLoad] = {}  # by rank, the last ones
-        self.num_windows = 0  # complete ones, of all ranks
+        self.num_windows = 0  # that all ranks of a stage have reported
         self._by_layer: dict[int, list[list[int]]] = {}  # layer → for each rank the tokens of each expert
 
     def take(self, report: ExpertLoad) -> None:
