@@ -11,7 +11,8 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
-    supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped, Vacate─▶ api ─Swap, Vacated─▶ supervisor
+    supervisor ─Ping, Reset, Leave, Stop─▶ all
+    supervisor ─Serve, Restored, Swapped, Vacate─▶ api ─Swap, Vacated─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.

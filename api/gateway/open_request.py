@@ -31,7 +31,7 @@ class OpenSequence:
 
 
 class OpenRequest:
-    """The sequences of one HTTP request. `engine`, `was_sent`, `num_deaths` and the rids are the gateway's to change."""
+    """The sequences of one HTTP request. The gateway changes `engine`, `was_sent`, `num_deaths` and the rids."""
 
     def __init__(self, first_rid: int, submits: Sequence[Submit], arrived: float, buffer: OutputBuffer) -> None:
         self.number = first_rid  # ascends in the order in which requests came
