@@ -56,8 +56,8 @@ class SharedApis(Supervisor):
     def tell(self, message: Reset | Vacate) -> None:
         """Sends it to all of them."""
         if not self._is_over:
-            for name in self._apis:
-                self._outboxes[name].send(message)
+            for outbox in self._outboxes.values():
+                outbox.send(message)
 
     async def fail(self) -> None:
         """Has them fail every open request, and ends."""

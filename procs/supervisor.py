@@ -40,7 +40,7 @@ from ..ipc.messages import (
     ToSupervisor,
     Vacated,
 )
-from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
+from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, ZmqOutbox, check_address, make_run_folder, remove_run_folder
 from . import interpreter
 from .announcement import announcement
 from .child import EngineMailboxes, Launch, process_age_s
@@ -114,6 +114,7 @@ class Supervisor:
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
+        self._outboxes: dict[str, ZmqOutbox] = {}  # of what is started here, and of `_other_apis`
         self._dead: list[Child] = []  # oldest first: the first death may have caused the others
         self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._listening = listening

@@ -222,7 +222,8 @@ def _named_children(process: psutil.Process) -> dict[str, psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in process.children():
             with suppress(psutil.NoSuchProcess):
-                found[" ".join(child.cmdline()).removeprefix("pagewire: ").strip()] = child
+                name = " ".join(child.cmdline()).removeprefix("pagewire: ").strip()
+                found[f"{name} {child.pid}" if name in found else name] = child  # each engine has a template
     return found
 
 
