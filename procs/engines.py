@@ -196,7 +196,7 @@ class Engines:
     def _begin(self, number: int) -> EnginePart:
         """Starts an engine in its next epoch."""
         part = EnginePart(
-            replace(self._config, engine=_of_engine(self._config.engine, number)),
+            replace(self._config, engine=of_engine(self._config.engine, number)),
             folder=self._folders[number],
             apis=self._apis.addresses,
             epochs=self._epochs[number],
@@ -316,7 +316,7 @@ class Engines:
         print(f"pagewire: {text}", file=sys.stderr, flush=True)
 
 
-def _of_engine(engine: EngineConfig, number: int) -> EngineConfig:
+def of_engine(engine: EngineConfig, number: int) -> EngineConfig:
     """What the engine of this number is given."""
     size = engine.num_ranks
     has_gpu = engine.device != "cpu" and machine_facts().has_gpu

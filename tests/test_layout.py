@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
     ),
     "api.http": "errors config ipc",
     "api.engines": "",
-    "api.gateway": "errors config ipc api.http",
+    "api.gateway": "errors config ipc api.engines api.http",
     "api.output.parsers": "errors config",
     "api.output.parsers.families": "api.output.parsers",
     "api.output": "errors config ipc api.http api.gateway api.output.parsers",
