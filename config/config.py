@@ -358,6 +358,13 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str | None,
         _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
     ] = None
+    state: Annotated[
+        str | None,
+        _doc(
+            "server",
+            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+        ),
+    ] = None
     metrics_prefix: Annotated[
         Literal["pagewire", "vllm"],
         _doc("server", "prefix of metric names in /metrics; vllm: for dashboards made for vLLM"),

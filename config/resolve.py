@@ -4,6 +4,7 @@ Pure functions: no file and no environment variable is read here, and nothing is
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
@@ -119,6 +120,8 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
     if config.service.api_processes > 1 and config.reports.batch_folder is not None:
         raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
+    if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
+        raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)
     check_origins(clients.allowed_origins)
     keys = (*map(ApiKey, config.keys.api_key), *file_keys)

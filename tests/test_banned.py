@@ -192,6 +192,7 @@ ALLOWED_MESSAGES = {
     ("api.openai.translate", "ValidationError"): "names the field and what was expected, cut to 200 characters",
     ("engine.text.chat_template", "TemplateError"): "a template raises errors for the author of the chat",
     ("engine.text.grammar_text", "Exception"): "the error in the client's grammar, cut to 300 characters",
+    ("api.state.database", "Error"): "a sentence of ours, by SQLite's error code",
 }
 
 
