@@ -77,6 +77,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "dummy"],
         _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
     ] = "auto"
+    scripted: Annotated[
+        str | None, _doc("model", "a JSON file that says what the model answers, for tests of programs; no weights")
+    ] = None
     max_model_len: Annotated[
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),

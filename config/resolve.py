@@ -32,7 +32,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     model or machine cannot have."""
     options = config.engine
     max_model_len = options.max_model_len or model.max_position
-    if max_model_len > model.max_position:
+    if max_model_len > model.max_position and options.scripted is None:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
@@ -42,6 +42,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
+    _check_scripted(options)
     _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
@@ -229,6 +230,19 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_scripted(options: EngineOptions) -> None:
+    """Refuses what a model that does not compute cannot do."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
+        ("--kv-connector", bool(options.kv_connector)),
+        ("--extension", options.extension is not None),
+        ("--speculative", options.speculative is not None),
+    ):
+        if is_asked and options.scripted is not None:
+            raise ConfigError(f"{flag} has no meaning beside --scripted, where no model computes; leave it out.")
 
 
 def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:

@@ -49,9 +49,9 @@ ROOMS: dict[str, str] = {
         "kernels kernels.triton"
     ),
     "engine.runner": (
-        "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.models engine.models.families engine.executors engine.steps engine.gpu "
-        "kernels kernels.cpu"
+        "errors version config ipc engine engine.checkpoint engine.text engine.attention engine.kv_connector "
+        "engine.parallel engine.weights engine.device engine.models engine.models.families engine.executors "
+        "engine.steps engine.gpu kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
     "api.engines": "",
