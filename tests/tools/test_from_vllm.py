@@ -18,9 +18,8 @@ def test_differences_from_the_source_of_vllm(tmp_path: Path) -> None:
     engine, serving = tmp_path / "vllm/engine/arg_utils.py", tmp_path / "vllm/entrypoints/launchers/cli_args.py"
     for path in (engine, serving):
         path.parent.mkdir(parents=True)
-    engine.write_text(
-        'group.add_argument("--seed", **kwargs)\ngroup.add_argument("--tensor-parallel-size", "-tp")\ngroup.add_argument("--new")'
-    )
+    calls = ('"--seed", **kwargs', '"--tensor-parallel-size", "-tp"', '"--new"')
+    engine.write_text("".join(f"group.add_argument({call})\n" for call in calls))
     serving.write_text("class FrontendArgs:\n    root_path: str = ''\n    newer_still: int = 1")
     lacking, gone = from_vllm.differences(tmp_path)
     assert lacking == {"--new", "--newer-still"}
