@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec.structs import replace
 
 from ..errors import ConfigError
@@ -22,6 +23,7 @@ from .config import (
     HttpConfig,
     MachineFacts,
     ModelFacts,
+    SamplingDefaults,
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
@@ -74,7 +76,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
-        model=model,
+        model=replace(model, sampling=_sampling(options, model)),
         served_model_names=config.source.served_model_name or (model.name,),
         dtype=dtype,
         arithmetic="float32" if is_wide else dtype,
@@ -92,6 +94,25 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
+def _sampling(options: EngineOptions, model: ModelFacts) -> SamplingDefaults:
+    """The sampling parameters of requests that give none. Raises ConfigError."""
+    flag = "--override-generation-config"
+    base = model.sampling if options.generation_config == "auto" else SamplingDefaults()
+    override = options.override_generation_config or {}
+    if unknown := override.keys() - _MOST.keys():
+        raise ConfigError(f"{flag}: {min(unknown)} is not one of {', '.join(_MOST)}.")
+    try:
+        found = msgspec.convert({**msgspec.structs.asdict(base), **override}, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{flag}: {error}.".replace("`", "")) from None
+    for name in override:
+        value: float = getattr(found, name)
+        if not 0 <= value <= _MOST[name] or (value == 0 and name in ("top_p", "repetition_penalty")):
+            raise ConfigError(f"{flag}: {name} = {value:g} is not between 0 and {_MOST[name]:g}.")
+    return found
+
+
+_MOST = {"temperature": 100.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 1.0, "repetition_penalty": 100.0}
 _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of them
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
