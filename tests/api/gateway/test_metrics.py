@@ -107,6 +107,9 @@ def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
 
 # Metric → the panel that shows the same, or why it has none.
 NO_PANEL = {
+    "engine_ready": "only with several engines; /health and `pagewire top` show it",
+    "engine_open_requests": "only with several engines",
+    "engine_requests_total": "only with several engines",
     "cache_config_info": "it never changes",
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
