@@ -266,6 +266,11 @@ class CoreActor:
             trace.write(self._trace, event)
 
     @property
+    def awaits_ranks(self) -> bool:
+        """Some ranks have ended a KV transfer, and others have not."""
+        return self._transfers.is_partial
+
+    @property
     def scheduler(self) -> Scheduler:
         """The scheduler, once the worker's cache is open."""
         assert self._scheduler is not None, "the worker has not offered its cache"

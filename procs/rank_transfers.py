@@ -49,6 +49,11 @@ class RankTransfers:
             sum(load.load_ms for load in over),
         )
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether something has ended on some ranks and not on others."""
+        return bool(self._loads or self._sends)
+
     def forget(self) -> None:
         """The workers were replaced."""
         self._loads.clear()
