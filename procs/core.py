@@ -142,9 +142,7 @@ class CoreActor:
     def _take(self, message: ToCore) -> None:
         match message:
             case Transferred():
-                if (whole := self._transfers.add(message)) is not None:
-                    self._record(whole)
-                    self.scheduler.transferred(whole)
+                self._transferred(message)
             case CacheOffer():
                 self._open(message)
             case Enqueue() | Cancel() if self._scheduler is None:
@@ -250,6 +248,11 @@ class CoreActor:
             self._mask_times.began(rids, time.monotonic())
             if given_up:
                 self._cancel(Cancel(tuple(sorted(given_up))))
+
+    def _transferred(self, message: Transferred) -> None:
+        if (whole := self._transfers.add(message)) is not None:
+            self._record(whole)
+            self.scheduler.transferred(whole)
 
     def _cancel(self, message: Cancel) -> None:
         for rid in message.rids:

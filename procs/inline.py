@@ -60,7 +60,9 @@ class Inline:
     ) -> None:
         """Loads the model. Raises PagewireError."""
         if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
-            raise ConfigError("LLM has stages of one rank each: use AsyncLLM or a server, or leave one of the sizes out.")
+            raise ConfigError(
+                "LLM has stages of one rank each: use AsyncLLM or a server, or leave one of the sizes out."
+            )
         if config.client_address is not None:
             raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
         infos = [RankInfo(rank, stage=rank, first=rank) for rank in range(config.pipeline_parallel_size)]
@@ -138,12 +140,14 @@ class Inline:
                 self._grammar.poll()
             if busy or any(self._mail.values()):
                 continue
-            if self._core.scheduler.asks_again:
+            if self._ranks is not None and self._ranks.is_waiting:
+                self._hear_ranks(wait=True)
+            elif self._core.scheduler.asks_again:
                 time.sleep(_POLL_S)
                 self._core.handle([])
             elif any(worker.num_transfers for worker in self._workers.values()) or self._grammar.num_pending:
                 time.sleep(_POLL_S)
-            elif self._ranks is not None and (self._ranks.is_waiting or self._core.awaits_ranks):
+            elif self._core.awaits_ranks:
                 self._hear_ranks(wait=True)
             else:
                 return
@@ -169,6 +173,15 @@ class Inline:
                 self._ranks.close()
 
     def _tell_worker(self, worker: Worker, message: Message) -> None:
+        try:
+            self._do(worker, message)
+        except RuntimeError as error:
+            reason = error if self._ranks is None else self._ranks.explain(error)
+            if reason is error:
+                raise
+            raise reason from None
+
+    def _do(self, worker: Worker, message: Message) -> None:
         match message:
             case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds() | PlaceExperts():
                 worker.take(message)

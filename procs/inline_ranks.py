@@ -1,4 +1,4 @@
-"""The ranks of an engine in one process (`inline.py`), but the first: processes, because ranks compute at the same time.
+"""The ranks of an engine in one process (`inline.py`), but the first: processes, since ranks compute at the same time.
 
 They are actors as those of a server, with mailboxes in a folder that only their user can enter. This process is core,
 first rank and supervisor for them. They end with it, and it ends with the first of them that fails.
@@ -16,7 +16,7 @@ import msgspec
 
 from ..config.config import EngineConfig
 from ..engine.parallel.rank import RankInfo
-from ..errors import StartError
+from ..errors import ConfigError, PagewireError, StartError
 from ..ipc.epochs import Epochs
 from ..ipc.messages import CacheOffer, Fault, Message, OpenCache, Ready, Sleep, Slept, Stop, ToCore, ToSupervisor, Wake
 from ..ipc.zmq_channel import ZmqContext
@@ -27,7 +27,8 @@ from .rank_memory import RankMemory
 from .topology import RENDEZVOUS, index, link, workers
 
 _WAIT_S = 0.05  # for messages of the ranks, between looks whether all of them live
-_FAULT_WAIT_S = 5.0  # for a rank that has ended to be heard, or for the kernel to tell of its end
+_FAULT_WAIT_S = 0.5  # for what a rank sent before it ended
+_END_WAIT_S = 5.0  # for the end of a rank that another one has noticed
 _STOP_WAIT_S = 10.0
 
 
@@ -88,8 +89,7 @@ class InlineRanks:
         return self._num_owed > 0
 
     def hear(self, *, wait: bool) -> Iterator[Message]:
-        """What they have sent to the core. wait: a moment, until there is something. Raises StartError if one of them
-        has ended."""
+        """What they have sent to the core. wait: a moment, until there is something. Raises as `check` does."""
         if wait:
             self._from_ranks.wait(_WAIT_S)
         for message in self._from_ranks.drain():
@@ -98,23 +98,27 @@ class InlineRanks:
         self.check()
 
     def check(self) -> None:
-        """Raises StartError if one of them has failed."""
+        """Raises StartError if one of them has failed, and ConfigError if the user can correct it."""
+        ended = [(name, process) for name, process in self._processes.items() if process.poll() is not None]
+        if ended:
+            self._of_ends.wait(_FAULT_WAIT_S)
         for message in self._of_ends.drain():
+            if isinstance(message, Fault) and message.exit_code == 2:
+                raise ConfigError(message.summary)
             if isinstance(message, Fault):
-                raise StartError(message.summary if message.exit_code == 2 else f"{message.name}: {message.summary}")
+                raise StartError(f"{message.name}: {message.summary}")
             self._num_owed -= isinstance(message, Ready)
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise StartError(f"{name} has ended with code {process.returncode}.")
+        for name, process in ended:
+            raise StartError(f"{name} has ended with code {process.returncode}.")
 
     def explain(self, error: BaseException) -> BaseException:
         """Why the first rank has failed, if that is because another one did."""
-        deadline = time.monotonic() + _FAULT_WAIT_S
+        deadline = time.monotonic() + _END_WAIT_S
         while time.monotonic() < deadline and "has ended" in str(error):
             try:
                 self._of_ends.wait(_WAIT_S)
                 self.check()
-            except StartError as found:
+            except PagewireError as found:
                 return found
         return error
 

@@ -404,8 +404,8 @@ class Runner:
                     time.sleep(_TRANSFER_WAIT_S)
 
     def _has_memory_for(self, plan: StepPlan, part: Callable[[], None]) -> bool:
-        """Runs a part of the plan. False: out of memory, on this rank or on another one of its group. Where ranks cannot
-        tell each other, this error ends the worker, because they would no longer do the same."""
+        """Runs a part of the plan. False: out of memory, on this rank or on another one of its group. Where ranks
+        cannot tell each other, this error ends the worker, because they would no longer do the same."""
         try:
             part()
         except Exception as error:
