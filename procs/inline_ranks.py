@@ -19,7 +19,7 @@ from ..engine.parallel.rank import RankInfo
 from ..errors import ConfigError, PagewireError, StartError
 from ..ipc.epochs import Epochs
 from ..ipc.messages import CacheOffer, Fault, Message, OpenCache, Ready, Sleep, Slept, Stop, ToCore, ToSupervisor, Wake
-from ..ipc.zmq_channel import ZmqContext
+from ..ipc.zmq_channel import ZmqContext, ZmqInbox
 from . import interpreter
 from .child import Launch
 from .environment import environment_of
@@ -46,8 +46,8 @@ class InlineRanks:
         addresses = {name: f"ipc://{self._folder}/{name}" for name in ("core", "supervisor", *self._names)}
         memory = RankMemory(config, are_alone=True)
         try:
-            self._from_ranks = self._context.inbox(addresses["core"], ToCore)
-            self._of_ends = self._context.inbox(addresses["supervisor"], ToSupervisor)
+            self._from_ranks: ZmqInbox[ToCore] = self._context.inbox(addresses["core"], ToCore)
+            self._of_ends: ZmqInbox[ToSupervisor] = self._context.inbox(addresses["supervisor"], ToSupervisor)
             self._outboxes = {name: self._context.outbox(addresses[name], link("core", name)) for name in self._names}
             self._stops = {
                 name: self._context.outbox(addresses[name], link("supervisor", name)) for name in self._names

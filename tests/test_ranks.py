@@ -91,7 +91,7 @@ def test_tiers_of_kv_in_deterministic_mode_and_across_a_sleep(
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
     expected, others = tokens(alone, GREEDY), make_prompts(3, *[60] * 12)
     disk = f"disk,path={tmp_path},size=4M"
-    flags = {"kv_cache_memory": "64K", "deterministic": True}
+    flags: dict[str, Any] = {"kv_cache_memory": "64K", "deterministic": True}
     with engine(folder, kv_connector=["host,size=2M", disk], **flags) as llm:
         assert tokens(llm, GREEDY) == expected
         tokens(llm, GREEDY, others)  # they take the memory of the KV
@@ -116,7 +116,7 @@ def test_a_folder_that_engines_share_and_draft_tokens(
     alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
-    options = {"kv_connector": [f"shared,path={tmp_path},size=2M"], "speculative": "ngram,tokens=3"}
+    options: dict[str, Any] = {"kv_connector": [f"shared,path={tmp_path},size=2M"], "speculative": "ngram,tokens=3"}
     for is_second in (False, True):
         with engine(folder, **options) as llm:
             for params in (FEW, GREEDY):
