@@ -325,6 +325,7 @@ class OpenCache(Struct, frozen=True, array_like=True, tag=True):
     """core → worker: allocate exactly this much cache memory."""
 
     num_blocks: int  # pages, if the `CacheOffer` had groups
+    rank_bytes: tuple[int, ...] = ()  # of a page on each rank, by rank
 
 
 class GroupTable(Struct, frozen=True, array_like=True):
@@ -469,13 +470,15 @@ class SampledIds(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: KV transfers of earlier plans that have ended. Sent after the step that finished them."""
+    """worker → core: KV transfers of earlier plans that have ended on this rank. Sent after the step that finished
+    them. One has ended for the core when it has on every rank."""
 
     loaded: tuple[int, ...]  # rids whose load has ended, successful or not
     failed_blocks: bytes  # int32: of those loads, the blocks that could not be filled
     sent: tuple[int, ...]  # ended rids whose blocks the connector no longer needs
     num_blocks: int = 0  # loaded
     load_ms: float = 0.0  # spent loading them
+    rank: int = 0
 
 
 class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
