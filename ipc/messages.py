@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -232,6 +232,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""  # this and the next two: as in `Enqueue`
     awaits_kv: bool = False
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # as in `Enqueue`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -263,6 +264,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     awaits_kv: bool = False  # another engine computes the prompt and may not have begun: wait a while for its KV
     # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # tcp:// address of the engine that has or computes its KV; empty: the operator's peer
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):

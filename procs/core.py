@@ -290,7 +290,7 @@ class CoreActor:
         self._tell_workers(OpenCache(num_pages))
         if self._scheduler is not None:
             return
-        facts = ConnectorFacts.of(config, offer.block_bytes, groups)
+        facts = ConnectorFacts.of(config, offer.block_bytes, groups, may_refuse=self._epoch == 1)
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.

@@ -38,7 +38,7 @@ from .block_pool import BlockPool
 from .cost import CostModel, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
-from .kv_connector import TierConnector
+from .kv_connector import ChunkConnector, TierConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .micro_batches import MicroBatches, Turn
@@ -112,6 +112,9 @@ class Scheduler:
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
         self.connector = connector
+        self._chunks: ChunkConnector | None = None
+        if prefix_caching and isinstance(connector, ChunkConnector) and connector.wants_chunks:
+            self._chunks = connector
         self._reports_kv_events = kv_events
         self.counters = Counters()
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -451,6 +454,8 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
+            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                self._chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

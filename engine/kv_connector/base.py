@@ -50,14 +50,19 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     block_bytes: int  # of one page; if the cache has one group of full attention, of one block, all layers
     model_key: bytes  # 32 bytes that identify the model: KV of equal block keys is equal only under an equal one
     groups: tuple[GroupShape, ...] = ()  # of the cache; empty: one group of full attention, whose blocks are pages
+    may_refuse: bool = True  # the engine is starting: what the operator must mend may end it
 
     @classmethod
-    def of(cls, config: EngineConfig, page_bytes: int, groups: tuple[GroupShape, ...]) -> ConnectorFacts:
+    def of(
+        cls, config: EngineConfig, page_bytes: int, groups: tuple[GroupShape, ...], *, may_refuse: bool = True
+    ) -> ConnectorFacts:
         """The model's key covers how the groups share out the layers."""
         key = config.kv_model_key
         if groups:
             key = sha256(key + msgpack.encode((page_bytes, groups))).digest()
-        return cls(block_size=config.block_size, block_bytes=page_bytes, model_key=key, groups=groups)
+        return cls(
+            block_size=config.block_size, block_bytes=page_bytes, model_key=key, groups=groups, may_refuse=may_refuse
+        )
 
     @property
     def full(self) -> int | None:
