@@ -760,6 +760,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
     num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
+    prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
+    load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -442,6 +442,7 @@ class CoreActor:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
+        prompt_ms, load_ms = scheduler.prices()
         snapshot = Snapshot(
             step=scheduler.step,
             num_running=scheduler.num_running,
@@ -460,6 +461,8 @@ class CoreActor:
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
             num_taken_back=counters.num_taken_back,
+            prompt_ms=prompt_ms,
+            load_ms=load_ms,
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,

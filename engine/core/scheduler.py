@@ -35,7 +35,7 @@ from . import decode_rows
 from .admission import Admission
 from .block_hash import root_key
 from .block_pool import BlockPool
-from .cost import CostModel, with_draft_tokens
+from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
 from .kv_connector import ChunkConnector, TierConnector
@@ -55,6 +55,7 @@ from .speculation import num_sampled, num_until_end
 from .stats import Counters
 
 _BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
+_LONG = 1024  # positions of a prompt whose price per token is told
 _LEARN_EVERY = 8  # steps; the cost model learns from each step with prefill
 
 
@@ -347,6 +348,13 @@ class Scheduler:
             for group, shape in enumerate(self.pool.groups.shapes)
         ]
         return (*each, GroupSnapshot("none", 0, 0, hits[-1], lost[-1]))
+
+    def prices(self) -> tuple[float, float]:
+        """Milliseconds to compute a prompt's token, and to load its KV from behind the device; 0.0: unknown."""
+        compute = self._cost.predict_more(with_chunk(NO_WORK, 0, _LONG)) / _LONG if self._cost.is_ready else 0.0
+        num_pages = self.pool.groups.num_pages(0, _LONG, 1, self.block_size)
+        load = self._loads.ms_to_load(num_pages) if self._loads is not None else None
+        return compute, (load or 0.0) / _LONG
 
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are lost. Requests that ran wait again."""

@@ -3,7 +3,6 @@
 import os
 import socket
 import stat
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -156,26 +155,6 @@ def _tcp(option: str, text: str, key_file: str | None) -> str:
             "ends (it is made if there is none)."
         )
     return text
-
-
-def tcp_address(host: str, port: int) -> str | None:
-    """The address of a peer that a request names; None: it is no host and port."""
-    if not 1 <= port <= 65535 or not host or not _is_plain(host) or "*" in host:
-        return None
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def shown(address: str | None) -> tuple[str | None, int | None]:
-    """(host, port) at which others reach this address; None of an ipc socket, or a host of a wildcard."""
-    if address is None or not address.startswith("tcp://"):
-        return None, None
-    url = urlsplit(address)
-    host = url.hostname or "*"
-    try:
-        is_open = ip_address(host).is_unspecified
-    except ValueError:
-        is_open = host == "*"
-    return None if is_open else host, url.port
 
 
 def _is_plain(text: str) -> bool:
