@@ -114,8 +114,9 @@ class Scheduler:
         self.model_key = model_key
         self.connector = connector
         self._chunks: ChunkConnector | None = None
-        if prefix_caching and isinstance(connector, ChunkConnector) and connector.wants_chunks:
-            self._chunks = connector
+        behind: object = connector  # of which mypy does not know that it can be both
+        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
+            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters = Counters()
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
