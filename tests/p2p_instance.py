@@ -100,10 +100,11 @@ class Instance:
         self.worker.close()
 
 
-def wait_for(ask: Callable[[], object], wanted: Callable[[object], bool] = lambda x: x is not None):
-    def answer() -> tuple[object] | None:
+def wait_for(ask: Callable[[], Any], wanted: Callable[[Any], object] = lambda x: x is not None) -> Any:
+    def answer() -> tuple[Any] | None:
         found = ask()
         return (found,) if wanted(found) else None
 
-    (found,) = until(answer, "the wanted answer is given", DEADLINE_S)
-    return found
+    answered = until(answer, "the wanted answer is given", DEADLINE_S)
+    assert answered is not None
+    return answered[0]

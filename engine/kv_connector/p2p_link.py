@@ -54,7 +54,7 @@ class Link:
         while (left := until - time.monotonic()) > 0:
             if not is_asked:
                 is_asked = self._send(Hello(self._layout))
-            ready = dict(poller.poll(min(left, 0.05) * 1000))
+            ready = dict(poller.poll(int(min(left, 0.05) * 1000) + 1))
             if self._monitor in ready:
                 event = recv_monitor_message(self._monitor)["event"]
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
@@ -85,7 +85,7 @@ class Link:
 
     def answers(self) -> list[Reply]:
         """What has arrived. Malformed answers are dropped, whose questions then time out."""
-        found = []
+        found: list[Reply] = []
         while True:
             try:
                 reply = self._receive()
@@ -126,6 +126,7 @@ class Link:
         """None: it is malformed. Raises zmq.Again if nothing has arrived."""
         frames = self._socket.recv_multipart(zmq.DONTWAIT)
         try:
-            return decode_reply(frames[0])
+            reply: Reply = decode_reply(frames[0])
         except MALFORMED:
             return None
+        return reply

@@ -115,7 +115,7 @@ class Server:
             raise ConfigError(f"--kv-connector p2p: cannot serve on {address}: {error}.") from error
         finally:
             os.umask(umask)
-        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+        self.address = address
         self._end, self._ended = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._ended.bind("inproc://end")
         self._end.connect("inproc://end")
