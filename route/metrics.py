@@ -51,7 +51,12 @@ def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> by
         ("counter", "retries_total", "Requests sent again before the first byte of an answer.", [("", relay.retries)]),
         ("counter", "resumes_total", "Streams continued by another engine.", [("", relay.resumes)]),
         ("counter", "resumed_tokens_total", "Tokens of those streams until then.", [("", relay.resumed_tokens)]),
-        ("counter", "prefill_legs_total", "Prompts that an engine was to compute for another.", [("", relay.prefill_legs)]),
+        (
+            "counter",
+            "prefill_legs_total",
+            "Prompts that an engine was to compute for another.",
+            [("", relay.prefill_legs)],
+        ),
         (
             "counter",
             "prefill_legs_failed_total",

@@ -72,6 +72,13 @@ class _LegRefused(Exception):
     """The engine does not take KV from the one that was to compute the prompt."""
 
 
+class _Prompt:
+    """What is known of one request's prompt."""
+
+    def __init__(self) -> None:
+        self.computed_by: Engine | None = None  # for another engine
+
+
 class Answer:
     """The response to the client."""
 
@@ -144,7 +151,7 @@ class Relay:
         refusal: _Refused | None = None
         num_fruitless, num_ids = 0, 0
         deadline: float | None = None
-        source: Engine | None = None  # has computed the prompt for an engine that was lost
+        prompt = _Prompt()
         while True:
             engine, helper = self._engines(ask, avoid)
             if engine is None:
@@ -158,15 +165,8 @@ class Relay:
                 avoid.clear()
                 continue
             try:
-                if helper is not None and source is None:
-                    source = helper
-                    await self._attempt_legs(engine, helper, ask, scope, answer, journal)
-                else:
-                    await self._attempt(engine, ask, scope, answer, journal, _from_store(engine, source))
+                await self._send(engine, helper, prompt, ask, scope, answer, journal)
                 return
-            except _LegRefused:
-                source = None
-                ask.num_prompt = 0
             except _Refused as refused:
                 refusal = refused
                 avoid.add(engine)
@@ -209,6 +209,27 @@ class Relay:
         if len(avoid) >= MAX_REFUSALS:
             return None, None
         return self._fleet.legs(ask.blocks, ask.conversation, ask.num_prompt, avoid)
+
+    async def _send(
+        self,
+        engine: Engine,
+        helper: Engine | None,
+        prompt: "_Prompt",
+        ask: Ask,
+        scope: Scope,
+        answer: Answer,
+        journal: Journal | None,
+    ) -> None:
+        """One attempt, with an engine that computes the prompt, or has computed it in an earlier attempt. Raises as
+        `_attempt`, but not _LegRefused."""
+        try:
+            if helper is not None and prompt.computed_by is None:
+                prompt.computed_by = helper
+                await self._attempt_legs(engine, helper, ask, scope, answer, journal)
+            else:
+                await self._attempt(engine, ask, scope, answer, journal, _from_store(engine, prompt.computed_by))
+        except _LegRefused:
+            await self._attempt(engine, ask, scope, answer, journal)
 
     async def _attempt_legs(
         self, engine: Engine, helper: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None

@@ -80,7 +80,9 @@ class Member:
         self.role = "both"  # or "prefill", "decode"
         self.prompt_ms = 0.0  # to compute a token of a prompt; 0.0: unknown
         self.load_ms = 0.0  # to load a token's KV from another engine; 0.0: unknown
-        self.num_due_tokens = 0  # of prompts that it computes for other engines at the moment, as far as this router knows
+        self.num_due_tokens = (
+            0  # of prompts that it computes for other engines at the moment, as far as this router knows
+        )
 
     @property
     def is_able(self) -> bool:
@@ -301,7 +303,13 @@ class Choice(Generic[M]):
         return min(able, key=lambda member: (member.pressure(now), member.last_turn), default=None)
 
     def _prefiller(
-        self, chosen: M, blocks: Sequence[int], met: Mapping[int, int], num_tokens: int, now: float, avoid: Collection[M]
+        self,
+        chosen: M,
+        blocks: Sequence[int],
+        met: Mapping[int, int],
+        num_tokens: int,
+        now: float,
+        avoid: Collection[M],
     ) -> M | None:
         """The engine that computes the prompt with less delay for all: a prompt beside streams delays each of them, and
         one elsewhere waits for those before it, and is loaded."""

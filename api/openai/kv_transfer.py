@@ -135,9 +135,7 @@ class Transfer:
     def answer(self, request_id: str, num_prompt: int) -> TransferAnswer:
         """What the decode leg is told of this prefill leg."""
         host = self._role.host or socket.gethostname()
-        return TransferAnswer(
-            _ENGINE_ID, request_id, host, num_prompt, self._num_ranks, remote_port=self._role.port
-        )
+        return TransferAnswer(_ENGINE_ID, request_id, host, num_prompt, self._num_ranks, remote_port=self._role.port)
 
 
 def transferred(transfer: Transfer | None, request_id: str, num_prompt: int) -> TransferAnswer | msgspec.UnsetType:

@@ -321,7 +321,7 @@ class Fetcher:
     def _take(self, peer: _Peer, load: _Load, piece: Piece, content: bytes) -> None:
         """Writes a verified piece. Raises _PeerFailed."""
         numbers = range(piece.first, piece.first + piece.num)
-        if not (0 <= piece.first and 0 < piece.num <= len(load.names) - piece.first):
+        if not (piece.first >= 0 and 0 < piece.num <= len(load.names) - piece.first):
             raise _PeerFailed("the peer sent blocks that were not asked for")
         if not load.have.isdisjoint(numbers):
             raise _PeerFailed("the peer sent blocks twice")

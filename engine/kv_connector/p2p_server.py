@@ -231,7 +231,7 @@ class Server:
     # ── what they get ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, sender: bytes) -> None:
-        """Sends what its credit allows. Wants are served one after another, but none waits for one that lacks blocks."""
+        """Sends what its credit allows. Wants are served in turn, but none waits for one that lacks blocks."""
         asker = self._askers[sender]
         for number, want in list(asker.wants.items()):
             if not self._send_pieces(sender, asker, number, want):
@@ -325,4 +325,3 @@ def _read(frames: list[bytes]) -> Request | None:
         return None
     keys = request.keys if isinstance(request, Lookup) else request.names if isinstance(request, Want) else b""
     return request if len(frames) == 1 and len(keys) % KEY_BYTES == 0 else None
-

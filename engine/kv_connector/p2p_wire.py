@@ -1,4 +1,4 @@
-"""The protocol in which pagewire instances exchange KV blocks, over ZeroMQ: ipc:// on one machine, tcp:// with CURVE keys.
+"""The protocol in which instances exchange KV blocks, over ZeroMQ: ipc:// on one machine, tcp:// with CURVE keys.
 
 One asks (DEALER), the other answers from the blocks that it keeps (ROUTER). Blocks are identified by their keys alone,
 so an answer is right for every asker with equal keys. Messages are msgpack arrays; keys are concatenated, 32 bytes

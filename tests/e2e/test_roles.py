@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,9 @@ from waiting import until
 
 from pagewire.bench.serve.route import wait_until_all_ready
 from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams
-from pagewire.tools.servers import ROUTE, SERVE, Server
+from pagewire.tools.servers import ROUTE, Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-Start = Callable[..., Server]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 ENGINE = ("--no-access-log", "--kv-cache-memory", "64M", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
 PATIENT = "timeout_ms=20000,wait_ms=20000,fetch_timeout_ms=20000"
 
@@ -40,23 +39,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Se
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     key_file = f"key-file={folder / 'keys'}"
-    with (
-        Server(
-            folder / "p", *ENGINE, "--kv-connector", f"p2p,serve=tcp://127.0.0.1:{port},size=128M,{key_file},role=prefill",
-            command=SERVE,
-        ) as prefill,
-        Server(
-            folder / "d", *ENGINE, "--kv-peers", "127.*",
-            "--kv-connector", f"p2p,peer=named,{key_file},role=decode,{PATIENT}", command=SERVE,
-        ) as decode,
-        Server(
-            folder / "r", "--engines", f"{prefill.url},{decode.url}", "--no-access-log", command=ROUTE
-        ) as router,
-    ):  # fmt: skip
+    serves = f"p2p,serve=tcp://127.0.0.1:{port},size=128M,{key_file},role=prefill"
+    asks = f"p2p,peer=named,{key_file},role=decode,{PATIENT}"
+    prefill = Server(folder / "p", *ENGINE, "--kv-connector", serves)
+    decode = Server(folder / "d", *ENGINE, "--kv-connector", asks, "--kv-peers", "127.*")
+    urls = f"{prefill.url},{decode.url}"
+    router = Server(folder / "r", "--engines", urls, "--no-access-log", command=ROUTE)
+    try:
         for server in (prefill, decode, router):
             server.wait_ready()
         wait_until_all_ready(router, 2)
         yield prefill, decode, router
+    finally:
+        for server in (router, decode, prefill):
+            server.close()
 
 
 def expected(server: Server, asked: list[tuple[str, Body]]) -> list[Told]:

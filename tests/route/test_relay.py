@@ -474,7 +474,15 @@ def test_a_long_prompt_goes_to_both_engines(stack: ExitStack, streams: bool) -> 
     router = stack.enter_context(Routed(prefill, decode))
     wait_for_roles(router)
     busy(router)
-    answer = router.complete(**LONG, stream=streams)
+    decode.engine.hold = True  # as if it waited for the KV
+    answers: list[Answered] = []
+    client = threading.Thread(target=lambda: answers.append(router.complete(**LONG, stream=streams)))
+    client.start()
+    until(lambda: prefill.engine.submits and decode.engine.submits, "both have their leg")
+    assert decode.engine.loop is not None
+    decode.engine.loop.call_soon_threadsafe(decode.engine.go)
+    client.join(20)
+    (answer,) = answers
     assert (answer.text if streams else answer.json["choices"][0]["text"]) == TEXT
     (leg,), (own,) = prefill.engine.submits, decode.engine.submits
     assert leg.limits.max_tokens == 1 and own.limits.max_tokens == 50

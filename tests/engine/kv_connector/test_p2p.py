@@ -36,6 +36,7 @@ from pagewire.engine.kv_connector.p2p_wire import (
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
 
+
 def test_blocks_arrive_bit_by_bit(folder, instance):
     prefill = instance(serve=f"{folder}/kv")
     decode = instance(peer=f"{folder}/kv")

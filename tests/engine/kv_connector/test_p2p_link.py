@@ -91,7 +91,7 @@ def test_a_key_file_that_others_may_read_is_refused(tmp_path: Path, keys: dict[s
 
 
 def test_a_port_that_is_taken_is_one_sentence(served: tuple[Instance, int], keys: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="cannot serve on tcp://127.0.0.1"):
+    with pytest.raises(ConfigError, match="cannot serve on tcp:"):
         Instance(serve=f"tcp://127.0.0.1:{served[1]}", **keys)
 
 
@@ -123,7 +123,9 @@ def test_requests_name_their_peers(instance: Start, keys: dict[str, str]) -> Non
     assert decode.core.get_num_new_matched_tokens(nowhere, 0) == (0, False)
 
 
-def test_a_dead_peer_does_not_stop_the_others(served: tuple[Instance, int], instance: Start, keys: dict[str, str]) -> None:
+def test_a_dead_peer_does_not_stop_the_others(
+    served: tuple[Instance, int], instance: Start, keys: dict[str, str]
+) -> None:
     prefill, port = served
     prefill.serve(prompt(1, 30), list(range(8)))
     decode = instance(peer="named", timeout_ms="5000", fetch_timeout_ms="5000", **keys)
