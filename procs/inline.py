@@ -66,6 +66,7 @@ class Inline:
         }
         if config.client_address is not None:
             raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
+        self.slept: Slept | None = None  # the answer to the last `Sleep` or `Wake`
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._worker = self._workers["worker"]
@@ -98,6 +99,13 @@ class Inline:
     def post(self, receiver: str, message: Message) -> None:
         """The caller posts `Submit` and `Cancel` to the tokenizer."""
         self._mail[receiver].append(message)
+
+    def read_prompts(self) -> None:
+        """Lets the tokenizer read what was posted, so that a refusal is known; nothing is computed."""
+        messages, self._mail["tokenizer"] = [*self._mail["tokenizer"]], deque()
+        self._actors["tokenizer"].handle(messages)
+        while self._mail["api"]:
+            self._hear(self._mail["api"].popleft())
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Runs until no messages are left and nothing is pending, or until `until()` is true, which is called after
@@ -158,5 +166,7 @@ class Inline:
                     self._on_chunk(chunk)
             case Failed():
                 self._on_failed(message)
+            case Slept():
+                self.slept = message
             case _:
-                assert isinstance(message, Accepted | Snapshot | Slept), message
+                assert isinstance(message, Accepted | Snapshot), message
