@@ -22,12 +22,12 @@ class EngineArgs:
 
     caller = "EngineArgs"  # for messages
 
-    def __init__(self, model: str = "", *, tokenizer: str | None = None, seed: int | None = None, **options: object):
+    def __init__(self, model: str = "", *, tokenizer: Any = None, seed: Any = None, **options: object):
         """`model`: a folder or a Hub name; empty: the demo model. `tokenizer`: must be the model's. `seed`: requests
         without a seed get the same seeds in each run; None: random ones."""
         self.model = model
-        self.tokenizer = tokenizer
-        self.seed = seed
+        self.tokenizer: str | None = tokenizer
+        self.seed: int | None = seed
         self.options = options
 
     def settings(self) -> dict[str, object]:

@@ -42,9 +42,7 @@ UseTqdm = bool | Callable[..., Any]  # whether to show a progress bar, or what t
 class LLM:
     """A model in this process."""
 
-    def __init__(
-        self, model: str = "", *, tokenizer: str | None = None, seed: int | None = None, **options: object
-    ) -> None:
+    def __init__(self, model: str = "", *, tokenizer: Any = None, seed: Any = None, **options: object) -> None:
         """`model`: a folder or a Hub name; empty: the demo model. `options`: settings by name, such as
         `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`, and vLLM's arguments. `seed`: requests without
         a seed get the same seeds in each run. Raises ConfigError or CheckpointError."""

@@ -210,8 +210,8 @@ class LLMEngine:
         self.inline.slept = None
         self.inline.post("core", message)
         self.inline.run(until=lambda: self.inline.slept is not None)
-        if self.inline.slept is not None and self.inline.slept.problem:
-            raise RequestError("unavailable", self.inline.slept.problem)
+        if problem := self.inline.sleep_problem:
+            raise RequestError("unavailable", problem)
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges, with vLLM's names."""

@@ -96,6 +96,11 @@ class Inline:
         """The core's scheduler, for tests and benchmarks that read its counters."""
         return self._core.scheduler
 
+    @property
+    def sleep_problem(self) -> str:
+        """Why the last `Sleep` or `Wake` failed; empty: it did not."""
+        return "" if self.slept is None else self.slept.problem
+
     def post(self, receiver: str, message: Message) -> None:
         """The caller posts `Submit` and `Cancel` to the tokenizer."""
         self._mail[receiver].append(message)

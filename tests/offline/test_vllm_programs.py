@@ -70,7 +70,7 @@ def structured(package: ModuleType, llm: Any) -> None:
     structure = from_params.StructuredOutputsParams
     for wanted, fits in (
         (structure(choice=["Positive", "Negative"]), lambda text: text in ("Positive", "Negative")),
-        (structure(regex=r"\w+@\w+\.com"), lambda text: text.endswith(".com")),
+        (structure(regex=r"[a-z]{1,9}@[a-z]{1,5}\.com"), lambda text: text.endswith(".com")),
         (structure(json=_TITLE), lambda text: json.loads(text)["n"] in (1, 2)),
     ):
         params = package.SamplingParams(structured_outputs=wanted, max_tokens=200, temperature=0.0)
