@@ -80,7 +80,7 @@ ROOMS: dict[str, str] = {
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
-    "offline": "errors config ipc engine.text api.output api.output.parsers procs client",
+    "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
     "cli": "errors version config engine.core engine.runner procs route commands",
     "__init__": "version api.output client offline",
     "__main__": "cli",

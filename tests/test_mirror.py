@@ -86,6 +86,8 @@ ELSEWHERE = {
     "engine.text.thinking_budget": "engine/text/test_grammar.py: with the masks",
     "kernels.cpu.dense": "kernels/cpu/test_operations.py: the products of every kind",
     "kernels.triton.compile": "kernels/triton/test_compiled.py: the compiled kernels",
+    "offline.outputs": "offline/test_llm_engine.py: what steps return",
+    "offline.pooled": "test_pooling.py: against transformers",
     "procs.announcement": "e2e/test_lifecycle.py: over the output of a start",
     "procs.grammar_sandbox": "procs/test_grammar.py: with the actor that owns it",
     "procs.inline": "offline/test_llm.py: through LLM",
