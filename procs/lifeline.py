@@ -22,6 +22,11 @@ def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
     end_with_parent()
     if os.getppid() != supervisor_pid:
         os._exit(1)  # the supervisor ended before prctl
+    end_with(lifeline_fd)
+
+
+def end_with(lifeline_fd: int) -> None:
+    """Ends this process when nobody holds the other end of a pipe any more."""
 
     def watch() -> None:
         os.read(lifeline_fd, 1)
