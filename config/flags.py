@@ -68,12 +68,14 @@ def convert(settings: Mapping[str, object], *, strict: bool = True) -> Config:
     return msgspec.convert(sections, Config, strict=strict)
 
 
-def from_options(caller: str, options: Mapping[str, object], *, base: Config | None = None) -> Config:
+def from_options(
+    caller: str, options: Mapping[str, object], *, base: Config | None = None, strict: bool = True
+) -> Config:
     """The Config of Python callers' keyword arguments. A setting that is not given is as in `base`, or has its default.
-    Raises ConfigError."""
+    `strict`: numbers are no text. Raises ConfigError."""
     values: dict[str, object] = {} if base is None else {name: get_setting(base, name) for name in SETTINGS}
     try:
-        return convert({**values, **options})
+        return convert({**values, **options}, strict=strict)
     except msgspec.ValidationError as error:
         what, at, path = str(error).partition(" - at `$.")
         raise ConfigError(f"{caller}: {what}{at}{path.partition('.')[2]}.") from error

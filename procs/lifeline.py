@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 
 
@@ -33,3 +34,13 @@ def end_with(lifeline_fd: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def read_line(fd: int) -> bytes:
+    """The first line of a pipe, and no byte after it, since that is the lifeline's. Exits if there is none."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        if not (byte := os.read(fd, 1)):
+            sys.exit(1)
+        found += byte
+    return bytes(found)

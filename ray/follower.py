@@ -3,14 +3,13 @@
 It ends when the holder does, because standard input ends with it, and when the lead does not answer.
 """
 
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
 from ..errors import PagewireError
-from ..procs.lifeline import end_with
+from ..procs.lifeline import end_with, read_line
 from .placing import FollowerLaunch
 
 REJOIN_S = 15.0  # how long to look for the lead; a new lead brings followers of its own
@@ -24,7 +23,7 @@ def main() -> int:
     from ..procs.child import exit_code
     from ..procs.follower import Follower
 
-    launch = msgspec.json.decode(_line(0), type=FollowerLaunch)
+    launch = msgspec.json.decode(read_line(0), type=FollowerLaunch)
     end_with(0)
     try:
         if launch.keys is not None:
@@ -41,16 +40,6 @@ def main() -> int:
     except PagewireError as error:
         print(f"pagewire: {launch.name}: {error}", file=sys.stderr)
         return exit_code(error)
-
-
-def _line(fd: int) -> bytes:
-    """Reads no byte after it, since the next one is the lifeline's."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
-        if not (byte := os.read(fd, 1)):
-            sys.exit(1)
-        found += byte
-    return bytes(found)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from .placing import (
     Waiting,
 )
 
-_CONNECT_S = 60.0
+_CONNECT_S = 30.0
 _RELEASE_S = 20.0
 _AGAIN_S = 2.0  # until a broker that has ended is replaced
 _ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,9 @@ class Broker:
             async with asyncio.timeout(_CONNECT_S):
                 message = await self._next()
         except TimeoutError:
-            raise StartError(f"Ray does not answer ({_CONNECT_S:g} s).") from None
+            raise ConfigError(
+                f"Ray does not answer ({_CONNECT_S:g} s); does `ray status` here, or does RAY_ADDRESS name a head node?"
+            ) from None
         if isinstance(message, Failed):
             raise ConfigError(message.reason)
         if not isinstance(message, Connected):

@@ -70,6 +70,10 @@ class RayNodes:
 
         until(has_started, f"node {number} runs", START_S)
 
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._nodes)
+
     def processes(self, number: int) -> list[psutil.Process]:
         """The node's, with all that run on it."""
         return descendants(self._nodes[number], itself=True)
@@ -112,3 +116,14 @@ class RayNodes:
                     continue
             self._nodes[number].wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def named(nodes: RayNodes, number: int, part: str) -> psutil.Process | None:
+    """The process on a node whose command line has this."""
+    for process in nodes.processes(number):
+        try:
+            if part in " ".join(process.cmdline()):
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None
