@@ -123,9 +123,7 @@ class Lead(Supervisor):
     def _call_for(self, waiting: str) -> str:
         """What the operator is told while no machine has these actors."""
         key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
-        return (
-            f"waiting for a follower for {waiting}; run there: pagewire launch --join {self._join_address}{key}"
-        )
+        return f"waiting for a follower for {waiting}; run there: pagewire launch --join {self._join_address}{key}"
 
     async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
         """Waits until followers have all actors of other machines. `drains`: also after the first signal. Raises

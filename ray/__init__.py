@@ -1,4 +1,4 @@
-"""pagewire on a Ray cluster: the ranks of an engine on its nodes (`--backend ray`), and engines under Ray Serve (`app`).
+"""pagewire on a Ray cluster: the ranks of an engine on its nodes (`--backend ray`), and engines of Ray Serve (`app`).
 
 Ray finds room and starts programs. Leases, epochs, deaths and replacement are those of `procs/lead.py`. Only this
 folder imports the package ray, and only in functions, since nothing else needs it.

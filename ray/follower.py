@@ -33,9 +33,7 @@ def main() -> int:
         else:
             print(f"pagewire: {launch.name}: the key file {launch.key_file} does not exist there.", file=sys.stderr)
             return 2
-        follower = Follower(
-            launch.address, keys, host=launch.host, name=launch.name, model=None, rejoin_s=REJOIN_S
-        )
+        follower = Follower(launch.address, keys, host=launch.host, name=launch.name, model=None, rejoin_s=REJOIN_S)
         return uvloop.run(follower.run())
     except PagewireError as error:
         print(f"pagewire: {launch.name}: {error}", file=sys.stderr)

@@ -54,10 +54,7 @@ async def serve(config: ServerConfig) -> int:
     broker = Broker(Connect(f"pagewire-{secrets.token_hex(6)}", url.hostname))
     try:
         host = await broker.connect()
-        if url.port:
-            address = f"tcp://{url.hostname}:{url.port}"
-        else:
-            address = unused_address(url.hostname or host)
+        address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or host)
         check_address(address, keys)
         service = replace(service, join_address=address)
         http = replace(config.http, service=service)

@@ -63,7 +63,9 @@ def split(args: Mapping[str, object]) -> tuple[ServeOptions, dict[str, object], 
         if name not in SETTINGS:
             raise ConfigError(f"{name} is no setting of pagewire serve, and none of its Ray Serve application.")
         if name in _OF_REPLICA:
-            raise ConfigError(f"{name} is not for an engine of a Ray Serve application, which has its own; leave it out.")
+            raise ConfigError(
+                f"{name} is not for an engine of a Ray Serve application, which has its own; leave it out."
+            )
     config = from_options("pagewire.ray.app", settings, strict=False)
     return options, settings, config
 
