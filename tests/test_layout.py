@@ -257,10 +257,13 @@ def test_only_one_room_imports_ray_and_only_in_functions() -> None:
         tree = ast.parse(path.read_text())
         lazy = {node for one in ast.walk(tree) if isinstance(one, _FUNCTION) for node in ast.walk(one)}
         for node in ast.walk(tree):
-            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            named += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
             if any(one.split(".")[0] == "ray" for one in named):
-                assert room_of(name) == "ray" and node in lazy, f"{path}:{node.lineno}"
+                assert room_of(name) == "ray" and node in lazy, f"{path}: {named}"
 
 
 def test_our_modules_are_imported_only_inside_the_package() -> None:
