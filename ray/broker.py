@@ -83,8 +83,9 @@ def _is_empty(inbox: "queue.SimpleQueue[ToBroker | None]") -> bool:
 
 def _read(inbox: "queue.SimpleQueue[ToBroker | None]") -> None:
     decoder = msgspec.json.Decoder(ToBroker)
-    for line in sys.stdin.buffer:
-        inbox.put(decoder.decode(line))
+    with open(0, "rb", buffering=0) as lines:  # a buffer has a lock, which would be held when this process ends
+        for line in lines:
+            inbox.put(decoder.decode(line))
     inbox.put(None)
 
 

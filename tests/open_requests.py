@@ -21,7 +21,8 @@ STREAMS: dict[str, Any] = {
 class Listening(Protocol):
     """What listens on a port of 127.0.0.1, such as a `Server`."""
 
-    port: int
+    @property
+    def port(self) -> int: ...
 
 
 class OpenRequest:

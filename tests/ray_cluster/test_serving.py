@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import NamedTuple
 
 import pytest
@@ -51,7 +51,7 @@ class App(NamedTuple):
     nodes: RayNodes
     port: int
 
-    def deploy(self, settings: dict[str, object] | None) -> None:
+    def deploy(self, settings: Mapping[str, object] | None) -> None:
         """None: deletes it."""
         said = "delete" if settings is None else json.dumps(settings)
         command = [sys.executable, "-P", "-c", SCRIPT, str(self.port), said]
@@ -103,7 +103,7 @@ def test_engines_come_and_go_and_streams_stay(app: App) -> None:
         streams[:] = [one for one in streams if not one.has_ended]
         streams.extend(stream(app) for _ in range(num - len(streams)))
 
-    def are(num: int, others_than: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
+    def are(num: int, others_than: Set[str] = frozenset()) -> bool:
         keep(8 if num == 2 else 2)
         return len(app.engines()) == num and not app.engines() & others_than
 
