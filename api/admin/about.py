@@ -1,8 +1,10 @@
 """Models, health, load and metrics of the server."""
 
 import time
+from pathlib import Path
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -88,11 +90,13 @@ class AboutEndpoints:
         await send_json(send, Version(self._service.version))
 
     def _card(self, name: str) -> ModelCard:
+        # Folders are the administrators' affair.
+        versions = tuple(replace(one, root=Path(one.root).name) for one in self._service.http.versions)
         return ModelCard(
             id=name,
             created=self._started,
             root=self._service.config.served_model_names[0],
             max_model_len=self._service.config.max_model_len,
             batch_invariance=self._service.config.batch_invariance,
-            versions=self._service.http.versions,
+            versions=versions if len(versions) > 1 else UNSET,
         )

@@ -2,12 +2,11 @@
 
 import time
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json
 from ..http.operation import Operation
-from ..openai.translate import decode_body
+from ..openai.translate import decode_body, request_decoder
 from ..output.service import Service
 from .reply import EmbeddingsReply, RerankReply, ScoreReply
 from .request import document_texts, embedding_submits, pair_submits, rerank_pairs, score_pairs
@@ -19,9 +18,9 @@ class PoolingEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._embeddings_decoder = msgspec.json.Decoder(EmbeddingsRequest)
-        self._rerank_decoder = msgspec.json.Decoder(RerankRequest)
-        self._score_decoder = msgspec.json.Decoder(ScoreRequest)
+        self._embeddings_decoder = request_decoder(EmbeddingsRequest)
+        self._rerank_decoder = request_decoder(RerankRequest)
+        self._score_decoder = request_decoder(ScoreRequest)
 
     def routes(self) -> list[Operation]:
         return [

@@ -10,7 +10,7 @@ from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.generate_types import GenerateRequest
 from ..openai.render import rendered
-from ..openai.translate import chat_submits, decode_body, read_turn
+from ..openai.translate import chat_submits, decode_body, read_turn, request_decoder
 from ..output.reply import Reply
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
@@ -24,7 +24,7 @@ from .types import ResponseBody, ResponseDeleted, ResponseEvent, ResponsesReques
 class ResponsesEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._decoder = request_decoder(ResponsesRequest)
         self._store = ResponseStore()
 
     def routes(self) -> list[Operation]:
