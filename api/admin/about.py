@@ -42,6 +42,8 @@ class AboutEndpoints:
             Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
             Operation("GET", "/v1/models/{id:path}", self.model, "One of the models", gives=ModelCard),
             Operation("GET", "/health", self.health, "Whether the engine answers", gives=Status),
+            Operation("GET", "/ping", self.health, "The same, for SageMaker", gives=Status),
+            Operation("POST", "/ping", self.health, "The same, for SageMaker", gives=Status),
             Operation("GET", "/ready", self.ready, "Whether a new request would be accepted", gives=Status),
             Operation("GET", "/load", self.load, "Running and waiting requests, and KV cache usage", gives=Load),
             Operation("GET", "/metrics", self.metrics, "Prometheus metrics", gives=str, gives_as="text/plain"),

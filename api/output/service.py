@@ -79,7 +79,8 @@ class Service:
                     for index, chunk in chunks:
                         reply.take(index, chunk)
                 reply.ended(stream.request.timeline())
-                await send_body(send, 200, reply.body())
+                body = reply.body()
+                await send_body(send, 200, body, content_type=reply.content_type, headers=reply.headers())
         except ClientGone:
             stream.cancel()
             raise

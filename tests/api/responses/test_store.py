@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from harness import Answer
 
-from pagewire.api.responses.store import ResponseStore, StoredResponse
+from pagewire.api.responses.store import StoredResponse, response_store
 
 from .test_endpoints import TOOLS, conversation, items_path, last_messages, response_path, without_ids
 
@@ -83,7 +83,7 @@ def test_invalid_page_parameters_are_refused(query: str) -> None:
 
 
 def test_the_store_evicts_the_least_recently_used() -> None:
-    store = ResponseStore(max_bytes=10_000)
+    store = response_store(max_bytes=10_000)
     for i in range(100):
         store.put(b"", f"r{i}", StoredResponse(b"x" * 1000, b"y" * 1000))
         assert store.num_bytes <= 10_000
