@@ -25,6 +25,7 @@ from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
 from .admin.invocations import InvocationsEndpoint
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
+from .anthropic.message_batches import MessageBatches
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
 from .gateway.gateway import Gateway
@@ -91,10 +92,11 @@ def create_app(
     router = Router(redirect_slashes=False)
     batches = BatchEndpoints(service, router)
     responses = ResponsesEndpoints(service)
+    message_batches = MessageBatches(service, router)
     sections = {
         "Chat and completions": OpenAIEndpoints(service).routes(),
         "Responses": responses.routes(),
-        "Anthropic's messages": AnthropicEndpoints(service).routes(),
+        "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
         "Tokens": [
             *TokenizeEndpoints(service).routes(),
@@ -113,7 +115,7 @@ def create_app(
     ]
     return Edge(
         router,
-        _All([batches, responses]),
+        _All([batches, responses, message_batches]),
         config=http,
         stats=gateway.stats,
         retry_after_s=lambda: gateway.retry_after_s,

@@ -189,7 +189,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.scope["extensions"] = {}  # the direct writer sends chunks
         super().on_headers_complete()
         if is_old:
-            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign]  # uvicorn always sends chunks
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment]  # uvicorn always sends chunks
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

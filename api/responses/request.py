@@ -21,6 +21,9 @@ _REFUSED = (
     "prompt", "context_management", "max_tokens", "enable_response_messages",
     "use_beam_search", "return_tokens_as_token_ids",
 )  # fmt: skip
+_KNOWN = (
+    None, "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
 _FUNCTIONS = ("function", "custom")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _OWN = ("max_tokens", "return_token_ids")  # chat has them, but they are not copied
@@ -191,14 +194,7 @@ def add_item(conversation: Conversation, item: InputItem, place: str) -> None:
         case InputItem(type="reasoning"):
             for text in _texts(item.content if item.content is not None else [], f"{place}.content"):
                 conversation.add_reasoning(text)
-        case InputItem(
-            type=None
-            | "message"
-            | "function_call"
-            | "function_call_output"
-            | "custom_tool_call"
-            | "custom_tool_call_output"
-        ):
+        case InputItem(type=kind) if kind in _KNOWN:
             lacking = "role" if item.type in (None, "message") else "name" if item.call_id is not None else "call_id"
             raise HttpError(400, f"{place} has no {lacking}.", param=f"{place}.{lacking}")
         case _:
