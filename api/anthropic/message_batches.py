@@ -1,4 +1,4 @@
-"""/v1/messages/batches: many requests in one, answered in the background. Their results are kept in memory, bounded."""
+"""/v1/messages/batches: many requests in one, answered in the background. Their results are stored, bounded."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from ..openai.translate import decode_body, request_decoder
 from ..output.inner_call import call_endpoint
 from ..output.reply import new_id
 from ..output.service import Service
-from ..output.store import Store
+from ..state.records import Records
 
 MAX_REQUESTS = 10_000
 MAX_OPEN = 64  # batches of one api process that have not ended
@@ -30,6 +30,7 @@ _WINDOW = timedelta(hours=24)
 _PAUSE_S = 1.0  # before a request is sent again after 429 or 503
 _PATH = "/v1/messages"
 _encode = msgspec.json.Encoder().encode
+_Results = dict[str, dict[str, object]]
 
 
 class BatchRequest(Struct, frozen=True):
@@ -93,7 +94,7 @@ class MessageBatches:
     def __init__(self, service: Service, app: ASGIApp) -> None:
         """`app`: has the endpoint that answers the requests."""
         self._app = app
-        self._store = Store(StoredBatch, MAX_STORED_BYTES)
+        self._store = Records(service.state, "message_batch", StoredBatch, max_bytes=MAX_STORED_BYTES)
         self._slots = asyncio.Semaphore(min(64, service.config.max_num_seqs))
         self._concurrency = min(64, service.config.max_num_seqs)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -140,7 +141,7 @@ class MessageBatches:
         body = MessageBatch(
             new_id("msgbatch_"), "in_progress", RequestCounts(len(ids)), _time(now), _time(now + _WINDOW)
         )
-        self._store.put(owner, body.id, StoredBatch(body))
+        await self._store.put(owner, body.id, StoredBatch(body))
         task = asyncio.get_running_loop().create_task(self._answer_all(owner, body, request.requests))
         self._tasks[body.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(body.id, None))
@@ -151,7 +152,8 @@ class MessageBatches:
         limit, after, before = query.get("limit", "20"), query.get("after_id"), query.get("before_id")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LISTED):
             raise HttpError(400, f"limit must be a number from 1 to {MAX_LISTED}.", param="limit")
-        found = sorted((stored.body for _, stored in self._store.list(scope["state"]["salt"])), key=_age, reverse=True)
+        listed = await self._store.list(scope["state"]["salt"])
+        found = sorted((stored.body for _, stored in listed), key=_age, reverse=True)
         ids = [body.id for body in found]
         for id, name in ((after, "after_id"), (before, "before_id")):
             if id is not None and id not in ids:
@@ -166,35 +168,35 @@ class MessageBatches:
         await send_json(send, MessageBatchList(found, more, first, last))
 
     async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._found(scope).body)
+        await send_json(send, (await self._found(scope)).body)
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner, stored = scope["state"]["salt"], self._found(scope)
+        owner, stored = scope["state"]["salt"], await self._found(scope)
         body = stored.body
         if body.processing_status == "ended":
             raise HttpError(409, "The batch has ended and cannot be cancelled.")
         if body.processing_status != "canceling":
             body = replace(body, processing_status="canceling", cancel_initiated_at=_time(datetime.now(UTC)))
-            self._store.put(owner, body.id, replace(stored, body=body))
+            await self._store.put(owner, body.id, replace(stored, body=body))
             self._tasks[body.id].cancel()
         await send_json(send, body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._found(scope).body
+        body = (await self._found(scope)).body
         if body.processing_status != "ended":
             raise HttpError(409, "The batch has not ended; cancel it first.")
-        self._store.delete(scope["state"]["salt"], body.id)
+        await self._store.delete(scope["state"]["salt"], body.id)
         await send_json(send, MessageBatchDeleted(body.id))
 
     async def results(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stored = self._found(scope)
+        stored = await self._found(scope)
         if stored.body.processing_status != "ended":
             raise HttpError(404, "The batch has not ended, so it has no results.", code="not_found")
         await send_body(send, 200, stored.results, content_type=b"application/x-jsonl")
 
-    def _found(self, scope: Scope) -> StoredBatch:
+    async def _found(self, scope: Scope) -> StoredBatch:
         id = scope["path_params"]["id"]
-        stored = self._store.get(scope["state"]["salt"], id)
+        stored = await self._store.get(scope["state"]["salt"], id)
         if stored is None:
             raise HttpError(404, f"There is no batch {id[:100]!r}.", code="not_found")
         return stored
@@ -202,7 +204,7 @@ class MessageBatches:
     # ── the work ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _answer_all(self, owner: bytes, body: MessageBatch, requests: Sequence[BatchRequest]) -> None:
-        results: dict[str, dict[str, object]] = {}
+        results: _Results = {}
         left = "canceled"
         try:
             async with asyncio.timeout(_WINDOW.total_seconds()), asyncio.TaskGroup() as group:
@@ -214,9 +216,9 @@ class MessageBatches:
         except TimeoutError:
             left = "expired"
         finally:
-            self._end(owner, body.id, [request.custom_id for request in requests], results, left)
+            await self._end(owner, body.id, [request.custom_id for request in requests], results, left)
 
-    async def _answer(self, owner: bytes, request: BatchRequest, results: dict[str, dict[str, object]]) -> None:
+    async def _answer(self, owner: bytes, request: BatchRequest, results: _Results) -> None:
         async with self._slots:
             while True:
                 status, answer = await self._ask(owner, request)
@@ -236,9 +238,11 @@ class MessageBatches:
         request_id = f"req_{secrets.token_hex(12)}"
         return await call_endpoint(self._app, _PATH, bytes(request.params), owner=owner, request_id=request_id)
 
-    def _end(self, owner: bytes, id: str, ids: Sequence[str], results: dict[str, dict[str, object]], left: str) -> None:
+    async def _end(
+        self, owner: bytes, id: str, ids: Sequence[str], results: dict[str, dict[str, object]], left: str
+    ) -> None:
         """Keeps the results. `left`: the type of those that there are none of."""
-        stored = self._store.get(owner, id)
+        stored = await self._store.get(owner, id)
         if stored is None:  # others needed the room
             return
         found = {one: results.get(one, {"type": left}) for one in ids}
@@ -252,7 +256,7 @@ class MessageBatches:
             ended_at=_time(datetime.now(UTC)),
             results_url=f"{_PATH}/batches/{id}/results",
         )
-        self._store.put(owner, id, StoredBatch(body, b"".join(lines)))
+        await self._store.put(owner, id, StoredBatch(body, b"".join(lines)))
 
 
 class _Streams(Struct, frozen=True):

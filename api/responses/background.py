@@ -5,15 +5,15 @@ A run keeps the events of its stream until it ends, so that clients may come, go
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.types import Message, Scope
 
 from ...ipc.messages import Submit
 from ..http.exchange import ClientGone
 from ..http.http_error import HttpError, as_http_error
-from ..output.reply import Reply
 from ..output.service import Service
+from .reply import ResponsesReply
 
 MAX_RUNS = 256
 
@@ -25,7 +25,7 @@ Key = tuple[bytes, str]
 class Run:
     """One response in the making."""
 
-    def __init__(self, reply: Reply, *, keeps_events: bool) -> None:
+    def __init__(self, reply: ResponsesReply, *, keeps_events: bool) -> None:
         self._reply = reply
         self.keeps_events = keeps_events
         self._cancelled = asyncio.Event()
@@ -39,14 +39,15 @@ class Run:
         service: Service,
         submits: list[Submit],
         scope: Scope,
-        on_cancel: Callable[[], None],
-        on_end: Callable[[], None],
+        on_begin: Callable[[], Awaitable[None]],
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """Raises nothing but CancelledError. `on_end` comes last, however it ends."""
+        """Raises nothing but CancelledError. `on_begin`: the engine has taken it. `on_end` comes last in any case."""
+        self._on_begin = on_begin
         try:
             await service.answer(submits, self._reply, True, {**scope, "extensions": {}}, self._receive, self._send)
         except ClientGone:
-            on_cancel()
+            self._reply.cancel()
         except asyncio.CancelledError:  # the server stops
             self._fail(HttpError(503, "The server stopped before the response was complete.", code="shutting_down"))
             raise
@@ -56,9 +57,9 @@ class Run:
                 log.exception("a background response failed")
             self._fail(http_error)
         finally:
+            await on_end()
             self.has_ended = True
             self._changed.set()
-            on_end()
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -82,6 +83,8 @@ class Run:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._on_begin()
         body: bytes = message.get("body", b"")
         if body and not body.startswith(b":"):
             self._keep(body)
@@ -113,12 +116,12 @@ class BackgroundRuns:
         submits: list[Submit],
         scope: Scope,
         *,
-        on_cancel: Callable[[], None],
-        on_end: Callable[[], None],
+        on_begin: Callable[[], Awaitable[None]],
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         """Begins to make a response; see `Run.make`."""
         self._runs[key] = run
-        work = run.make(self._service, submits, scope, on_cancel, on_end)
+        work = run.make(self._service, submits, scope, on_begin, on_end)
         run.task = asyncio.get_running_loop().create_task(work)
         run.task.add_done_callback(lambda _: self._runs.pop(key, None))
 

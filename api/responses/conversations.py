@@ -15,7 +15,7 @@ from ..http.operation import Operation
 from ..openai.conversation import Conversation
 from ..openai.translate import decode_body, request_decoder
 from ..output.reply import new_id
-from ..output.store import Store
+from ..state.records import Records
 from .input_items import InputItemsQuery, Item, ItemList, input_items, page
 from .request import add_item
 from .store import StoredConversation
@@ -63,26 +63,24 @@ class ConversationDeleted(Struct, frozen=True):
 class Conversations:
     """The stored conversations, as responses use them."""
 
-    def __init__(self, store: Store[StoredConversation]) -> None:
+    def __init__(self, store: Records[StoredConversation]) -> None:
         self.store = store
 
-    def get(self, owner: bytes, id: str, *, status: int = 404) -> StoredConversation:
+    async def get(self, owner: bytes, id: str, *, status: int = 404) -> StoredConversation:
         """Raises HttpError with this status."""
-        stored = self.store.get(owner, id)
+        stored = await self.store.get(owner, id)
         if stored is None:
             detail = f"There is no conversation {id[:100]!r}; only the latest are stored."
             raise HttpError(status, detail, code="not_found", param=None if status == 404 else "conversation")
         return stored
 
-    def messages(self, owner: bytes, id: str) -> bytes:
+    async def messages(self, owner: bytes, id: str) -> bytes:
         """The conversation as chat messages. Raises HttpError 400."""
-        return messages_of(_items_decoder.decode(self.get(owner, id, status=400).items))
+        return messages_of(_items_decoder.decode((await self.get(owner, id, status=400)).items))
 
-    def extend(self, owner: bytes, id: str, items: bytes) -> None:
+    async def extend(self, owner: bytes, id: str, items: bytes) -> None:
         """Adds a JSON array of items, unless the conversation was deleted meanwhile."""
-        stored = self.store.get(owner, id)
-        if stored is not None:
-            self.store.put(owner, id, replace(stored, items=joined(stored.items, items)))
+        await self.store.change(owner, id, lambda stored: replace(stored, items=joined(stored.items, items)))
 
 
 class ConversationEndpoints:
@@ -112,50 +110,50 @@ class ConversationEndpoints:
         request = decode_body(self._create_decoder, await read_json(scope, receive))
         id = new_id("conv_")
         stored = StoredConversation(int(time.time()), request.metadata or {}, new_items(request.items or []))
-        self._conversations.store.put(scope["state"]["salt"], id, stored)
+        await self._conversations.store.put(scope["state"]["salt"], id, stored)
         await send_json(send, _body(id, stored))
 
     async def conversation(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, id, stored = self._found(scope)
+        _, id, stored = await self._found(scope)
         await send_json(send, _body(id, stored))
 
     async def update(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._update_decoder, await read_json(scope, receive))
-        owner, id, stored = self._found(scope)
+        owner, id, stored = await self._found(scope)
         stored = replace(stored, metadata=request.metadata)
-        self._conversations.store.put(owner, id, stored)
+        await self._conversations.store.put(owner, id, stored)
         await send_json(send, _body(id, stored))
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner, id, _ = self._found(scope)
-        self._conversations.store.delete(owner, id)
+        owner, id, _ = await self._found(scope)
+        await self._conversations.store.delete(owner, id)
         await send_json(send, ConversationDeleted(id))
 
     async def items(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, _, stored = self._found(scope)
+        _, _, stored = await self._found(scope)
         await send_json(send, page(stored.items, dict(parse_qsl(scope["query_string"].decode("latin-1")))))
 
     async def add(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._add_decoder, await read_json(scope, receive))
-        owner, id, _ = self._found(scope)
+        owner, id, _ = await self._found(scope)
         added = new_items(request.items)
-        self._conversations.extend(owner, id, added)
+        await self._conversations.extend(owner, id, added)
         await send_json(send, page(added, {"order": "asc", "limit": "100"}))
 
     async def item(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, _, stored = self._found(scope)
+        _, _, stored = await self._found(scope)
         await send_json(send, self._item(scope, stored)[1])
 
     async def remove(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner, id, stored = self._found(scope)
+        owner, id, stored = await self._found(scope)
         items, item = self._item(scope, stored)
         stored = replace(stored, items=msgspec.json.encode([one for one in items if one is not item]))
-        self._conversations.store.put(owner, id, stored)
+        await self._conversations.store.put(owner, id, stored)
         await send_json(send, _body(id, stored))
 
-    def _found(self, scope: Scope) -> tuple[bytes, str, StoredConversation]:
+    async def _found(self, scope: Scope) -> tuple[bytes, str, StoredConversation]:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        return owner, id, self._conversations.get(owner, id)
+        return owner, id, await self._conversations.get(owner, id)
 
     def _item(self, scope: Scope, stored: StoredConversation) -> tuple[list[Item], Item]:
         """(all items, the one that the path names). Raises HttpError 404."""

@@ -1,6 +1,7 @@
 """POST /v1/responses, and the stored responses."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
@@ -25,8 +26,16 @@ from .background import BackgroundRuns, Run, stored_events
 from .conversations import ConversationEndpoints, Conversations
 from .input_items import InputItemsQuery, ItemList, decode_items, input_items, page
 from .reply import ResponsesReply, go_on, new_response
-from .request import chat_request, check_response, conversation_of, custom_names, in_terms_of_responses, wants_logprobs
-from .store import StoredResponse, conversation_store, response_store
+from .request import (
+    chat_request,
+    check_response,
+    conversation_of,
+    custom_names,
+    in_terms_of_responses,
+    references,
+    wants_logprobs,
+)
+from .store import ResponseStore, StoredResponse, conversation_store
 from .types import (
     ConversationName,
     InputItem,
@@ -37,13 +46,15 @@ from .types import (
     ResponsesRequest,
 )
 
+_OPEN = ("queued", "in_progress")
+
 
 class ResponsesEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._decoder = request_decoder(ResponsesRequest)
-        self._store = response_store()
-        self._conversations = Conversations(conversation_store())
+        self._store = ResponseStore(service.state)
+        self._conversations = Conversations(conversation_store(service.state))
         self._runs = BackgroundRuns(service)
 
     def start(self) -> None:
@@ -103,8 +114,9 @@ class ResponsesEndpoints:
         owner = scope["state"]["salt"]
         check_response(request)
         conversation_id = _conversation_id(request)
-        earlier = self._earlier_messages(owner, request)
-        conversation = conversation_of(request, earlier, lambda id: self._find_item(owner, id))
+        earlier = await self._earlier_messages(owner, request)
+        referred = {id: await self._find_item(owner, id) for id in references(request)}
+        conversation = conversation_of(request, earlier, referred.get)
         chat = chat_request(request, conversation.json())
         with in_terms_of_responses(request):
             submits = chat_submits(chat, self._service.config, owner)
@@ -119,13 +131,16 @@ class ResponsesEndpoints:
         items = input_items(conversation.json())
         num_earlier = len(decode_items(input_items(earlier)))
 
-        def keep(ended: ResponseBody) -> None:
-            if conversation_id is not None:
-                added = [*decode_items(items)[num_earlier:], *ended.output]
-                self._conversations.extend(owner, conversation_id, msgspec.json.encode(added))
-            if ended.store:
-                record = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended), items)
-                self._store.put(owner, ended.id, record)
+        async def keep(ended: ResponseBody) -> None:
+            # The answer has been made: the client gets it also where the database, which has logged why, fails.
+            with contextlib.suppress(HttpError):
+                if conversation_id is not None:
+                    added = [*decode_items(items)[num_earlier:], *ended.output]
+                    await self._conversations.extend(owner, conversation_id, msgspec.json.encode(added))
+                if ended.store:
+                    body, messages = msgspec.json.encode(ended), go_on(conversation, ended)
+                    record = StoredResponse(body, messages, items, is_background=ended.background)
+                    await self._store.put(owner, ended.id, record)
 
         turn = read_turn(chat, self._service.config, custom_names(request))
         has_logprobs = wants_logprobs(request)
@@ -146,39 +161,34 @@ class ResponsesEndpoints:
         submits: list[Submit],
         turn: Turn,
         items: bytes,
-        keep: Callable[[ResponseBody], None],
+        keep: Callable[[ResponseBody], Awaitable[None]],
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
         """Makes the response in the background, and answers with it as it is now, or with its stream."""
         key = (scope["state"]["salt"], response.id)
-
-        def note(body: ResponseBody, events: bytes = b"") -> None:
-            is_open = body.status in ("queued", "in_progress")
-            record = StoredResponse(msgspec.json.encode(body), b"[]", items, True, not is_open, events)
-            self._store.put(*key, record)
-
-        def keep_with_events(ended: ResponseBody) -> None:
-            keep(ended)
-            if (record := self._store.get(*key)) is not None:
-                self._store.put(*key, replace(record, is_background=True))
-
-        reply = ResponsesReply(
-            response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep_with_events, on_change=note
-        )
+        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
         run = Run(reply, keeps_events=bool(request.stream))
 
-        def note_events() -> None:
-            if (record := self._store.get(*key)) is not None and run.events:
-                self._store.put(*key, replace(record, events=b"".join(run.events)))
+        async def note() -> None:
+            body = reply.response
+            record = StoredResponse(msgspec.json.encode(body), b"[]", items, True, body.status not in _OPEN)
+            await self._store.put(*key, record)
 
-        note(response)
+        async def note_end() -> None:
+            with contextlib.suppress(HttpError):
+                if reply.response.status in ("failed", "cancelled"):
+                    await note()
+                if events := b"".join(run.events):
+                    await self._store.change(*key, lambda record: replace(record, events=events))
 
-        def note_cancel() -> None:
-            note(reply.cancelled())
+        async def note_begin() -> None:
+            with contextlib.suppress(HttpError):
+                await note()
 
-        self._runs.start(key, run, submits, scope, on_cancel=note_cancel, on_end=note_events)
+        await note()
+        self._runs.start(key, run, submits, scope, on_begin=note_begin, on_end=note_end)
         if request.stream:
             await while_connected(receive, send_events(send, run.follow(0)))
         else:
@@ -198,7 +208,7 @@ class ResponsesEndpoints:
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        stored = self._stored(owner, id)
+        stored = await self._stored(owner, id)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if query.get("stream") != "true":
             await send_body(send, 200, stored.body)
@@ -218,20 +228,20 @@ class ResponsesEndpoints:
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        if not self._stored(owner, id).is_background:
+        if not (await self._stored(owner, id)).is_background:
             raise HttpError(400, "Only a response that is made in the background can be cancelled.")
         await self._runs.cancel((owner, id))
-        await send_body(send, 200, self._stored(owner, id).body)
+        await send_body(send, 200, (await self._stored(owner, id)).body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
         await self._runs.cancel((owner, id))
-        if not self._store.delete(owner, id):
+        if not await self._store.delete(owner, id):
             raise _no_response(id)
         await send_json(send, ResponseDeleted(id))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
+        stored = await self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         await send_json(send, page(stored.input_items, query))
 
@@ -241,24 +251,25 @@ class ResponsesEndpoints:
         model = self._service.model_name(request.model)
         check_response(request)
         owner = scope["state"]["salt"]
-        earlier = self._earlier_messages(owner, request)
-        conversation = conversation_of(request, earlier, lambda id: self._find_item(owner, id))
+        earlier = await self._earlier_messages(owner, request)
+        referred = {id: await self._find_item(owner, id) for id in references(request)}
+        conversation = conversation_of(request, earlier, referred.get)
         return _Asked(request, chat_request(request, conversation.json())), model
 
-    def _stored(self, owner: bytes, id: str) -> StoredResponse:
-        stored = self._store.get(owner, id)
+    async def _stored(self, owner: bytes, id: str) -> StoredResponse:
+        stored = await self._store.get(owner, id)
         if stored is None:
             raise _no_response(id)
         return stored
 
-    def _earlier_messages(self, owner: bytes, request: ResponsesRequest) -> bytes:
+    async def _earlier_messages(self, owner: bytes, request: ResponsesRequest) -> bytes:
         """The messages before the request's own. Raises HttpError 400."""
         conversation, id = _conversation_id(request), request.previous_response_id
         if conversation is not None:
-            return self._conversations.messages(owner, conversation)
+            return await self._conversations.messages(owner, conversation)
         if id is None:
             return b"[]"
-        stored = self._store.get(owner, id)
+        stored = await self._store.get(owner, id)
         if stored is None:
             raise HttpError(
                 400,
@@ -270,15 +281,15 @@ class ResponsesEndpoints:
             raise HttpError(400, f"The response {id[:100]!r} has not ended.", param="previous_response_id")
         return stored.messages
 
-    def _find_item(self, owner: bytes, id: str) -> InputItem | None:
+    async def _find_item(self, owner: bytes, id: str) -> InputItem | None:
         """An item of a stored response or conversation."""
         quoted = msgspec.json.encode(id)
-        for _, stored in self._store.list(owner, quoted):
+        for _, stored in await self._store.list(owner, quoted):
             for items in (msgspec.json.decode(stored.body)["output"], decode_items(stored.input_items)):
                 for item in items:
                     if item.get("id") == id:
                         return msgspec.convert(item, InputItem)
-        for _, conversation in self._conversations.store.list(owner, quoted):
+        for _, conversation in await self._conversations.store.list(owner, quoted):
             for item in decode_items(conversation.items):
                 if item.get("id") == id:
                     return msgspec.convert(item, InputItem)

@@ -5,7 +5,7 @@ an item is added, its parts grow, it is done, and only then the next one begins.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import starmap
 from typing import assert_never
 
@@ -88,16 +88,14 @@ class ResponsesReply(Reply):
         *,
         turn: Turn,
         has_logprobs: bool,
-        on_end: Callable[[ResponseBody], None],
-        on_change: Callable[[ResponseBody], None] = lambda response: None,
+        on_end: Callable[[ResponseBody], Awaitable[None]],
     ) -> None:
-        """`on_end` is called once with the complete response, unless it fails. `on_change`: when it begins or fails."""
+        """`on_end` is awaited with the complete response before its end is sent, unless it fails."""
         self._response = response
         self._turn = turn
         self._has_logprobs = has_logprobs
         self._is_simple = turn.is_verbatim and not has_logprobs
         self._on_end = on_end
-        self._on_change = on_change
         self._next_sequence_number = 0
         self._created = response  # as it was before the engine took it
         self._items: list[OutputItem] = []  # complete
@@ -107,7 +105,6 @@ class ResponsesReply(Reply):
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         self._created = self._response
         self._response = replace(self._response, status="in_progress")
-        self._on_change(self._response)
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,8 +122,10 @@ class ResponsesReply(Reply):
             return [self._open.grow_simply(chunk.text, self._next_sequence_number - 1)]
         return starmap(self._event, self._read(chunk))
 
+    async def settle(self) -> None:
+        await self._on_end(self._response)
+
     def closing(self) -> list[bytes]:
-        self._on_end(self._response)
         return [self._event(f"response.{self._response.status}", {"response": self._response})]
 
     def ending(self) -> bytes:
@@ -136,14 +135,18 @@ class ResponsesReply(Reply):
         """An event with the output so far and the error."""
         items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
         failure = ResponseFailure("server_error", str(error))
-        response = replace(self._response, status="failed", error=failure, output=items)
-        self._on_change(response)
-        return self._event("response.failed", {"response": response})
+        self._response = replace(self._response, status="failed", error=failure, output=items)
+        return self._event("response.failed", {"response": self._response})
 
-    def cancelled(self) -> ResponseBody:
-        """The response of a client that wants no more of it."""
+    @property
+    def response(self) -> ResponseBody:
+        """The response as it is now; its output comes at the end."""
+        return self._response
+
+    def cancel(self) -> None:
+        """The client wants no more of it."""
         items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
-        return replace(self._response, status="cancelled", output=items)
+        self._response = replace(self._response, status="cancelled", output=items)
 
     def _event(self, type: str, fields: dict[str, object]) -> bytes:
         data = _encode({"type": type, "sequence_number": self._next_sequence_number, **fields})
@@ -153,7 +156,6 @@ class ResponsesReply(Reply):
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def body(self) -> bytes:
-        self._on_end(self._response)
         return _encode(self._response)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────

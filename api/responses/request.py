@@ -80,7 +80,7 @@ def conversation_of(request: ResponsesRequest, earlier: bytes, find: FindItem) -
             conversation.add_text("user", [text])
         case list(items) if items:
             for i, item in enumerate(items):
-                if item.type == "item_reference" or (item.type is None and item.role is None and item.id):
+                if _is_reference(item):
                     item = _referred(item, f"input[{i}]", find)
                 add_item(conversation, item, f"input[{i}]")
         case _:
@@ -169,6 +169,19 @@ def _tool_choice(choice: str | dict[str, object] | None) -> str | dict[str, obje
             raise unsupported("tool_choice", detail)
         case _:
             return choice
+
+
+def references(request: ResponsesRequest) -> list[str]:
+    """The ids of the stored items that the input refers to."""
+    return (
+        [item.id for item in request.input if _is_reference(item) and item.id]
+        if isinstance(request.input, list)
+        else []
+    )
+
+
+def _is_reference(item: InputItem) -> bool:
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
 def _referred(item: InputItem, place: str, find: FindItem) -> InputItem:

@@ -1,13 +1,14 @@
-"""What is kept of responses and conversations."""
+"""Stored responses and conversations. The least recently used are dropped first."""
 
 from msgspec import Struct
 
-from ..output.store import Store
+from ..state.database import Database
+from ..state.records import Records
 
 MAX_STORED_BYTES = 64 << 20
 
 
-class StoredResponse(Struct, frozen=True):
+class StoredResponse(Struct, frozen=True, array_like=True):
     """A response, and the conversation for a request that continues it."""
 
     body: bytes  # the response object as JSON
@@ -18,15 +19,18 @@ class StoredResponse(Struct, frozen=True):
     events: bytes = b""  # all events of its stream, if it is streamed in the background
 
 
-class StoredConversation(Struct, frozen=True):
+class StoredConversation(Struct, frozen=True, array_like=True):
     created_at: int  # seconds since 1970
     metadata: dict[str, str]
     items: bytes = b"[]"  # a JSON array
 
 
-def response_store(max_bytes: int = MAX_STORED_BYTES) -> Store[StoredResponse]:
-    return Store(StoredResponse, max_bytes)
+class ResponseStore(Records[StoredResponse]):
+    """Responses by owner, the API key that they were made with, and id."""
+
+    def __init__(self, database: Database, max_bytes: int = MAX_STORED_BYTES) -> None:
+        super().__init__(database, "response", StoredResponse, max_bytes=max_bytes)
 
 
-def conversation_store(max_bytes: int = MAX_STORED_BYTES) -> Store[StoredConversation]:
-    return Store(StoredConversation, max_bytes)
+def conversation_store(database: Database, max_bytes: int = MAX_STORED_BYTES) -> Records[StoredConversation]:
+    return Records(database, "conversation", StoredConversation, max_bytes=max_bytes)
