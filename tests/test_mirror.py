@@ -25,7 +25,6 @@ ELSEWHERE = {
     "api.admin.about": "api/test_app.py: over the whole application",
     "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
     "api.http.exchange": "api/http/test_server.py: needs a connection",
-    "api.pooling.number_formats": "api/pooling/test_reply.py: in answers",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
     "api.http.origins": "api/test_app.py: over the whole application",
     "api.openai.conversation": "api/openai/test_chat.py: over the conversion of chat messages",

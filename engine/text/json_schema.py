@@ -176,7 +176,7 @@ def _spell_out(schema: Schema) -> Schema:
     needs = _dict(schema, "dependentRequired")
     if not _is_closed(schema) or not all(isinstance(names, list) for names in needs.values()):
         return schema
-    outer = {word: schema[word] for word in ("$defs", "definitions", "$schema", "$id") if word in schema}
+    outer: Schema = {word: schema[word] for word in ("$defs", "definitions", "$schema", "$id") if word in schema}
     inner = {word: value for word, value in schema.items() if word not in (*outer, "dependentRequired")}
     optional = [name for name in needs if name in _dict(schema, "properties") and name not in _list(schema, "required")]
     if len(optional) > _MAX_DEPENDENT:
