@@ -84,7 +84,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
     ] = None
-    chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
+    chat_template: Annotated[str | None, _doc("model", "a jinja file or its text, to replace the model's template")] = (
         None
     )
     default_chat_template_kwargs: Annotated[

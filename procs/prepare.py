@@ -78,7 +78,7 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         if options.pipeline_parallel_size > 1:
             lengths_of(lower(part), len(part.blocks), options.pipeline_parallel_size, options.pipeline_layers)
     facts = model_facts(spec, folder, name, adapter)
-    templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
+    templates = read_templates(folder, options.chat_template or None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))
     facts = replace(facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown)
     return facts, machine_facts()

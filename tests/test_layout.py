@@ -62,7 +62,7 @@ ROOMS: dict[str, str] = {
     "api.output.parsers.families": "api.output.parsers",
     "api.output": "errors config ipc api.http api.gateway api.state api.output.parsers",
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
-    "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.openai",
+    "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.state api.openai",
     "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
     "api.batches": "errors api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",

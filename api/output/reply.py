@@ -28,6 +28,8 @@ class Reply(Protocol):
 
     `ending` and `failure` are OpenAI's unless an API overrides them."""
 
+    content_type: bytes = b"application/json"  # of the `body`
+
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """Comes first. `nums_prompt`: tokens of each choice's prompt."""
         return
@@ -59,6 +61,10 @@ class Reply(Protocol):
 
     def body(self) -> bytes:
         """The plain answer."""
+
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """More headers of the plain answer; called after `body`."""
+        return ()
 
 
 class UsageCount:

@@ -6,7 +6,7 @@ as they arrive; otherwise the request's task sends them with ASGI's `send`, whic
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from starlette.types import Send
 
@@ -68,6 +68,14 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
         ticker.stop()
         stream.consumer = None  # it holds the ticker, which holds the stream
     await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
+    """Sends a stream whose events are made elsewhere."""
+    await send(_START)
+    async for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_all(send: Send, events: Iterable[bytes]) -> None:

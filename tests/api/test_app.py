@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.api.web.page import PAGE_FILES
 from pagewire.ipc.messages import GroupSnapshot, Snapshot, TierSnapshot
 
-OPEN = ("/health", "/ready", "/version")
+OPEN = ("/health", "/ping", "/ready", "/version")
 ROUTES = [
     *sorted(
         (method, route.path)
