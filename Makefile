@@ -91,7 +91,7 @@ test-ray: $(VENV)/.dev
 	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in serve serve.frontend serve.route serve.startup serve.metrics engine.offline engine.invariance \
+	for bench in serve serve.frontend serve.engines serve.route serve.startup serve.metrics engine.offline engine.invariance \
 		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
 		engine.embeddings engine.sums engine.stages; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
