@@ -1,5 +1,6 @@
 """llama.cpp's sampling parameters in the terms of ours."""
 
+import msgspec
 import pytest
 
 from pagewire.api.http.http_error import HttpError
@@ -17,6 +18,6 @@ def test_a_penalty_over_no_tokens_is_none() -> None:
 
 @pytest.mark.parametrize(("name", "off"), [("typical_p", 1.0), ("mirostat", 0), ("top_n_sigma", -1.0)])
 def test_other_samplers_must_be_off(name: str, off: float) -> None:
-    sampling_fields(SamplingOptions(**{name: off}), None)
+    sampling_fields(msgspec.convert({name: off}, SamplingOptions), None)
     with pytest.raises(HttpError, match=f"^options.{name} is not supported"):
-        sampling_fields(SamplingOptions(**{name: 0.5}), None, "options.")
+        sampling_fields(msgspec.convert({name: 0.5}, SamplingOptions), None, "options.")
