@@ -1,6 +1,9 @@
 """Ollama's client, and frameworks on top of it, against a real server: answers, streams, tools, formats, models."""
 
+import asyncio
+import gc
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -33,6 +36,12 @@ def get_weather(city: str) -> str:
 
 def asked(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 @pytest.fixture
@@ -112,8 +121,6 @@ async def _streamed(url: str) -> str:
 
 
 def test_the_asynchronous_client(server: Server) -> None:
-    import asyncio
-
     assert asyncio.run(_streamed(server.url)) == ANSWER
 
 
