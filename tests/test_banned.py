@@ -55,6 +55,7 @@ REGEX = {
     "config.config": "flags of the operator",
     "offline.sampling_params": "messages of msgspec",
     "commands.doctor": "files and tools of this machine",
+    "engine.runner.scripted": "the operator's own script, for tests",
     "engine.weights.mapping": "patterns of the pages: names of tensors, with one repetition before and one after",
     "engine.checkpoint.source": "a flag of the operator",
     "engine.text.tokenizer": "alternatives of literal texts: no repetition, so no backtracking",

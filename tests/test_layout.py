@@ -49,11 +49,12 @@ ROOMS: dict[str, str] = {
         "kernels kernels.triton"
     ),
     "engine.runner": (
-        "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.models engine.models.families engine.executors engine.steps engine.gpu "
-        "kernels kernels.cpu"
+        "errors version config ipc engine engine.checkpoint engine.text engine.attention engine.kv_connector "
+        "engine.parallel engine.weights engine.device engine.models engine.models.families engine.executors "
+        "engine.steps engine.gpu kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
+    "api.engines": "",
     "api.gateway": "errors config ipc api.http",
     "api.state": "api.http",
     "api.output.parsers": "errors config",
@@ -79,7 +80,7 @@ ROOMS: dict[str, str] = {
         "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
-    "route": "errors version config ipc api.http api.gateway api.output api procs",
+    "route": "errors version config ipc api.engines api.http api.gateway api.output api procs",
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
