@@ -82,25 +82,29 @@ class LlamaCppEndpoints:
         defaults = config.model.sampling
         params = {name: float(getattr(defaults, name)) for name in defaults.__struct_fields__}
         params["repeat_penalty"] = params.pop("repetition_penalty")
-        core = self._service.gateway.snapshot
+        cores = self._service.gateway.snapshots
         props = Props(
             default_generation_settings=DefaultSettings(config.max_model_len, params),
-            total_slots=config.max_num_seqs,
+            total_slots=self._num_slots,
             model_path=config.model.path,
             model_alias=config.served_model_names[0],
             chat_template=described.chat_template or "",
             bos_token=described.special_tokens.get("bos_token") or "",
             eos_token=described.special_tokens.get("eos_token") or "",
             build_info=f"pagewire {self._service.version}",
-            is_sleeping=core is not None and core.is_asleep,
+            is_sleeping=bool(cores) and all(core.is_asleep for core in cores),
         )
         await send_json(send, props)
 
     async def slots(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A slot is a row, and rows are told by their number only: the first ones are shown as those that run."""
-        core, config = self._service.gateway.snapshot, self._service.config
-        num_running = core.num_running if core is not None else 0
-        await send_json(send, [Slot(i, config.max_model_len, i < num_running) for i in range(config.max_num_seqs)])
+        num_running = sum(core.num_running for core in self._service.gateway.snapshots)
+        length = self._service.config.max_model_len
+        await send_json(send, [Slot(i, length, i < num_running) for i in range(self._num_slots)])
+
+    @property
+    def _num_slots(self) -> int:
+        return self._service.config.max_num_seqs * len(self._service.gateway.engines)
 
     async def _answer(
         self,
