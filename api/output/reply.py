@@ -20,6 +20,7 @@ from .shapes import (
     UsageBody,
 )
 
+SSE = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -28,11 +29,8 @@ class Reply(Protocol):
 
     `ending`, `failure` and the stream's type are OpenAI's unless an API overrides them."""
 
-    content_type: bytes = b"text/event-stream; charset=utf-8"  # of a stream
-    keep_alive: bytes = (
-        b": keep-alive\n\n"  # sent when there was nothing to send for a while; empty: nothing is sent then
-    )
-
+    stream_type: bytes = SSE  # the content type of a stream
+    keep_alive: bytes = b": keep-alive\n\n"  # what is sent when there was nothing to send for a while, if anything
     content_type: bytes = b"application/json"  # of the `body`
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:

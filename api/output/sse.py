@@ -16,7 +16,7 @@ from ..gateway.stream import Stream
 from ..http.direct import DirectWriter
 from ..http.exchange import ClientGone
 from ..http.http_error import as_http_error
-from .reply import Reply
+from .reply import SSE, Reply
 
 KEEP_ALIVE_S = 15.0
 _HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -31,8 +31,7 @@ def as_event(body: bytes) -> bytes:
 
 async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWriter | None) -> None:
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
-    headers = [(b"content-type", reply.content_type), *_HEADERS]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _start(send, reply.stream_type)
     ticker = _Ticker(stream)
     try:
         await _send_all(send, reply.opening())
@@ -63,10 +62,15 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
     """Sends a stream whose events are made elsewhere."""
-    await send(_START)
+    await _start(send, SSE)
     async for event in events:
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _start(send: Send, content_type: bytes) -> None:
+    headers = [(b"content-type", content_type), *_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _send_all(send: Send, events: Iterable[bytes]) -> None:

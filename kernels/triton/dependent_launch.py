@@ -34,7 +34,7 @@ def await_previous():
         gdc_launch_dependents()
 
 
-class _Dependent(JITFunction[Any]):
+class _Dependent(JITFunction[Any]):  # type: ignore[misc]  # triton has no types
     """Is launched early where the device can do it."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
