@@ -3,8 +3,8 @@
 `python -m pagewire.bench.serve.roles` starts two engines and a router, keeps short prompts with long outputs streaming,
 and sends long prompts, each different, one after the other. It measures the time to the first token of the long
 prompts, the time between two tokens of the streams while long prompts are computed, how many tokens' KV was loaded from
-the other engine, and how many prompt tokens both engines computed in relation to the prompts. Two engines on one
-machine share its cores, so only the relation of the two setups says something.
+the other engine, and how many prompts were computed there. Two engines on one machine share its cores, so only the
+relation of the two setups says something.
 """
 
 import argparse
@@ -50,16 +50,15 @@ def _fleet(model: str | None, flags: Sequence[str], *, has_roles: bool) -> Itera
         yield engines, router
 
 
-async def _times(session: aiohttp.ClientSession, url: str, prompt: str, num_tokens: int) -> list[float]:
-    """When the request was sent, and when each of its events with text came (s)."""
+async def _read(session: aiohttp.ClientSession, url: str, prompt: str, num_tokens: int, found: list[float]) -> None:
+    """Adds when the request was sent, and when each of its events with text came (s)."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-    found = [time.perf_counter()]
+    found.append(time.perf_counter())
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
             if line.startswith(b"data: {") and b'"text":""' not in line:
                 found.append(time.perf_counter())
-    return found
 
 
 async def _mix(
@@ -68,23 +67,22 @@ async def _mix(
     """(seconds to the first token of each long prompt, seconds between two tokens of the streams meanwhile)."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        times: list[list[float]] = [[] for _ in range(num_streams)]
         streams = [
-            asyncio.create_task(_times(session, url, f"Count from {seed + i} to 900", 1000)) for i in range(num_streams)
+            asyncio.create_task(_read(session, url, f"Count from {seed + i} to 900", 1000, own))
+            for i, own in enumerate(times)
         ]
         await asyncio.sleep(0.5)
         started, first = time.perf_counter(), []
         for i in range(num_prompts):
-            times = await _times(session, url, f"Item {seed} {i}. " + _SENTENCE * (length // 12), 8)
-            first.append(times[1] - times[0])
+            own: list[float] = []
+            await _read(session, url, f"Item {seed} {i}. " + _SENTENCE * (length // 12), 8, own)
+            first.append(own[1] - own[0])
         ended = time.perf_counter()
-        between = []
         for stream in streams:
-            if stream.done():
-                times = stream.result()[1:]
-                between += [b - a for a, b in pairwise(times) if started <= a and b <= ended]
-            else:
-                stream.cancel()
+            stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+    between = [b - a for some in times for a, b in pairwise(some[1:]) if started <= a and b <= ended]
     return first, between
 
 
@@ -117,9 +115,6 @@ def measure(
                         "ITL p50 ms": 1000 * percentile(between, 50) if between else 0.0,
                         "ITL p99 ms": 1000 * percentile(between, 99) if between else 0.0,
                         "tokens loaded": _more(before, after, "pagewire:external_prefix_cache_hits_total"),
-                        "prompt tokens computed": _more(before, after, "pagewire:prompt_tokens_total")
-                        - _more(before, after, "pagewire:prefix_cache_hits_total")
-                        - _more(before, after, "pagewire:external_prefix_cache_hits_total"),
                     }
                 )
             legs = router.metric("pagewire_router_prefill_legs_total") / (repeat + 1)
