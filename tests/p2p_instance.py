@@ -22,7 +22,7 @@ SIZE = 4  # positions a block
 BLOCK_BYTES = SHAPE.groups(SIZE).page_bytes
 FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=bytes(32))
 DIGEST = Layout.of(FACTS).digest
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @dataclass

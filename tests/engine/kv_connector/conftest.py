@@ -21,7 +21,7 @@ def instance() -> Iterator[Callable[..., Instance]]:
     started: list[Instance] = []
 
     def start(**options: str) -> Instance:
-        started.append(Instance(**{"timeout_ms": "5000", **options}))
+        started.append(Instance(**{"timeout_ms": "30000", **options}))
         return started[-1]
 
     yield start

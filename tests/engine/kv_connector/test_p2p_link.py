@@ -205,7 +205,7 @@ def test_a_connection_that_breaks_in_the_middle(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES)
     prefill, _ = served
-    timeout_ms = "30000" if trouble == "cut for a moment" else "700"
+    timeout_ms = "30000" if trouble == "cut for a moment" else "3000"
     decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms=timeout_ms, **keys)
     computing, blocks = prompt(1, 41), list(range(30, 41))
     request = FakeRequest(2, array("i", computing.ids))
