@@ -265,7 +265,10 @@ _ROWS = (
         "--disable-custom-all-reduce --all2all-backend= --disable-cascade-attn",
     ),
     # ranks and machines
-    (Taken("ray: --backend ray; else ranks are pagewire's own processes", _executor), "--distributed-executor-backend="),
+    (
+        Taken("ray: --backend ray; else ranks are pagewire's own processes", _executor),
+        "--distributed-executor-backend=",
+    ),
     (
         _RANKS,
         "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
