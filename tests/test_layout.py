@@ -82,7 +82,7 @@ ROOMS: dict[str, str] = {
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
     "ray": "errors config ipc api procs route commands",
-    "offline": "errors config ipc engine.text api.output api.output.parsers procs client",
+    "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
     "cli": "errors version config engine.core engine.runner procs route commands ray",
     "__init__": "version api.output client offline",
     "__main__": "cli",
