@@ -55,6 +55,10 @@ def _attention(value: object) -> Settings | str:
     return "there is no such backend here; one is chosen for the device."
 
 
+def _executor(value: object) -> Settings | str:
+    return {"backend": "ray"} if value == "ray" else "ranks are pagewire's own processes."
+
+
 def _speculative(value: object) -> Settings | str:
     if not isinstance(value, dict):
         raise ConfigError("needs an object.")
@@ -262,8 +266,12 @@ _ROWS = (
     ),
     # ranks and machines
     (
+        Taken("ray: --backend ray; else ranks are pagewire's own processes", _executor),
+        "--distributed-executor-backend=",
+    ),
+    (
         _RANKS,
-        "--distributed-executor-backend= --distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
+        "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
         "--ray-workers-use-nsight --enable-batch-sharded-sampling --enable-shm-tensor-arena --enable-hc-sp "
         "--enable-fault-tolerance --fault-tolerance-config={}",
     ),

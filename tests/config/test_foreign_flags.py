@@ -84,6 +84,7 @@ def test_a_command_line_of_vllm() -> None:
         "--speculative-config.method", "ngram", "--spec-tokens", "3", "--kv-offloading-size", "1.5",
         "--no-async-scheduling", "--attention-backend", "FLASHINFER", "--api-key", "k", "l",
         "--override-generation-config.temperature", "0.5", "--port", "9000", "--quantization", "awq",
+        "--distributed-executor-backend", "ray",
     )  # fmt: skip
     engine = config.engine
     assert config.source.model == "Qwen/Qwen3-0.6B" and config.source.served_model_name == ("a", "b")
@@ -95,7 +96,7 @@ def test_a_command_line_of_vllm() -> None:
     assert engine.attention_backend == "flashinfer" and engine.override_generation_config == {"temperature": 0.5}
     assert config.listen.host == "0.0.0.0" and config.listen.port == 9000 and config.keys.api_key == ("k", "l")
     assert config.clients.allowed_origins == ("https://a", "https://b") and not config.clients.access_log
-    assert config.service.api_processes == 2 and config.service.drain_timeout == 5
+    assert config.service.api_processes == 2 and config.service.drain_timeout == 5 and config.service.backend == "ray"
     assert [note.partition(":")[0].removesuffix(" is not needed") for note in notes] == [
         "--trust-remote-code", "--enforce-eager", "--enable-auto-tool-choice", "-O", "--quantization"
     ]  # fmt: skip

@@ -21,11 +21,11 @@ pytestmark = [
     pytest.mark.skipif(not has_ray(), reason="make test-ray installs it"),
 ]
 LONG_S = 240.0  # limit for starts of engines
-TOKENS = 2000
+TOKENS = 4000
 SETTINGS = {
     "threads": 1,
     "max_replicas": 2,
-    "requests_per_replica": 4,
+    "requests_per_replica": 2,
     "drain_timeout": 1,
     "upscale_delay_s": 1,
     "downscale_delay_s": 4,
