@@ -183,7 +183,8 @@ class Server:
 
     def load(self) -> dict[str, float]:
         """/load: rows, queue and KV memory, by the core's last snapshot."""
-        return dict(json.loads(self.get("/load")))
+        found = json.loads(self.get("/load"))
+        return {name: found[name] for name in ("server_load", "num_running", "num_waiting", "kv_cache_usage")}
 
     def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Returns when no request runs or waits and no KV is in use."""
