@@ -19,7 +19,7 @@ help:
 	@echo "make test          run ruff, mypy and all tests but the longest: six minutes"
 	@echo "make test-long     run the longest tests"
 	@echo "make test-clients  install third-party clients and run the tests with them"
-	@echo "make test-agents   install coding agents (640 MB) and run the tests with them"
+	@echo "make test-agents   install coding agents (2 GB) and run the tests with them"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
 	@echo "make test-ray      install Ray (250 MB), and run the tests with clusters of several nodes on this machine"
@@ -74,6 +74,8 @@ test-clients: $(VENV)/.dev
 
 test-agents: $(VENV)/.dev
 	cd tests/e2e/agents && npm ci --ignore-scripts
+	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv && .venv/bin/pip install -r ../requirements-agents.txt
+	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-aider && .venv-aider/bin/pip install aider-chat
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
 
 test-browser: $(VENV)/.dev
@@ -89,7 +91,7 @@ test-ray: $(VENV)/.dev
 	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in serve serve.frontend serve.route serve.startup serve.metrics engine.offline engine.invariance \
+	for bench in serve serve.frontend serve.engines serve.route serve.startup serve.metrics engine.offline engine.invariance \
 		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
 		engine.embeddings engine.sums engine.stages; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 

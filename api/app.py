@@ -33,11 +33,13 @@ from .gateway.request_end import Observer
 from .gateway.stats import Stats
 from .http.admission_throttle import AdmissionThrottle
 from .http.exchange import ClientGone, send_body, too_large
-from .http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
+from .http.http_error import HttpError, as_http_error, error_body_at, speaks_anthropic
 from .http.keys import Caller, Keys
 from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
+from .llamacpp.endpoints import LlamaCppEndpoints
+from .ollama.endpoints import OllamaEndpoints
 from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
@@ -97,6 +99,8 @@ def create_app(
         "Chat and completions": OpenAIEndpoints(service).routes(),
         "Responses": responses.routes(),
         "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
+        "Ollama's API": OllamaEndpoints(service).routes(),
+        "llama-server's API": LlamaCppEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
         "Tokens": [
             *TokenizeEndpoints(service).routes(),
@@ -205,7 +209,7 @@ class Edge:
             if request.status:
                 raise
             self._stats.refused[http_error.code or str(http_error.status)] += 1
-            body = anthropic_error_body(http_error) if request.is_anthropic else error_body(http_error)
+            body = error_body_at(scope["path"], http_error)
             headers = (*http_error.headers, *self._when_to_retry(http_error))
             await send_body(request.send, http_error.status, body, headers=headers)
         finally:

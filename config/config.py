@@ -491,6 +491,17 @@ class Purpose(Struct, frozen=True, kw_only=True):
     default_prompt: str | None = None  # the name of one of them
 
 
+class Infill(Struct, frozen=True, kw_only=True):
+    """The special tokens by which a model writes what belongs between two texts."""
+
+    prefix: str  # before the text that comes first
+    suffix: str  # before the text that comes last
+    middle: str  # before what the model writes; may be empty
+    is_suffix_first: bool = False  # in the prompt
+    stop_ids: tuple[int, ...] = ()  # tokens with which it ends besides the model's ends
+    file: str = ""  # before the name of another file
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What `engine.checkpoint.spec` reads in a checkpoint's config files, and processes are given."""
 
@@ -512,6 +523,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
+    infill: Infill | None = None  # None: the tokenizer has no tokens for it
 
 
 class NumaNode(Struct, frozen=True):

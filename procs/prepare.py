@@ -19,6 +19,7 @@ from ..engine.kv_connector import registry as kv_connectors
 from ..engine.models.cut import cut
 from ..engine.models.lower import lower
 from ..engine.models.stages import lengths_of
+from ..engine.text.infill import read_infill
 from ..engine.text.template_files import read_templates
 from ..errors import ConfigError
 
@@ -80,5 +81,7 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     facts = model_facts(spec, folder, name, adapter)
     templates = read_templates(folder, options.chat_template or None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))
-    facts = replace(facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown)
+    facts = replace(
+        facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown, infill=read_infill(folder)
+    )
     return facts, machine_facts()

@@ -65,12 +65,16 @@ ROOMS: dict[str, str] = {
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.state api.openai",
     "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
     "api.batches": "errors api.http api.output api.openai",
+    "api.llamacpp": "errors ipc api.gateway api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
+    "api.ollama": (
+        "errors config ipc api.gateway api.http api.output api.output.parsers api.openai api.llamacpp api.pooling"
+    ),
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
     "api.web": "api.http api.openai api.admin",
     "api": (
         "errors config api.http api.gateway api.output api.openai api.anthropic api.responses "
-        "api.batches api.pooling api.admin api.web"
+        "api.batches api.pooling api.llamacpp api.ollama api.admin api.web"
     ),
     "procs": (
         "errors version config ipc engine engine.core engine.models engine.text engine.checkpoint engine.kv_connector "

@@ -27,6 +27,8 @@ ELSEWHERE = {
     "api.http.exchange": "api/http/test_server.py: needs a connection",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
     "api.http.origins": "api/test_app.py: over the whole application",
+    "api.llamacpp.reply": "api/llamacpp/test_endpoints.py: over the whole application",
+    "api.ollama.reply": "api/ollama/test_endpoints.py: over the whole application",
     "api.openai.conversation": "api/openai/test_chat.py: over the conversion of chat messages",
     "api.openai.endpoints": "api/openai/test_chat.py: over the whole application",
     "api.gateway.open_request": "api/gateway/test_gateway.py: with the gateway that owns it",

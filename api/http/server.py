@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from ...config.config import HttpConfig
 from .direct import DIRECT
-from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
+from .http_error import HttpError, error_body_at
 from .tls import tls_context
 
 BACKLOG = 2048
@@ -236,7 +236,7 @@ class BoundedHttp(HttpToolsProtocol):
         ):
             error = self._refusal or HttpError(400, "The request is not valid HTTP.")
             path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._path_prefix)
-            body = anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
+            body = error_body_at(path, error)
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )

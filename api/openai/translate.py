@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...config.config import EngineConfig, SamplingDefaults
+from ...config.config import EngineConfig, Infill, SamplingDefaults
 from ...ipc.messages import (
     ChatPrompt,
     Constraint,
@@ -30,6 +30,7 @@ from ..output.parsers.registry import find_grammar
 from ..output.shapes import Bias, GenerationRequest, TokenId
 from ..output.turn import Turn
 from .constraints import chat_constraint, completion_constraint
+from .infill import infill_prompt
 from .types import ChatRequest, CompletionRequest, Message, Tool
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ _NEED_CONTENT = ("system", "developer", "user")
 _THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSeek's and Granite's
 _REFUSED = (
     "logits_processors", "prompt_embeds", "guided_decoding_backend", "audio",
-    "web_search_options", "suffix", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "web_search_options", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
     "logprob_token_ids", "repetition_detection", "return_prompt_text", "return_token_offsets", "vllm_xargs",
     "watermarking",
 )  # fmt: skip
@@ -209,9 +210,17 @@ def _sends_tools(request: ChatRequest) -> bool:
     return bytes(request.tools).translate(None, b" \t\r\n") not in (b"", b"null", b"[]")
 
 
-def completion_submits(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
-    """The submits of a completion request in the order of its prompts, or one for each choice that is resumed. Raises
-    HttpError."""
+def completion_submits(
+    request: CompletionRequest,
+    config: EngineConfig,
+    salt: bytes,
+    *,
+    default_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
+) -> list[Submit]:
+    """The submits of a completion request in the order of its prompts, or one for each choice that is resumed.
+    `default_tokens`: the longest output without `max_tokens`, None: as many as fit. Raises HttpError."""
+    if request.suffix:
+        request = _infilled(request, config.model.infill)
     _check_common(request, config.model.vocab_size)
     best_of = num_candidates(request)
     if best_of < (request.n or 1):
@@ -222,7 +231,7 @@ def completion_submits(request: CompletionRequest, config: EngineConfig, salt: b
     if len(prompts) * best_of > MAX_SEQUENCES:
         field = "n" if request.best_of is None else "best_of"
         raise HttpError(400, f"prompts times {field} must be at most {MAX_SEQUENCES}.", param=field)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = default_tokens if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     ranks = best_of > (request.n or 1)  # by log-probability
@@ -266,6 +275,18 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     if texts:
         return [TextPrompt(text, add_special_tokens) for text in texts]
     return [IdsPrompt(ids_to_bytes(part)) for part in lists]
+
+
+def _infilled(request: CompletionRequest, infill: Infill | None) -> CompletionRequest:
+    """The request for what belongs between its prompts and its suffix."""
+    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not all(isinstance(text, str) for text in texts):
+        raise HttpError(400, "suffix is for prompts of text; token ids were sent.", param="suffix")
+    if request.echo:
+        raise HttpError(400, "suffix and echo cannot both be given.", param="suffix")
+    prompts = [infill_prompt(infill, str(text), request.suffix or "", field="suffix") for text in texts]
+    stops = [*(request.stop_token_ids or ()), *(infill.stop_ids if infill is not None else ())]
+    return replace(request, prompt=prompts, suffix=None, stop_token_ids=stops)
 
 
 def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vocab_size: int) -> list[Submit]:

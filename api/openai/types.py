@@ -113,9 +113,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of each choice, sampled by another engine
-
-    # Refused.
-    suffix: object = None
+    suffix: str | None = None  # what follows the output; needs a model with tokens for infilling
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
