@@ -32,8 +32,7 @@ class Reply(Protocol):
     keep_alive: bytes = (
         b": keep-alive\n\n"  # sent when there was nothing to send for a while; empty: nothing is sent then
     )
-
-    content_type: bytes = b"application/json"  # of the `body`
+    body_type: bytes = b"application/json"  # of the `body`
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """Comes first. `nums_prompt`: tokens of each choice's prompt."""

@@ -63,7 +63,8 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
     """Sends a stream whose events are made elsewhere."""
-    await send(_START)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for event in events:
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
