@@ -28,7 +28,7 @@ def now() -> str:
 class OllamaReply(Reply):
     """A call of a tool is sent whole, as Ollama does."""
 
-    stream_type = b"application/x-ndjson"
+    content_type = b"application/x-ndjson"
     keep_alive = b""  # clients read every line as an object
 
     def __init__(self, *, model: str, turn: Turn, is_chat: bool, has_logprobs: bool = False) -> None:

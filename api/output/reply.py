@@ -20,7 +20,6 @@ from .shapes import (
     UsageBody,
 )
 
-SSE = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -29,9 +28,9 @@ class Reply(Protocol):
 
     `ending`, `failure` and the stream's type are OpenAI's unless an API overrides them."""
 
-    stream_type: bytes = SSE  # the content type of a stream
+    content_type: bytes = b"text/event-stream; charset=utf-8"  # of a stream
     keep_alive: bytes = b": keep-alive\n\n"  # what is sent when there was nothing to send for a while, if anything
-    content_type: bytes = b"application/json"  # of the `body`
+    body_type: bytes = b"application/json"  # of the `body`
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """Comes first. `nums_prompt`: tokens of each choice's prompt."""

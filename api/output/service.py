@@ -83,7 +83,7 @@ class Service:
                 reply.ended(stream.request.timeline())
                 await reply.settle()
                 body = reply.body()
-                await send_body(send, 200, body, content_type=reply.content_type, headers=reply.headers())
+                await send_body(send, 200, body, content_type=reply.body_type, headers=reply.headers())
         except ClientGone:
             stream.cancel()
             raise

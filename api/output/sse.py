@@ -16,7 +16,7 @@ from ..gateway.stream import Stream
 from ..http.direct import DirectWriter
 from ..http.exchange import ClientGone
 from ..http.http_error import as_http_error
-from .reply import SSE, Reply
+from .reply import Reply
 
 KEEP_ALIVE_S = 15.0
 _HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -31,7 +31,8 @@ def as_event(body: bytes) -> bytes:
 
 async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWriter | None) -> None:
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
-    await _start(send, reply.stream_type)
+    headers = [(b"content-type", reply.content_type), *_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     ticker = _Ticker(stream)
     try:
         await _send_all(send, reply.opening())
@@ -62,15 +63,11 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
     """Sends a stream whose events are made elsewhere."""
-    await _start(send, SSE)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for event in events:
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _start(send: Send, content_type: bytes) -> None:
-    headers = [(b"content-type", content_type), *_HEADERS]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _send_all(send: Send, events: Iterable[bytes]) -> None:

@@ -85,7 +85,7 @@ class VectorsReply(_VectorReply):
         self._endianness = request.endianness or "little"
         self._items: list[BytesItem] = []
         if self._format.startswith("bytes"):
-            self.content_type = b"application/octet-stream"
+            self.body_type = b"application/octet-stream"
 
     def body(self) -> bytes:
         if self._format.startswith("bytes"):

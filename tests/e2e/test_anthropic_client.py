@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import until
 
 from pagewire.tools.servers import Server
 
@@ -129,3 +130,14 @@ def test_the_api_key_is_checked(start: Callable[..., Server]) -> None:
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**greedy())
+
+
+def test_a_batch_of_messages_is_answered(client: Any) -> None:
+    params = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "temperature": 0}
+    requests = [{"custom_id": "good", "params": params}, {"custom_id": "bad", "params": params | {"max_tokens": 0}}]
+    batch = client.messages.batches.create(requests=requests)
+    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended", "the batch has ended")
+    good, bad = client.messages.batches.results(batch.id)
+    assert (good.custom_id, good.result.message.content[0].text) == ("good", ANSWER)
+    assert (bad.custom_id, bad.result.type) == ("bad", "errored")
+    assert client.messages.batches.delete(batch.id).id == batch.id

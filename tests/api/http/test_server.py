@@ -62,6 +62,36 @@ def test_chat_stream_helper_with_tools(served: Served, client: openai.OpenAI) ->
     assert len({call.id for call in calls}) == 2
 
 
+def test_background_responses_and_conversations(client: openai.OpenAI) -> None:
+    begun = client.responses.create(model="demo", input="hi", background=True)
+    assert begun.status == "queued"
+    until(lambda: client.responses.retrieve(begun.id).status == "completed", "the response is complete")
+    assert client.responses.retrieve(begun.id).output_text == "Hello 🙂"
+    assert client.responses.cancel(begun.id).status == "completed"
+    with client.responses.create(model="demo", input="hi", background=True, stream=True) as stream:
+        events = list(stream)
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    rest = client.responses.retrieve(events[0].response.id, stream=True, starting_after=2)
+    assert [event.sequence_number for event in rest] == [event.sequence_number for event in events[3:]]
+    items: Any = [{"type": "message", "role": "user", "content": "a"}]
+    conversation = client.conversations.create(items=items)
+    client.responses.create(model="demo", input="b", conversation=conversation.id)
+    assert len(list(client.conversations.items.list(conversation.id))) == 3
+    assert client.responses.input_tokens.count(model="demo", input="hi").input_tokens == 3
+
+
+def test_custom_tools_and_functions(served: Served, client: openai.OpenAI) -> None:
+    served.engine.pieces = list('<tool_call>{"name": "patch", "arguments": {"input": "x y"}}</tool_call>')
+    tools: Any = [{"type": "custom", "name": "patch"}]
+    with client.responses.stream(model="demo", input="b", tools=tools) as stream:
+        (call,) = stream.get_final_response().output
+    assert call.type == "custom_tool_call" and call.input == "x y"
+    functions: Any = [{"name": "patch"}]
+    (choice,) = client.chat.completions.create(model="demo", messages=MESSAGES, functions=functions).choices
+    assert choice.finish_reason == "function_call" and choice.message.function_call is not None
+    assert choice.message.function_call.arguments == '{"input": "x y"}'
+
+
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="demo", prompt=["a", "b"], echo=True, logprobs=1)
     assert [choice.text for choice in answer.choices] == ["aHello 🙂", "bHello 🙂"]
