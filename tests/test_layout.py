@@ -79,7 +79,8 @@ ROOMS: dict[str, str] = {
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
     "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
-    "cli": "errors version config engine.core engine.runner procs route commands",
+    "commands.bench": "errors config engine.checkpoint engine.text procs commands offline",
+    "cli": "errors version config engine.core engine.runner procs route commands commands.bench",
     "__init__": "version api.output client offline",
     "__main__": "cli",
 }
