@@ -77,6 +77,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "dummy"],
         _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
     ] = "auto"
+    scripted: Annotated[
+        str | None, _doc("model", "a JSON file that says what the model answers, for tests of programs; no weights")
+    ] = None
     max_model_len: Annotated[
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
@@ -377,6 +380,13 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str | None,
         _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
     ] = None
+    state: Annotated[
+        str | None,
+        _doc(
+            "server",
+            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+        ),
+    ] = None
     metrics_prefix: Annotated[
         Literal["pagewire", "vllm"],
         _doc("server", "prefix of metric names in /metrics; vllm: for dashboards made for vLLM"),
@@ -413,6 +423,10 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
     ] = 1
+    backend: Annotated[
+        Literal["local", "ray"],
+        _doc("server", "who starts the ranks: this machine and those of --nnodes, or the nodes of a Ray cluster"),
+    ] = "local"
     join_address: Annotated[
         str | None,
         _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
@@ -421,6 +435,11 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
     ] = None
+
+
+def num_machines(service: ServiceOptions, num_stages: int) -> int:
+    """The machines that run ranks; without --nnodes Ray places each stage by itself."""
+    return num_stages if service.backend == "ray" and service.nnodes == 1 else service.nnodes
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -539,6 +558,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
+    engine_number: int = 0  # among those of `data_parallel_size`
     block_size: int
     # Narrowed: what the user may leave open is decided here.
     max_model_len: int

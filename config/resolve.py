@@ -4,6 +4,7 @@ Pure functions: no file and no environment variable is read here, and nothing is
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +24,7 @@ from .config import (
     MachineFacts,
     ModelFacts,
     SamplingDefaults,
+    num_machines,
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
@@ -33,7 +35,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     model or machine cannot have."""
     options = config.engine
     max_model_len = options.max_model_len or model.max_position
-    if max_model_len > model.max_position:
+    if max_model_len > model.max_position and options.scripted is None:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
@@ -43,6 +45,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
+    _check_scripted(options)
     _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
@@ -68,10 +71,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    nnodes = _check_nnodes(config)
+    nnodes = _check_machines(config)
+    is_alone = nnodes == 1 and config.service.backend == "local"
     of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
     num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
-    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and is_alone else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=replace(model, sampling=_sampling(options, model)),
@@ -115,18 +119,20 @@ _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of t
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
-def _check_nnodes(config: Config) -> int:
-    """The number of machines. Raises ConfigError."""
-    nnodes, num_ranks = config.service.nnodes, config.engine.tensor_parallel_size
-    if num_ranks % nnodes:
+def _check_machines(config: Config) -> int:
+    """The number of machines that run ranks. Raises ConfigError."""
+    service, num_stages = config.service, config.engine.pipeline_parallel_size
+    nnodes, num_ranks = num_machines(service, num_stages), config.engine.tensor_parallel_size
+    if num_stages == 1 and num_ranks % nnodes:
         raise ConfigError(f"--nnodes {nnodes} does not divide the {num_ranks} ranks: each machine runs as many.")
-    if nnodes > 1 and config.engine.pipeline_parallel_size > 1:
+    if num_stages % nnodes and num_stages > 1:
         raise ConfigError(
-            f"--nnodes {nnodes} divides the ranks of --tensor-parallel-size among machines, and not stages: "
-            "start those on their machines by python -m pagewire.procs.launch."
+            f"--nnodes {nnodes} does not divide the {num_stages} stages of --pipeline-parallel-size: each machine runs "
+            "as many whole stages."
         )
-    if nnodes > 1 and config.cpu.cpu_bind not in ("auto", "none"):
-        raise ConfigError("--cpu-bind names CPUs of one machine: leave it out with --nnodes.")
+    if (nnodes > 1 or service.backend == "ray") and config.cpu.cpu_bind not in ("auto", "none"):
+        what = "--nnodes" if nnodes > 1 else "--backend ray"
+        raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
     return nnodes
 
 
@@ -140,6 +146,8 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
     if config.service.api_processes > 1 and config.reports.batch_folder is not None:
         raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
+    if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
+        raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)
     check_origins(clients.allowed_origins)
     keys = (*map(ApiKey, config.keys.api_key), *file_keys)
@@ -173,9 +181,8 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
         ("--tensor-parallel-size", options.tensor_parallel_size),
         (_STAGES, options.pipeline_parallel_size),
     ):
-        if num > 1 and (options.kv_connector or options.extension is not None):
-            flag = "--kv-connector" if options.kv_connector else "--extension"
-            raise ConfigError(f"{flag} knows the KV of one rank only; leave it or {sizes} out.")
+        if num > 1 and any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
+            raise ConfigError(f"--kv-connector p2p serves the KV of one rank only; leave it or {sizes} out.")
     if options.pipeline_parallel_size == 1:
         if options.pipeline_layers is not None:
             raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
@@ -247,6 +254,19 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_scripted(options: EngineOptions) -> None:
+    """Refuses what a model that does not compute cannot do."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
+        ("--kv-connector", bool(options.kv_connector)),
+        ("--extension", options.extension is not None),
+        ("--speculative", options.speculative is not None),
+    ):
+        if is_asked and options.scripted is not None:
+            raise ConfigError(f"{flag} has no meaning beside --scripted, where no model computes; leave it out.")
 
 
 def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:

@@ -15,6 +15,7 @@ from pagewire.ipc import messages
 from pagewire.procs import topology
 
 ROOT = Path(__file__).resolve().parent.parent
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
 
 # Room → the rooms that it may import. A room is a folder, or a module of the root. Every room comes after those that it
@@ -49,18 +50,20 @@ ROOMS: dict[str, str] = {
         "kernels kernels.triton"
     ),
     "engine.runner": (
-        "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.models engine.models.families engine.executors engine.steps engine.gpu "
-        "kernels kernels.cpu"
+        "errors version config ipc engine engine.checkpoint engine.text engine.attention engine.kv_connector "
+        "engine.parallel engine.weights engine.device engine.models engine.models.families engine.executors "
+        "engine.steps engine.gpu kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
-    "api.gateway": "errors config ipc api.http",
+    "api.engines": "",
+    "api.gateway": "errors config ipc api.engines api.http",
+    "api.state": "api.http",
     "api.output.parsers": "errors config",
     "api.output.parsers.families": "api.output.parsers",
-    "api.output": "errors config ipc api.http api.gateway api.output.parsers",
+    "api.output": "errors config ipc api.http api.gateway api.state api.output.parsers",
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.openai",
-    "api.responses": "errors ipc api.http api.output api.output.parsers api.openai",
+    "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
     "api.batches": "errors api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
@@ -74,13 +77,14 @@ ROOMS: dict[str, str] = {
         "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
-    "route": "errors version config ipc api.http api.gateway api.output api procs",
+    "route": "errors version config api.engines api.http api.gateway api.output api procs",
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
+    "ray": "errors config ipc api procs route commands",
     "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
     "commands.bench": "errors config engine.checkpoint engine.text procs commands offline",
-    "cli": "errors version config engine.core engine.runner procs route commands commands.bench",
+    "cli": "errors version config engine.core engine.runner procs route commands commands.bench ray",
     "__init__": "version api.output client offline",
     "__main__": "cli",
 }
@@ -249,6 +253,20 @@ def test_grammar_libraries_are_not_imported_before_the_first_grammar() -> None:
     code = f"import sys, pagewire.procs.grammar; print(sorted({libraries} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_only_one_room_imports_ray_and_only_in_functions() -> None:
+    for name, path in sources():
+        tree = ast.parse(path.read_text())
+        lazy = {node for one in ast.walk(tree) if isinstance(one, _FUNCTION) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
+            if any(one.split(".")[0] == "ray" for one in named):
+                assert room_of(name) == "ray" and node in lazy, f"{path}: {named}"
 
 
 def test_our_modules_are_imported_only_inside_the_package() -> None:

@@ -52,8 +52,11 @@ class HostSteps(ImmediateSteps):
         attention: AttentionBackend,
         ops: Ops,
         synchronize: Callable[[], None],
+        agree: Callable[[], None] = lambda: None,
     ) -> None:
+        """agree: called at the end of a pass, and of sampling; raises an error if another rank has failed there."""
         super().__init__()
+        self._agree = agree
         self._config = config
         self._model = model
         self._cache = cache
@@ -77,6 +80,7 @@ class HostSteps(ImmediateSteps):
         self._passed = self._pass(plan, started)
         if plan.late_rows:
             self._synchronize()
+            self._agree()
             self._passed.ended = time.perf_counter()
         else:
             self.sample({})
@@ -88,6 +92,7 @@ class HostSteps(ImmediateSteps):
         wait_s = time.perf_counter() - passed.ended if passed.plan.late_rows else 0.0
         sampled = self._sample(passed)
         self._synchronize()
+        self._agree()
         device_s = time.perf_counter() - passed.started - wait_s
         self._results.append(sampled.result(passed.plan.step, 1000 * device_s, 1000 * wait_s))
 
