@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .commands import batch, completion, doctor, launch, talk, tokenize, top
+from .commands.bench import command as bench
 from .config.flags import add_flags, read_settings
 from .errors import ConfigError, PagewireError
 from .route.config import add_route_flags
@@ -53,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         description, _, more = (module.__doc__ or "").strip().partition("\n\n")
         module.add_flags(commands.add_parser(name, help=summary, description=description, epilog=more))
+    bench.add_flags(
+        commands.add_parser(
+            "bench",
+            help="measure a server or an engine",
+            description="Measures a running server (serve), or an engine without HTTP, with vLLM's flags and figures.",
+        )
+    )
     replay = commands.add_parser(
         "replay",
         help="run a step trace again",
@@ -86,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
                 return top.main(arguments)
             case "doctor":
                 return doctor.main(arguments)
+            case "bench":
+                return bench.main(arguments)
             case "replay":
                 return _replay(arguments.trace)
             case _:
@@ -103,18 +113,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_our_words(argv: Sequence[str]) -> Sequence[str]:
-    """The command line of `serve` with the flags of other engines replaced; says what has no effect. Raises
-    ConfigError."""
-    if not argv or argv[0] != "serve":
+    """The command line of `serve` and `bench` with vLLM's flags and those of others replaced; says what has no effect.
+    Raises ConfigError."""
+    num = 2 if argv[:1] == ["bench"] and argv[1:2] != ["serve"] else 1
+    if not argv or (argv[0] != "serve" and num == 1):
         return argv
     from .config.foreign_flags import translate
     from .config.peer_flags import BY_NAME
     from .config.vllm_flags import ALIASES
 
-    found = translate(argv[1:], BY_NAME, ALIASES)
+    found = translate(argv[num:], bench.without_own(BY_NAME) if num == 2 else BY_NAME, ALIASES)
     for note in found.notes:
         print(f"pagewire: {note}", file=sys.stderr)
-    return ["serve", *found.arguments]
+    return [*argv[:num], *found.arguments]
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -87,7 +87,8 @@ ROOMS: dict[str, str] = {
     ),
     "ray": "errors config ipc api procs route commands",
     "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
-    "cli": "errors version config engine.core engine.runner procs route commands ray",
+    "commands.bench": "errors config engine.checkpoint engine.text procs commands offline",
+    "cli": "errors version config engine.core engine.runner procs route commands commands.bench ray",
     "__init__": "version api.output client offline",
     "__main__": "cli",
 }
@@ -293,7 +294,7 @@ def test_only_these_environment_variables_are_read() -> None:
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
                 read.add(ast.literal_eval(node.slice))
     folders = {"XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TRITON_CACHE_DIR", "HF_HOME"}
-    assert read == folders | {"CC", "PAGEWIRE_API_KEY", "CUDA_VISIBLE_DEVICES", "PAGEWIRE_MACHINE"}
+    assert read == folders | {"CC", "PAGEWIRE_API_KEY", "OPENAI_API_KEY", "CUDA_VISIBLE_DEVICES", "PAGEWIRE_MACHINE"}
 
 
 def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "cli": "e2e/test_own_code.py: needs processes",
     "config.peer_flags": "config/test_foreign_flags.py: every flag of every table",
     "config.vllm_flags": "config/test_foreign_flags.py: every flag of every table",
+    "commands.bench.picture": "commands/bench/test_serve.py: with a load",
     "commands.client": "commands/test_talk.py: with a server that answers",
     "commands.launch": "e2e/test_followers.py: needs processes",
     "commands.tokenize": "e2e/test_terminal.py: needs a server",

@@ -52,9 +52,16 @@ def pages() -> dict[str, str]:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """Name → parser of every subcommand."""
-    (subparsers,) = (one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction))
-    return dict(subparsers.choices)
+    """Name → parser of every subcommand, also of those of a subcommand."""
+    return dict(_subcommands("", build_parser()))
+
+
+def _subcommands(prefix: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield prefix + name, inner
+                yield from _subcommands(f"{prefix}{name} ", inner)
 
 
 def flags() -> str:

@@ -10,11 +10,10 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from urllib.parse import urlsplit
 
+from ...commands.bench.load import Outcome, Sample, Target, run
 from ...engine.checkpoint.source import locate
 from ...tools.servers import Server
 from ..report import Row, machine, percentile, print_table, repeat, write_json
@@ -32,37 +31,6 @@ def serving(arguments: argparse.Namespace) -> Iterator[str]:
         yield server.url
 
 
-async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> list[float]:
-    """Reads one streamed completion. Returns the time of sending, then the times of its events."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    body = json.dumps(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-    times = [time.perf_counter()]
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    try:
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise SystemExit(f"the server answered {status!r}: {await reader.read()!r}")
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
-            elif line.startswith(b"data: [DONE]"):
-                return times
-    finally:
-        writer.close()
-    raise SystemExit("a stream ended early")
-
-
 def main(argv: list[str] | None = None) -> None:
     flags = parser(__doc__, json="bench/results/serve.json")
     flags.add_argument("--url", default="", help="a running server; empty: start one")
@@ -74,9 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     together, alone = Row(f"pagewire, {num} streams at once"), Row(f"pagewire, {num} streams one after another")
     peer_together, peer_alone = Row(f"transformers, one batch of {num}"), Row("transformers, one after another")
 
-    def record(row: Row, seconds: float, streams: list[list[float]]) -> None:
-        first = [times[1] - times[0] for times in streams]
-        gaps = [b - a for times in streams for a, b in pairwise(times[1:])]
+    def record(row: Row, seconds: float, outcomes: list[Outcome]) -> None:
+        first = [outcome.ttft for outcome in outcomes]
+        gaps = [gap for outcome in outcomes for gap in outcome.itl]
         figures = {"seconds": seconds, "output tok/s": num * length / seconds}
         for label, values in (("TTFT", first), ("ITL", gaps)):
             if values:
@@ -87,22 +55,25 @@ def main(argv: list[str] | None = None) -> None:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
 
-        async def at_once() -> list[list[float]]:
-            return await asyncio.gather(*(stream(url, model, prompt, length) for prompt in batch))
+        fields = {"temperature": 0, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        target = Target(url=f"{url}/v1/completions", is_chat=False, model=model, fields=fields, headers=headers)
+        samples = [Sample(prompt, len(prompt), length) for prompt in batch]
 
-        async def in_turn() -> list[list[float]]:
-            return [await stream(url, model, prompt, length) for prompt in batch]
-
-        def measure(row: Row, work: Callable[[], Coroutine[None, None, list[list[float]]]]) -> Callable[[], None]:
-            def run() -> None:
+        def measure(row: Row, at_once: int) -> Callable[[], None]:
+            def measured() -> None:
                 started = time.perf_counter()
-                streams = asyncio.run(work())
-                record(row, time.perf_counter() - started, streams)
+                outcomes = asyncio.run(
+                    run(target, samples, [0.0] * num, max_concurrency=at_once, on_end=lambda outcome: None)
+                )
+                if errors := [outcome.error for outcome in outcomes if outcome.error]:
+                    raise SystemExit(errors[0])
+                record(row, time.perf_counter() - started, outcomes)
 
-            return run
+            return measured
 
-        asyncio.run(at_once())  # warm up
-        repeat(arguments.repeat, measure(together, at_once), measure(alone, in_turn))
+        measure(Row("warm-up"), num)()
+        repeat(arguments.repeat, measure(together, num), measure(alone, 1))
 
     import torch
 

@@ -1,0 +1,1 @@
+"""`pagewire bench`: measures servers and engines, with vLLM's flags and figures."""
