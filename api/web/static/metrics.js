@@ -47,12 +47,38 @@ export function sample(text, time) {
     preemptions: sum("num_preemptions_total"),
     draftTokens: sum("spec_decode_num_draft_tokens_total"),
     acceptedTokens: sum("spec_decode_num_accepted_tokens_total"),
+    bubbles: sum("pipeline_bubble_ratio"),
+    stages: byStage(families.get("stage_seconds_total") ?? []),
     finished: by("request_success_total", "finished_reason"),
     firstToken: histogram("time_to_first_token_seconds"),
     interToken: histogram("inter_token_latency_seconds"),
     whole: histogram("e2e_request_latency_seconds"),
     step: histogram("step_time_seconds"),
   };
+}
+
+/** Stage of a pipeline → state → seconds. */
+function byStage(series) {
+  const stages = {};
+  for (const { labels, value } of series) {
+    const states = (stages[labels.stage] ??= {});
+    states[labels.state] = (states[labels.state] ?? 0) + value;
+  }
+  return stages;
+}
+
+/** Stage → state → share of the time with plans in flight between two samples; empty if there was none. */
+export function stageShares(before, after) {
+  const shares = {};
+  for (const [stage, states] of Object.entries(after.stages)) {
+    const grown = Object.entries(states).map(([state, seconds]) => [
+      state,
+      Math.max(0, seconds - (before.stages[stage]?.[state] ?? 0)),
+    ]);
+    const total = grown.reduce((sum, [, seconds]) => sum + seconds, 0);
+    shares[stage] = total ? Object.fromEntries(grown.map(([state, seconds]) => [state, seconds / total])) : {};
+  }
+  return shares;
 }
 
 /** How fast a counter grew between two samples, a second. */
