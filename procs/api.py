@@ -130,7 +130,9 @@ class ApiActor:
                     if message.is_failure:  # draining requests end now
                         self._failure = message.reason
                         self._gateway.close(message.reason, has_failed=True)
-                case Ping() | Leave():
+                case Ping():
+                    self._gateway.late_beats = message.late_beats
+                case Leave():
                     pass
                 case _:
                     if isinstance(message, Reset):

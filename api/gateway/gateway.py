@@ -109,6 +109,7 @@ class Gateway:
         self._idle.set()
         self._drain_rate = DrainRate(clock())
         self.snapshot: Snapshot | None = None  # the core's last report
+        self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
         self.pulses: dict[str, Pulse] = {}  # each process's last report
         self.stats = Stats()
 

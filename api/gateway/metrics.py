@@ -206,6 +206,9 @@ class Metrics:
         page.counters("processes_lost", "Processes that died or hung and were replaced, by kind.", "process", lost)
         stale = {name: pulse.num_stale for name, pulse in self._gateway.pulses.items()}
         page.counters("stale_frames", "Messages of what has died that were dropped.", "process", stale)
+        if late := self._gateway.late_beats:
+            text = "Messages of a follower that came when half of its lease was over: it was nearly taken for lost."
+            page.counters("late_beats", text, "machine", late)
         text = "Requests refused before a first byte, by code or status."
         page.counters("request_refused", text, "reason", stats.refused)
 
