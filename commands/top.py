@@ -144,10 +144,16 @@ class Screen:
         return next(reading for reading in self._readings if reading.at >= newest - _WINDOW_S or reading.at == newest)
 
     def _state(self, now: Reading) -> "Table":
-        used = min(1.0, now.get("kv_cache_usage_perc"))
+        used = min(1.0, now.mean("kv_cache_usage_perc"))
         table = _table()
         table.add_row("running", f"{now.get('num_requests_running'):.0f}", "sequences in the batch")
         table.add_row("waiting", f"{now.get('num_requests_waiting'):.0f}", "sequences in the queue")
+        engines = now.by_label.get("engine_ready/engine", {})
+        if engines:
+            down = ", ".join(number for number, is_ready in sorted(engines.items()) if not is_ready)
+            table.add_row(
+                "engines", f"{sum(engines.values()):.0f}", f"of {len(engines)}" + (f"; not {down}" * bool(down))
+            )
         table.add_row("KV cache", f"{100 * used:.1f} %", _bar(used))
         for tier, blocks in now.by_label.get("kv_tier_blocks/tier", {}).items():
             room = now.by_label.get("kv_tier_capacity_blocks/tier", {}).get(tier, 0.0)
@@ -177,7 +183,7 @@ class Screen:
             busy = f"{100 * shares['busy']:.0f} %" if shares else "idle"
             table.add_row(f"stage {stage} busy", busy, stage_bar(shares))
         waits = f"{_STATES['input']} waits for the stage before, {_STATES['ids']} for ids, {_STATES['plan']} for a plan"
-        table.add_row("bubbles", f"{100 * now.get('pipeline_bubble_ratio'):.0f} %", waits)
+        table.add_row("bubbles", f"{100 * now.mean('pipeline_bubble_ratio'):.0f} %", waits)
         return table
 
     def _latencies(self, before: Reading, now: Reading) -> "Table":

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "procs.grammar_sandbox": "procs/test_grammar.py: with the actor that owns it",
     "procs.inline": "offline/test_llm.py: through LLM",
     "procs.killable": "procs/test_grammar.py: processes that are killed",
+    "procs.shared_apis": "e2e/test_engines.py: needs processes",
     "procs.launch": "e2e/test_launches.py: needs processes",
     "procs.sleep": "e2e/test_sleep.py: needs processes",
     "procs.supervisor": "e2e/test_lifecycle.py: needs processes",
@@ -98,7 +99,6 @@ ELSEWHERE = {
     "route.app": "route/test_relay.py: a router before real servers",
     "route.ask": "route/test_relay.py: a router before real servers",
     "route.engines": "route/test_relay.py: a router before real servers",
-    "route.replicas": "e2e/test_route.py: needs processes",
     "route.serve": "e2e/test_route.py: needs processes",
 }
 

@@ -24,6 +24,7 @@ export function parse(text) {
 export function sample(text, time) {
   const families = parse(text);
   const sum = (name) => (families.get(name) ?? []).reduce((total, series) => total + series.value, 0);
+  const mean = (name) => sum(name) / Math.max(1, (families.get(name) ?? []).length); // of several engines
   const by = (name, label) =>
     Object.fromEntries((families.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
   const histogram = (name) => {
@@ -38,8 +39,8 @@ export function sample(text, time) {
     time,
     running: sum("num_requests_running"),
     waiting: sum("num_requests_waiting"),
-    kvShare: sum("kv_cache_usage_perc"),
-    stepAge: sum("engine_step_age_seconds"),
+    kvShare: mean("kv_cache_usage_perc"),
+    stepAge: Math.max(0, ...(families.get("engine_step_age_seconds") ?? []).map((series) => series.value)),
     promptTokens: sum("prompt_tokens_total"),
     outputTokens: sum("generation_tokens_total"),
     cacheQueries: sum("prefix_cache_queries_total"),
@@ -47,7 +48,7 @@ export function sample(text, time) {
     preemptions: sum("num_preemptions_total"),
     draftTokens: sum("spec_decode_num_draft_tokens_total"),
     acceptedTokens: sum("spec_decode_num_accepted_tokens_total"),
-    bubbles: sum("pipeline_bubble_ratio"),
+    bubbles: mean("pipeline_bubble_ratio"),
     stages: byStage(families.get("stage_seconds_total") ?? []),
     finished: by("request_success_total", "finished_reason"),
     firstToken: histogram("time_to_first_token_seconds"),
@@ -57,11 +58,11 @@ export function sample(text, time) {
   };
 }
 
-/** Stage of a pipeline → state → seconds. */
+/** Stage of a pipeline → state → seconds; of several engines engine/stage. */
 function byStage(series) {
   const stages = {};
   for (const { labels, value } of series) {
-    const states = (stages[labels.stage] ??= {});
+    const states = (stages[labels.engine === undefined ? labels.stage : `${labels.engine}/${labels.stage}`] ??= {});
     states[labels.state] = (states[labels.state] ?? 0) + value;
   }
   return stages;
