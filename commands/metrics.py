@@ -21,9 +21,8 @@ class Reading:
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # histogram → bound → samples at or below it
     by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # "name/label" → label's value → value
     nums: dict[str, int] = field(default_factory=dict)  # sample name → samples that were added up
-    stages: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # stage → state → seconds; of several engines engine/stage
+    # Stage of a pipeline, with several engines engine/stage → state → seconds.
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def get(self, name: str) -> float:
         """0 if the server does not have the metric."""
