@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser test-deploy lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser test-dynamo test-deploy lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-clients  install third-party clients and run the tests with them"
 	@echo "make test-agents   install coding agents (640 MB) and run the tests with them"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
+	@echo "make test-dynamo   install Dynamo's packages (80 MB) and run the tests with them"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
 	@echo "make bench         run the benchmarks and write bench/results/"
 	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
@@ -74,6 +75,10 @@ test-clients: $(VENV)/.dev
 test-agents: $(VENV)/.dev
 	cd tests/e2e/agents && npm ci --ignore-scripts
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
+
+test-dynamo: $(VENV)/.dev
+	$(PIP) install --no-deps -r tests/client/requirements-dynamo.txt
+	$(BIN)/python -P -m pytest -m dynamo -rs $(ARGS)
 
 test-browser: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-browser.txt
