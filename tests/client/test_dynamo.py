@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import json
 import sys
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from pagewire.client.dynamo import Relay, asked_of, chunk_of, engine_class, main
 from pagewire.client.engine_client import EngineClient
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import Constraint, RowLogprobs, Tokens, Usage, ids_to_bytes
+from pagewire.procs import interpreter
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_model"
 
@@ -55,8 +58,6 @@ def test_tokens_become_a_chunk() -> None:
 
 
 def _float(value: float) -> bytes:
-    import struct
-
     return struct.pack("<f", value)
 
 
@@ -118,6 +119,53 @@ def test_dynamos_own_engine_class_before_a_real_engine() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(work(folder))
+
+
+CLIENT = """
+import asyncio, json, sys
+from dynamo.runtime import DistributedRuntime
+
+async def main():
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
+    client = await runtime.endpoint("dynamo.backend.generate").client()
+    await asyncio.wait_for(client.wait_for_instances(), 120)
+    ids = []
+    async for item in await client.round_robin(json.loads(sys.argv[1])):
+        ids += item.data()["token_ids"]
+    print("ids:", json.dumps(ids), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.dynamo
+@pytest.mark.e2e
+def test_dynamos_runtime_finds_the_worker_and_gets_the_tokens_of_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("dynamo.runtime", reason="ai-dynamo is not installed: make test-dynamo")
+    prompt, address = [20, 30, 40, 50], f"ipc://{tmp_path}/engine"
+    environment = interpreter.environment() | {"DYN_FILE_KV": str(tmp_path)}
+    more = {"output_options": {}, "eos_token_ids": [], "annotations": [], "model": "m"}
+
+    async def work() -> None:
+        async with await EngineClient.start(str(DEMO), client_address=address, threads=1) as client:
+            (expected,) = await client.generate(prompt, *asked_of(_request(prompt))[1:3]).ids()
+            worker = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND, "pagewire.client.dynamo", "--engine", address, "--model", str(DEMO),
+                "--discovery-backend", "file", "--event-plane", "zmq",
+                env=environment, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            try:
+                asking = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-c", CLIENT, json.dumps(_request(prompt) | more),
+                    env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+                )  # fmt: skip
+                output, _ = await asking.communicate()
+                assert f"ids: {json.dumps(expected)}" in output.decode(), output
+            finally:
+                worker.kill()
+                await worker.wait()
+
+    asyncio.run(work())
 
 
 def _request(prompt: list[int], max_tokens: int = 12) -> dict[str, Any]:
