@@ -1,8 +1,8 @@
 """A worker of NVIDIA Dynamo in front of a running engine: `python -m pagewire.client.dynamo --engine ADDRESS`.
 
-Dynamo's frontend tokenizes, routes and detokenizes. This worker passes token ids to the core of an engine that was started
-with `--client-address`, and its tokens back. It needs the package `ai-dynamo`, which registers it and serves its
-requests; nothing of it is imported before `main`.
+Dynamo's frontend tokenizes, routes and detokenizes. This worker passes token ids to the core of an engine that was
+started with `--client-address`, and its tokens back. It needs the package `ai-dynamo`, which registers it and serves
+its requests; nothing of it is imported before `main`.
 """
 
 import argparse

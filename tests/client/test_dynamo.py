@@ -3,8 +3,8 @@
 import asyncio
 import inspect
 import json
-import sys
 import struct
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
