@@ -233,6 +233,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""  # this and the next two: as in `Enqueue`
     awaits_kv: bool = False
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # as in `Enqueue`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -264,6 +265,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     awaits_kv: bool = False  # another engine computes the prompt and may not have begun: wait a while for its KV
     # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # tcp:// address of the engine that has or computes its KV; empty: the operator's peer
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -764,6 +766,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
     num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
     engine: int = 0  # of the core, if the launch has several
+    prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
+    load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

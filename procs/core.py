@@ -302,7 +302,7 @@ class CoreActor:
         self._tell_workers(OpenCache(num_pages, rank_bytes))
         if self._scheduler is not None:
             return
-        facts = ConnectorFacts.of(config, rank_bytes, groups)
+        facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1)
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
@@ -455,6 +455,7 @@ class CoreActor:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
+        prompt_ms, load_ms = scheduler.prices()
         snapshot = Snapshot(
             step=scheduler.step,
             num_running=scheduler.num_running,
@@ -473,6 +474,8 @@ class CoreActor:
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
             num_taken_back=counters.num_taken_back,
+            prompt_ms=prompt_ms,
+            load_ms=load_ms,
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,

@@ -10,6 +10,7 @@ from ..gateway.metrics import CONTENT_TYPE, Metrics
 from ..http.exchange import send_body, send_json
 from ..http.http_error import as_http_error
 from ..http.operation import Operation
+from ..openai.kv_transfer import Role
 from ..openai.types import ModelCard, ModelList
 from ..output.service import Service
 from .endpoints import are_asleep
@@ -37,12 +38,19 @@ class Load(Struct, frozen=True):
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    role: str  # prefill, decode or both: what the p2p connector's option says
+    kv_host: str | None  # where others load this engine's KV over TCP; None: at this server's host, if there is a port
+    kv_port: int | None
+    takes_peers: bool  # it loads KV from the peers that requests name
+    prompt_ms: float  # to compute a prompt's token, as far as known; 0: unknown
+    load_ms: float  # to load a token's KV from elsewhere; 0: unknown
 
 
 class AboutEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
+        self._role = Role.of(service.config)
         self._metrics = Metrics(service.gateway, service.config, prefix=service.http.reports.metrics_prefix)
 
     def routes(self) -> list[Operation]:
@@ -90,6 +98,12 @@ class AboutEndpoints:
             num_running=sum(core.num_running for core in cores),
             num_waiting=sum(core.num_waiting for core in cores),
             kv_cache_usage=sum(core.num_blocks_used for core in cores) / (sum(core.num_blocks for core in cores) or 1),
+            role=self._role.name,
+            kv_host=self._role.host,
+            kv_port=self._role.port,
+            takes_peers=self._role.takes_named,
+            prompt_ms=max((core.prompt_ms for core in cores), default=0.0),
+            load_ms=max((core.load_ms for core in cores), default=0.0),
         )
         await send_json(send, load)
 
