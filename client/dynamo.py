@@ -46,7 +46,7 @@ def asked_of(request: Mapping[str, Any]) -> Asked:
         raise RequestError("invalid_request", "The model reads text only.")
     if request.get("prefill_result") or request.get("bootstrap_info"):
         raise RequestError("invalid_request", "This worker computes prompts itself: register no prefill workers.")
-    numbers = {name: float(options[name]) for name in _NUMBERS if name in options}
+    numbers: dict[str, Any] = {name: float(options[name]) for name in _NUMBERS if name in options}
     sampling = Sampling(
         **numbers,
         top_k=max(0, int(options.get("top_k", 0))),  # -1: off, as 0
