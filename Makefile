@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser test-dynamo test-deploy lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser test-dynamo test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
 	@echo "make test-dynamo   install Dynamo's packages (80 MB) and run the tests with them"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
+	@echo "make test-ray      install Ray (250 MB), and run the tests with clusters of several nodes on this machine"
 	@echo "make bench         run the benchmarks and write bench/results/"
 	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
 	@echo "make kernels       compile the Triton kernels that make dist puts into the wheel"
@@ -64,7 +65,7 @@ test: lint types
 	$(PYTEST) --durations=10 $(ARGS)
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m "long and not clients and not browser" --durations=10 $(ARGS)
+	$(PYTEST) -m "long and not clients and not browser and not ray" --durations=10 $(ARGS)
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt
@@ -87,6 +88,10 @@ test-browser: $(VENV)/.dev
 test-deploy: $(VENV)/.dev
 	$(PIP) install -r tests/requirements-deploy.txt
 	$(BIN)/python -m pytest -rs tests/test_chart.py $(ARGS)
+
+test-ray: $(VENV)/.dev
+	$(PIP) install -e '.[dev,ray]'
+	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
 
 bench: $(VENV)/.dev
 	for bench in serve serve.frontend serve.route serve.startup serve.metrics engine.offline engine.invariance \

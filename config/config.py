@@ -423,6 +423,10 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
     ] = 1
+    backend: Annotated[
+        Literal["local", "ray"],
+        _doc("server", "who starts the ranks: this machine and those of --nnodes, or the nodes of a Ray cluster"),
+    ] = "local"
     join_address: Annotated[
         str | None,
         _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
@@ -431,6 +435,11 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
     ] = None
+
+
+def num_machines(service: ServiceOptions, num_stages: int) -> int:
+    """The machines that run ranks; without --nnodes Ray places each stage by itself."""
+    return num_stages if service.backend == "ray" and service.nnodes == 1 else service.nnodes
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from pagewire.ipc import messages
 from pagewire.procs import topology
 
 ROOT = Path(__file__).resolve().parent.parent
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
 
 # Room → the rooms that it may import. A room is a folder, or a module of the root. Every room comes after those that it
@@ -80,8 +81,9 @@ ROOMS: dict[str, str] = {
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
-    "offline": "errors config ipc engine.text api.output api.output.parsers procs client",
-    "cli": "errors version config engine.core engine.runner procs route commands",
+    "ray": "errors config ipc api procs route commands",
+    "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
+    "cli": "errors version config engine.core engine.runner procs route commands ray",
     "__init__": "version api.output client offline",
     "__main__": "cli",
 }
@@ -250,6 +252,20 @@ def test_grammar_libraries_are_not_imported_before_the_first_grammar() -> None:
     code = f"import sys, pagewire.procs.grammar; print(sorted({libraries} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_only_one_room_imports_ray_and_only_in_functions() -> None:
+    for name, path in sources():
+        tree = ast.parse(path.read_text())
+        lazy = {node for one in ast.walk(tree) if isinstance(one, _FUNCTION) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
+            if any(one.split(".")[0] == "ray" for one in named):
+                assert room_of(name) == "ray" and node in lazy, f"{path}: {named}"
 
 
 def test_our_modules_are_imported_only_inside_the_package() -> None:
