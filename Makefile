@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser test-dynamo test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-clients  install third-party clients and run the tests with them"
 	@echo "make test-agents   install coding agents (2 GB) and run the tests with them"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
+	@echo "make test-dynamo   install Dynamo's packages (80 MB) and run the tests with them"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
 	@echo "make test-ray      install Ray (250 MB), and run the tests with clusters of several nodes on this machine"
 	@echo "make bench         run the benchmarks and write bench/results/"
@@ -77,6 +78,10 @@ test-agents: $(VENV)/.dev
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv && .venv/bin/pip install -r ../requirements-agents.txt
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-aider && .venv-aider/bin/pip install aider-chat
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
+
+test-dynamo: $(VENV)/.dev
+	$(PIP) install --no-deps -r tests/client/requirements-dynamo.txt
+	$(BIN)/python -P -m pytest -m dynamo -rs $(ARGS)
 
 test-browser: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-browser.txt

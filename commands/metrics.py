@@ -21,6 +21,8 @@ class Reading:
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # histogram → bound → samples at or below it
     by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # "name/label" → label's value → value
     nums: dict[str, int] = field(default_factory=dict)  # sample name → samples that were added up
+    # Stage of a pipeline, with several engines engine/stage → state → seconds.
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def get(self, name: str) -> float:
         """0 if the server does not have the metric."""
@@ -47,6 +49,10 @@ def read(text: str, at: float) -> Reading:
                 continue
             reading.values[name] = reading.get(name) + sample.value
             reading.nums[name] = reading.nums.get(name, 0) + 1
+            if name == "stage_seconds_total":
+                stage = "/".join(sample.labels[label] for label in ("engine", "stage") if label in sample.labels)
+                states = reading.stages.setdefault(stage, {})
+                states[sample.labels["state"]] = states.get(sample.labels["state"], 0.0) + sample.value
             for label, value in _own_labels(sample.labels).items():
                 parts = reading.by_label.setdefault(f"{name}/{label}", {})
                 parts[value] = parts.get(value, 0.0) + sample.value
@@ -62,6 +68,17 @@ def rate(before: Reading, now: Reading, name: str) -> float:
     seconds = now.at - before.at
     grown = now.get(name) - before.get(name)
     return max(0.0, grown if grown >= 0 else now.get(name)) / seconds if seconds > 0 else 0.0
+
+
+def stage_shares(before: Reading, now: Reading) -> dict[str, dict[str, float]]:
+    """Stage → state → share of the time with plans in flight between two readings; none of a stage without any."""
+    shares = {}
+    for stage, states in now.stages.items():
+        old = before.stages.get(stage, {})
+        grown = {state: max(0.0, seconds - old.get(state, 0.0)) for state, seconds in states.items()}
+        total = sum(grown.values())
+        shares[stage] = {state: seconds / total for state, seconds in grown.items()} if total else {}
+    return shares
 
 
 def quantile(before: Reading, now: Reading, name: str, q: float) -> float | None:

@@ -9,12 +9,12 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, PagewireError
 from .client import add_client_flags, named_server
-from .metrics import Reading, quantile, rate, read
+from .metrics import Reading, quantile, rate, read, stage_shares
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0  # of the latencies
 _HISTORY = 60  # readings in the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_STATES = {"busy": "█", "input": "▒", "ids": "░", "plan": "·"}  # of a pipeline's stage
 _LATENCIES = (
     ("time to first token", "time_to_first_token_seconds"),
     ("between tokens", "inter_token_latency_seconds"),
@@ -130,6 +131,8 @@ class Screen:
         now = self._readings[-1]
         before = self._window()
         parts: list[RenderableType] = [self._state(now), Text(), self._speed(before, now), Text()]
+        if now.stages:
+            parts += [self._stages(before, now), Text()]
         parts += [self._latencies(before, now), Text(), self._counts(before, now)]
         if self.trouble:
             parts += [Text(), Text(self.trouble, style="bold red")]
@@ -173,6 +176,16 @@ class Screen:
             table.add_row("guesses", f"{100 * (now.get(name) - before.get(name)) / drafted:.1f} %", "came true")
         return table
 
+    def _stages(self, before: Reading, now: Reading) -> "Table":
+        """A bar for each stage of a pipeline."""
+        table = _table()
+        for stage, shares in stage_shares(before, now).items():
+            busy = f"{100 * shares['busy']:.0f} %" if shares else "idle"
+            table.add_row(f"stage {stage} busy", busy, stage_bar(shares))
+        waits = f"{_STATES['input']} waits for the stage before, {_STATES['ids']} for ids, {_STATES['plan']} for a plan"
+        table.add_row("bubbles", f"{100 * now.mean('pipeline_bubble_ratio'):.0f} %", waits)
+        return table
+
     def _latencies(self, before: Reading, now: Reading) -> "Table":
         from rich.table import Table
 
@@ -208,6 +221,12 @@ def _table() -> "Table":
 def _bar(share: float, width: int = 40) -> str:
     filled = round(share * width)
     return "█" * filled + "░" * (width - filled)
+
+
+def stage_bar(shares: Mapping[str, float], width: int = 40) -> str:
+    """The states of a stage one after the other, each in its own character; `plan` fills what rounding leaves."""
+    bar = "".join(_STATES[state] * round(shares.get(state, 0.0) * width) for state in ("busy", "input", "ids"))
+    return bar[:width].ljust(width, _STATES["plan"]) if shares else ""
 
 
 def curve(values: list[float]) -> str:

@@ -839,6 +839,8 @@ class Serve(Struct, frozen=True, array_like=True, tag=True):
 class Ping(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → all, twice a second. The loop that does the work answers, so that a hang is noticed."""
 
+    late_beats: dict[str, int] = {}  # of each follower, those that came when half of its lease was over
+
 
 class Pong(Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Ping`."""

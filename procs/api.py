@@ -150,7 +150,9 @@ class ApiActor:
                     leaving = asyncio.create_task(self._vacate(engine))
                     self._leaving.add(leaving)
                     leaving.add_done_callback(self._leaving.discard)
-                case Ping() | Leave():
+                case Ping():
+                    self._gateway.late_beats = message.late_beats
+                case Leave():
                     pass
                 case _:
                     if isinstance(message, Reset):

@@ -37,7 +37,7 @@ from ..ipc.control_messages import (
     ToLead,
 )
 from ..ipc.epochs import first_epoch
-from ..ipc.messages import Facts, Fault, Leave
+from ..ipc.messages import Facts, Fault, Leave, Ping
 from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext, ZmqRouter, check_address, read_keys
 from .leases import MAX_CLOCK_DIFFERENCE_S, Fleet, Machine, mismatch
 from .machine import host_address, listen, unused_address, versions_here
@@ -216,6 +216,9 @@ class Lead(Supervisor):
     async def _look_elsewhere(self) -> None:
         self._check_followers()
 
+    def _ping(self) -> Ping:
+        return Ping(dict(self._fleet.late_beats))
+
     def _check_followers(self) -> None:
         """Called a few times in a second, whatever the lead waits for."""
         for machine in self._fleet.overdue(time.monotonic()):
@@ -270,7 +273,7 @@ class Lead(Supervisor):
             return
         match message:
             case Beat():
-                machine.heard(message, time.monotonic())
+                self._fleet.heard(machine, message, time.monotonic())
                 self._send(peer, self._fleet.answer(machine))
                 self._follow(machine)
                 for due in self._fleet.due(machine):

@@ -98,6 +98,7 @@ class Fleet:
         self._machines: dict[bytes, Machine] = {}  # in the order of joining
         self._begins: list[Begin] = []
         self._number = 0
+        self.late_beats: dict[str, int] = {}  # by name: leases that were half over when the follower was heard again
 
     @property
     def machines(self) -> tuple[Machine, ...]:
@@ -122,7 +123,13 @@ class Fleet:
         else:
             self.term = max(self.term, join.last_term + 1)
         self._machines[peer] = Machine(peer, join, now)
+        self.late_beats.setdefault(join.name, 0)
         return None
+
+    def heard(self, machine: Machine, beat: Beat, now: float) -> None:
+        """A follower, or this lead, may have been too busy, or messages slow: a warning before leases are lost."""
+        self.late_beats[machine.name] += now - machine.heard_at >= self._times.lease_s / 2
+        machine.heard(beat, now)
 
     def get(self, peer: bytes) -> Machine | None:
         return self._machines.get(peer)

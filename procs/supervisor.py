@@ -450,8 +450,11 @@ class Supervisor:
             if time.monotonic() >= next_ping:  # not in every turn: the answer to a ping is an event, too
                 next_ping = time.monotonic() + PING_INTERVAL_S
                 for name in self._actors:
-                    self._outboxes[name].send(Ping())
+                    self._outboxes[name].send(self._ping())
             await self._next_event(PING_INTERVAL_S)
+
+    def _ping(self) -> Ping:
+        return Ping()
 
     async def _hung(self) -> list[Child]:
         """Kills the children that hang or are not ready in time, and returns them."""
@@ -538,7 +541,7 @@ class Supervisor:
         for name in (name for name in self._actors if name in self._children):
             if name not in lost:
                 self._outboxes[name].send(reset)
-                self._outboxes[name].send(Ping())
+                self._outboxes[name].send(self._ping())
         for name in self._other_apis:
             self._outboxes[name].send(reset)
 

@@ -17,6 +17,7 @@ import vocabulary
 from short_memory import ShortAttention, ShortMemory
 
 from pagewire import LLM, SamplingParams, StructuredOutputsParams
+from pagewire.cli import main
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.parallel.shared_memory import make_memory
 from pagewire.engine.parallel.stage_memory import StageMemory
@@ -112,6 +113,17 @@ def test_preempted_requests(alone: LLM, folder: Path) -> None:
         for _ in range(2):
             assert tokens(llm, GREEDY, prompts) == expected
         assert llm._engine.scheduler.counters.num_preemptions > 0
+
+
+def test_the_trace_of_three_stages_replays(
+    alone: LLM, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "trace")
+    with engine(folder, 3, record_trace=path, kv_cache_memory="64K", speculative="ngram", pipeline_depth=3) as llm:
+        for params in (FEW, SEEDED):
+            assert tokens(llm, params) == tokens(alone, params)
+        assert llm._engine.scheduler.counters.num_preemptions > 0
+    assert main(["replay", path]) == 0, capsys.readouterr()
 
 
 def test_draft_tokens(alone: LLM, folder: Path) -> None:

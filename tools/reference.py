@@ -284,6 +284,7 @@ def engine_metrics() -> list[Metric]:
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(0,), expert_imbalance={0: 1.0})
+    gateway.late_beats = {"m": 0}
     gateway.handle([core, Pulse("core", nothing)])
     engine = config().engine
     engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well

@@ -105,6 +105,7 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_rate = DrainRate(clock())
+        self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
         self.stats = Stats()
 

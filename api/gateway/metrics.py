@@ -215,6 +215,9 @@ class Metrics:
         )
         lost = self._gateway.stats.lost
         page.counters("processes_lost", "Processes that died or hung and were replaced, by kind.", "process", lost)
+        if late := self._gateway.late_beats:
+            text = "Messages of a follower that came when half of its lease was over: it was nearly taken for lost."
+            page.counters("late_beats", text, "machine", late)
         text = "Requests refused before a first byte, by code or status."
         page.counters("request_refused", text, "reason", stats.refused)
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
-from pagewire.commands.metrics import quantile, rate, read
-from pagewire.commands.top import Screen, curve, duration
+from pagewire.commands.metrics import quantile, rate, read, stage_shares
+from pagewire.commands.top import Screen, curve, duration, stage_bar
 from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 from pagewire.ipc.messages import Reset, Snapshot
@@ -95,3 +95,36 @@ def test_the_screen_fits_a_narrow_terminal_and_shows_trouble() -> None:
 def test_curves_and_durations() -> None:
     assert curve([0, 1, 2]) == " ▄█" and curve([]) == "" and curve([0.0]) == " "
     assert [duration(s) for s in (None, 0.00123, 0.34, 2.5)] == ["-", "1.2 ms", "340 ms", "2.5 s"]
+
+
+def stages_page(*states: tuple[float, float, float, float], bubbles: float = 0.25) -> str:
+    """Of a pipeline: the seconds of each stage that it was busy, and waited for a plan, for input and for ids."""
+    lines = ["# TYPE pagewire:stage_seconds_total counter", "# TYPE pagewire:pipeline_bubble_ratio gauge"]
+    for stage, seconds in enumerate(states):
+        for state, value in zip(("busy", "plan", "input", "ids"), seconds, strict=True):
+            lines.append(f'pagewire:stage_seconds_total{{model_name="m",stage="{stage}",state="{state}"}} {value}')
+    return "\n".join([*lines, f'pagewire:pipeline_bubble_ratio{{model_name="m"}} {bubbles}', ""])
+
+
+def test_the_screen_has_a_bar_for_each_stage() -> None:
+    before = read(stages_page((4, 4, 4, 4), (9, 9, 9, 9)), 0.0)
+    now = read(stages_page((8, 5, 6, 5), (9, 9, 9, 9)), 5.0)
+    shares = stage_shares(before, now)
+    assert shares == {"0": {"busy": 0.5, "plan": 0.125, "input": 0.25, "ids": 0.125}, "1": {}}
+    assert stage_bar(shares["0"], 16) == "████████▒▒▒▒░░··" and stage_bar({}) == ""
+    assert stage_bar({"busy": 0.334, "input": 0.333, "ids": 0.333, "plan": 0.0}, 40).count("░") == 13
+    screen = Screen("http://localhost", "m")
+    screen.add(before)
+    screen.add(now)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(screen.render())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "stage 0 busy" in text and "50 %" in text and "idle" in text and "bubbles" in text and "25 %" in text
+
+
+def test_the_screen_of_an_engine_without_stages_shows_none() -> None:
+    screen = Screen("http://localhost", "m")
+    screen.add(read(page([]), 0.0))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(screen.render())
+    assert "bubbles" not in console.file.getvalue()  # type: ignore[attr-defined]

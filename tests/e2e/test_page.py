@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from waiting import until
@@ -294,6 +295,30 @@ def test_quantiles_equal_those_of_prometheus(open_page: Open) -> None:
         }"""
     )
     assert found == [1.5, None, 2, 10]
+
+
+def test_the_live_view_has_a_bar_for_each_stage(open_page: Open) -> None:
+    page = open_page()
+    expect(page.locator("#running")).to_have_text("0")
+    expect(page.locator("#stages")).to_be_hidden()
+    seconds = {"busy": 4, "plan": 1, "input": 2, "ids": 1}
+
+    def answer(route: Any) -> None:
+        for state in seconds:
+            seconds[state] += 4 if state == "busy" else 2 if state == "input" else 1
+        lines = [
+            f'pagewire:stage_seconds_total{{model_name="m",stage="{stage}",state="{state}"}} {value if stage else 9}'
+            for stage in (0, 1)
+            for state, value in seconds.items()
+        ]
+        route.fulfill(body="\n".join([*lines, 'pagewire:pipeline_bubble_ratio{model_name="m"} 0.75', ""]))
+
+    page.route("**/metrics", answer)
+    expect(page.locator("#stages")).to_be_visible()
+    expect(page.locator("#bubbles")).to_have_text("75 %")
+    expect(page.locator("#stages dt")).to_have_text(["Stage 0", "Stage 1"])
+    expect(page.locator("#stages dd")).to_have_text(["idle", "50 %"])
+    assert page.locator("#stages .stage .busy").nth(1).evaluate("part => part.style.width") == "50%"
 
 
 def test_the_live_view_shows_the_metrics_of_the_engine(open_page: Open, server: Server) -> None:

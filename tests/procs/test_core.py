@@ -89,6 +89,22 @@ def test_a_model_with_several_groups_is_served_and_its_trace_replays(tmp_path: P
     assert num_plans > 20 and difference is None
 
 
+def test_the_smallest_offer_of_the_ranks_is_opened_once_all_have_come() -> None:
+    core = CoreActor(config_of(tensor_parallel_size=3, device="cpu"))
+    opened: list[OpenCache] = []
+
+    def post(receiver: str, message: Message) -> None:
+        if isinstance(message, OpenCache):
+            opened.append(message)
+
+    core.start(post)
+    for rank, num_blocks in ((2, 150), (0, 90), (1, 120)):
+        assert not opened
+        core.handle([CacheOffer(rank, num_blocks, block_bytes=64 + rank)])
+    assert opened == [OpenCache(90, (64, 65, 66))] * 3
+    assert core.scheduler.pool.num_pages == 90
+
+
 def test_a_model_with_several_groups_is_refused_with_a_connector_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "examples"))
     core = CoreActor(config_of(kv_connector=("dict_connector:DictConnector",)))

@@ -89,6 +89,19 @@ def test_groups_are_given_to_those_who_joined_first_and_to_spares_later() -> Non
     assert fleet.deal() == [c] and c.actors == GROUPS[0]
 
 
+def test_a_message_that_comes_when_half_of_the_lease_is_over_is_counted() -> None:
+    fleet = Fleet(GROUPS, term=7, hang_timeout_s=HANG_S)
+    half_s = lease_times(HANG_S).lease_s / 2
+    fleet.join(b"a", join(), now=0.0)
+    (machine,) = fleet.machines
+    assert list(fleet.late_beats.values()) == [0]
+    now = 0.0
+    for number, gap_s in enumerate((0.9 * half_s, half_s, 0.5 * half_s, 1.5 * half_s), 2):
+        now += gap_s
+        fleet.heard(machine, Beat(number, 1), now)
+    assert fleet.late_beats == {machine.name: 2} and fleet.overdue(now) == []
+
+
 def test_an_epoch_is_repeated_until_it_is_carried_out_and_not_to_newcomers() -> None:
     fleet = Fleet(GROUPS[:1], term=1, hang_timeout_s=HANG_S)
     fleet.join(b"a", join(), now=0.0)

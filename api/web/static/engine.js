@@ -1,11 +1,12 @@
 // The live view: looks at /metrics once a second and keeps two minutes of it.
 
-import { quantile, rate, sample } from "./metrics.js";
+import { quantile, rate, sample, stageShares } from "./metrics.js";
 import { request } from "./server.js";
 
 const INTERVAL_MS = 1000;
 const KEPT_S = 120; // what the charts show
 const LATENCY_S = 60; // the window of the latencies
+const STATES = ["busy", "input", "ids", "plan"]; // of a pipeline's stage
 const [WIDTH, HEIGHT] = [240, 56]; // of a chart, in its own units
 
 /** Starts looking. `onState(trouble)`: null while the server answers, otherwise what is wrong in a few words. */
@@ -69,9 +70,39 @@ function draw(element, charts, samples) {
   element("guesses-row").hidden = !now.draftTokens;
   show("guesses", now.draftTokens ? share(now.acceptedTokens / now.draftTokens) : "–");
 
+  drawStages(element("stages"), stageShares(recent, now), now.bubbles);
+
   charts.speed.add(now.time, [rate(before, now, "outputTokens"), rate(before, now, "promptTokens")], samples.length);
   charts.load.add(now.time, [now.running, now.waiting], samples.length);
   charts.kv.add(now.time, [now.kvShare], samples.length);
+}
+
+/** A bar for each stage of a pipeline; hidden without stages. */
+function drawStages(card, shares, bubbles) {
+  const stages = Object.entries(shares);
+  card.hidden = !stages.length;
+  if (card.hidden) return;
+  card.querySelector("#bubbles").textContent = share(bubbles);
+  const list = card.querySelector("dl");
+  while (list.children.length > stages.length) list.lastElementChild.remove();
+  stages.forEach(([stage, states], i) => {
+    const row = list.children[i] ?? list.appendChild(stageRow());
+    row.querySelector("dt").textContent = `Stage ${stage}`;
+    const busy = states.busy === undefined ? "idle" : share(states.busy);
+    row.querySelector("dd").textContent = busy;
+    for (const part of row.querySelectorAll(".stage i")) part.style.width = `${100 * (states[part.className] ?? 0)}%`;
+  });
+}
+
+function stageRow() {
+  const row = document.createElement("div");
+  row.append(document.createElement("dt"), document.createElement("dd"));
+  const bar = document.createElement("span");
+  bar.className = "stage";
+  bar.setAttribute("aria-hidden", "true"); // the number says how busy it is
+  for (const state of STATES) bar.appendChild(document.createElement("i")).className = state;
+  row.append(bar);
+  return row;
 }
 
 function whole(value) {

@@ -24,6 +24,7 @@ export function parse(text) {
 export function sample(text, time) {
   const families = parse(text);
   const sum = (name) => (families.get(name) ?? []).reduce((total, series) => total + series.value, 0);
+  const mean = (name) => sum(name) / Math.max(1, (families.get(name) ?? []).length); // of several engines
   const by = (name, label) =>
     Object.fromEntries((families.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
   const histogram = (name) => {
@@ -38,7 +39,7 @@ export function sample(text, time) {
     time,
     running: sum("num_requests_running"),
     waiting: sum("num_requests_waiting"),
-    kvShare: sum("kv_cache_usage_perc") / Math.max(1, (families.get("kv_cache_usage_perc") ?? []).length),
+    kvShare: mean("kv_cache_usage_perc"),
     stepAge: Math.max(0, ...(families.get("engine_step_age_seconds") ?? []).map((series) => series.value)),
     promptTokens: sum("prompt_tokens_total"),
     outputTokens: sum("generation_tokens_total"),
@@ -47,12 +48,38 @@ export function sample(text, time) {
     preemptions: sum("num_preemptions_total"),
     draftTokens: sum("spec_decode_num_draft_tokens_total"),
     acceptedTokens: sum("spec_decode_num_accepted_tokens_total"),
+    bubbles: mean("pipeline_bubble_ratio"),
+    stages: byStage(families.get("stage_seconds_total") ?? []),
     finished: by("request_success_total", "finished_reason"),
     firstToken: histogram("time_to_first_token_seconds"),
     interToken: histogram("inter_token_latency_seconds"),
     whole: histogram("e2e_request_latency_seconds"),
     step: histogram("step_time_seconds"),
   };
+}
+
+/** Stage of a pipeline → state → seconds; of several engines engine/stage. */
+function byStage(series) {
+  const stages = {};
+  for (const { labels, value } of series) {
+    const states = (stages[labels.engine === undefined ? labels.stage : `${labels.engine}/${labels.stage}`] ??= {});
+    states[labels.state] = (states[labels.state] ?? 0) + value;
+  }
+  return stages;
+}
+
+/** Stage → state → share of the time with plans in flight between two samples; empty if there was none. */
+export function stageShares(before, after) {
+  const shares = {};
+  for (const [stage, states] of Object.entries(after.stages)) {
+    const grown = Object.entries(states).map(([state, seconds]) => [
+      state,
+      Math.max(0, seconds - (before.stages[stage]?.[state] ?? 0)),
+    ]);
+    const total = grown.reduce((sum, [, seconds]) => sum + seconds, 0);
+    shares[stage] = total ? Object.fromEntries(grown.map(([state, seconds]) => [state, seconds / total])) : {};
+  }
+  return shares;
 }
 
 /** How fast a counter grew between two samples, a second. */
