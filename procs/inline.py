@@ -93,7 +93,9 @@ class Inline:
     @property
     def scheduler(self) -> Scheduler:
         """The core's scheduler, for tests and benchmarks that read its counters."""
-        return self._core.scheduler
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler), "KV domains need several ranks"
+        return scheduler
 
     def post(self, receiver: str, message: Message) -> None:
         """The caller posts `Submit` and `Cancel` to the tokenizer."""

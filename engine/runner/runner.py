@@ -34,7 +34,7 @@ from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
 from ..device.queue import Queue
 from ..device.sleep import Parked, storages_of
-from ..executors.base import StagedModel
+from ..executors.base import DescribedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
@@ -263,10 +263,11 @@ class Runner:
             attention=attention,
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
+            domain=model.domain,
         )
         if config.pipeline_parallel_size > 1:
             self._stage_steps = StageSteps(
-                self._steps, cast(StagedModel, model.model), attention,
+                self._steps, cast(DescribedModel, model.model), attention,
                 is_first=self._stage == 0, is_last=self._stage == config.pipeline_parallel_size - 1,
                 speculates=config.speculative is not None,
             )  # fmt: skip
