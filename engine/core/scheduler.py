@@ -48,7 +48,7 @@ from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
 from .planner import Lateness, Planner
 from .poison import poison
-from .policy import PolicyName, make_policy
+from .policy import Policy, PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import Request, State
 from .request_table import RequestTable
@@ -116,15 +116,15 @@ class Scheduler:
         self.model_key = model_key
         self.connector = connector
         self._reports_kv_events = kv_events
-        self.counters = Counters() if beside is None else beside.counters
+        self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
         self.is_paused = False  # plans compute nothing, and carry only what the KV connector has for its worker half
         self.deadlines = Deadlines()
         self._extension = extension
-        self._outputs = OutputBuffer() if beside is None else beside._outputs
-        self._policy = make_policy(policy) if beside is None else beside._policy
-        self.constraints = Constraints() if beside is None else beside.constraints
+        self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
+        self._policy: Policy = make_policy(policy) if beside is None else beside._policy
+        self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
         # Rows of one micro-batch share the remainder of their steps by the number of stages, so it changes each time.
