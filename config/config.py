@@ -125,8 +125,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int,
         _doc(
             "engine",
-            "parts of the ranks that serve requests of their own, with a KV cache and --max-num-seqs for each, and share "
-            "the feed-forward layers and experts: 1, or on a CPU --tensor-parallel-size",
+            "parts of the ranks that serve requests of their own, each with a KV cache and --max-num-seqs rows, and "
+            "share feed-forward layers and experts: 1, or on a CPU the number of --tensor-parallel-size",
             ge=1,
             le=64,
         ),

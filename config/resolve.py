@@ -254,8 +254,8 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
     flag = f"--kv-domains {options.kv_domains}"
     if options.kv_domains != options.tensor_parallel_size:
         raise ConfigError(
-            f"{flag}: each domain has one rank so far, and --tensor-parallel-size is {options.tensor_parallel_size}; give "
-            "both the same number."
+            f"{flag}: each domain has one rank so far, and --tensor-parallel-size is {options.tensor_parallel_size}; "
+            "give both the same number."
         )
     if not _on_cpu(options, machine):
         raise ConfigError(f"{flag} is for --device cpu: domains on GPUs are not there yet; leave it out.")

@@ -371,19 +371,8 @@ class CoreActor:
             self._record(trace.Late(lateness))
             scheduler.set_lateness(lateness)
         self._sleep.pause(scheduler)
-        while self._has_workers and not self._sleep.is_asleep:
-            plan = scheduler.plan()
-            if not isinstance(plan, tuple):
-                self._record(trace.Planned(plan))
-            if plan is None:
-                break
-            if scheduler.num_in_flight == 1:
-                self._oldest_plan_at = time.monotonic()
-            if isinstance(plan, tuple):
-                for name, own in zip(self._workers, plan, strict=True):
-                    self._post(name, own)
-            else:
-                self._tell_workers(plan)
+        while self._has_workers and not self._sleep.is_asleep and self._plan(scheduler):
+            pass
         if self._has_workers:
             self._sleep.settle(scheduler)
         outputs = scheduler.take_outputs()
@@ -403,6 +392,22 @@ class CoreActor:
             with contextlib.suppress(RuntimeError):  # without a loop, the caller of the actors calls `handle` again
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
+
+    def _plan(self, scheduler: AnyScheduler) -> bool:
+        """Sends the plan of the next step, or that of each domain, if there is something to do."""
+        plan = scheduler.plan()
+        if not isinstance(plan, tuple):
+            self._record(trace.Planned(plan))
+        if plan is None:
+            return False
+        if scheduler.num_in_flight == 1:
+            self._oldest_plan_at = time.monotonic()
+        if isinstance(plan, tuple):
+            for name, own in zip(self._workers, plan, strict=True):
+                self._post(name, own)
+        else:
+            self._tell_workers(plan)
+        return True
 
     def _lateness(self) -> Lateness:
         """Whether plans may wait for masks. A grammar that is compiled would hold the masks up, and a domain that waits

@@ -51,8 +51,8 @@ _LOAD_STEPS = 1000  # between reports of the experts' load
 
 class Worker:
     """One rank. Every rank gets the same plans and computes its part; the first one of the last stage sends the
-    results. With KV domains each rank gets plans of its own, all for the same steps, and sends the results of these. The
-    stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
+    results. With KV domains each rank gets plans of its own, for the same steps as the others, and sends their results.
+    The stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
 
     def __init__(
         self,

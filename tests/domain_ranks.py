@@ -88,8 +88,8 @@ class DomainRanks:
             for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
                 self.output.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
         if not core.requests and self._waves:
-            for request in self._waves.pop(0):
-                core.add(request)
+            for asked in self._waves.pop(0):
+                core.add(asked)
         self._round = []
         while (plans := core.plan()) is not None:
             self._round.append(plans)

@@ -1,9 +1,9 @@
 """The schedulers of an engine with several KV domains, which plan every step together.
 
-A domain is a part of the ranks that has requests, rows and a KV cache of its own; the feed-forward layers are computed by
-the ranks of all domains together (`engine/parallel/domains.py`). So each domain has a `Scheduler`, with its own pool and
-budget, and what is planned for one domain never depends on another. Only the step is common: every domain gets a plan
-for each step, if need be an empty one, because its ranks must take part in it.
+A domain is a part of the ranks that has requests, rows and a KV cache of its own; the feed-forward layers are computed
+by the ranks of all domains together (`engine/parallel/domains.py`). So each domain has a `Scheduler`, with its own pool
+and budget, and what is planned for one domain never depends on another. Only the step is common: every domain gets a
+plan for each step, if need be an empty one, because its ranks must take part in it.
 
 A request gets its domain when it arrives and keeps it. It is the one with the least to compute before and for it: an
 idle domain, or the one that has its prefix.

@@ -40,5 +40,5 @@ class DescribedModel(Model, Protocol):
         reads the ids."""
 
     def help_others(self, attention: AttentionBackend) -> None:
-        """A step for which this rank's KV domain has no tokens: computes this rank's part of the feed-forward layers for
-        the other domains."""
+        """A step for which this rank's KV domain has no tokens: computes this rank's part of the feed-forward layers
+        for the other domains."""

@@ -493,9 +493,7 @@ class _Compiler:
         places = dict(zip(("x", "x2", "x3"), map(self._columns, ins), strict=False))
         out = out or op.outs[0]
         is_shared = kind not in (_SPREAD, _KEEP) and out.register in self._program.shared
-        return Operation(
-            kind=kind, width=ins[0].width, out=self._columns(out), is_shared=is_shared, **places, **fields
-        )
+        return Operation(kind=kind, width=ins[0].width, out=self._columns(out), is_shared=is_shared, **places, **fields)
 
     def _columns(self, view: View) -> Columns:
         return Columns(self._layout.offsets[view.register], view.first, self._program.widths[view.register])

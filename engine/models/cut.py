@@ -7,8 +7,8 @@ norms over the heads of several ranks. Each expert is cut in the same way, or wi
 to one rank as a whole; the same all-reduce adds the experts of all ranks. Every rank has the whole router. The rows of
 embedding and head are divided in order.
 
-With KV domains (`--kv-domains`) only feed-forward layers are divided: each rank has requests of its own, and for them all
-heads, the embedding and the head.
+With KV domains (`--kv-domains`) only feed-forward layers are divided: each rank has requests of its own, and for them
+all heads, the embedding and the head.
 """
 
 from dataclasses import replace

@@ -4,8 +4,8 @@ A register holds numbers for each token of a step, [tokens, width], of the activ
 columns of one. An operation may write to a view that it reads only where its docstring says so.
 
 With KV domains a rank has the tokens of its own domain, but the ranks of all domains compute feed-forward layers
-together: `Spread` and `AllReduce` give each rank the tokens of all, in registers that are `shared`, and `Keep` takes back
-what belongs to its own.
+together: `Spread` and `AllReduce` give each rank the tokens of all, in registers that are `shared`, and `Keep` takes
+back what belongs to its own.
 """
 
 from collections.abc import Iterable, Sequence
