@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 
 from .commands import batch, completion, doctor, launch, talk, tokenize, top
 from .config.flags import add_flags, read_settings
@@ -64,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit code: 0, 1 for our faults, 2 for what the user can correct."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(_in_our_words(sys.argv[1:] if argv is None else argv))
         match arguments.command:
             case "serve":
                 return _explain(arguments) if arguments.explain else _serve(arguments)
@@ -99,6 +100,21 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         sys.stdout = None  # else Python flushes it at exit and fails again
         return 1
+
+
+def _in_our_words(argv: Sequence[str]) -> Sequence[str]:
+    """The command line of `serve` with the flags of other engines replaced; says what has no effect. Raises
+    ConfigError."""
+    if not argv or argv[0] != "serve":
+        return argv
+    from .config.foreign_flags import translate
+    from .config.peer_flags import BY_NAME
+    from .config.vllm_flags import ALIASES
+
+    found = translate(argv[1:], BY_NAME, ALIASES)
+    for note in found.notes:
+        print(f"pagewire: {note}", file=sys.stderr)
+    return ["serve", *found.arguments]
 
 
 def _serve(arguments: argparse.Namespace) -> int:

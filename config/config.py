@@ -77,6 +77,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "dummy"],
         _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
     ] = "auto"
+    scripted: Annotated[
+        str | None, _doc("model", "a JSON file that says what the model answers, for tests of programs; no weights")
+    ] = None
     max_model_len: Annotated[
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
@@ -84,6 +87,25 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
         None
     )
+    default_chat_template_kwargs: Annotated[
+        dict[str, object] | None,
+        _doc(
+            "model",
+            'variables of the chat template for requests that do not set them, in JSON: {"enable_thinking": false}',
+        ),
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        _doc(
+            "model",
+            "sampling parameters of requests that give none; auto: what generation_config.json recommends; vllm: "
+            "temperature 1 and nothing else",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, object] | None,
+        _doc("model", 'some of these parameters, in JSON: {"temperature": 0.6, "top_p": 0.9}'),
+    ] = None
     trust_request_chat_template: Annotated[
         bool, _doc("model", "let requests bring their own chat_template, which may keep the tokenizer busy")
     ] = False
@@ -367,6 +389,13 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     batch_folder: Annotated[
         str | None,
         _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
+    ] = None
+    state: Annotated[
+        str | None,
+        _doc(
+            "server",
+            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+        ),
     ] = None
     metrics_prefix: Annotated[
         Literal["pagewire", "vllm"],

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ _SIZES = frozenset(  # settings that may be written 2G or 8k
     {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}
     | {"max_body_size", "max_head_size"}
 )
+_OBJECTS = frozenset({"default_chat_template_kwargs", "override_generation_config"})  # may be written as JSON
 _GROUPS = ("model", "engine", "network", "server", "access", "limits")
 
 
@@ -63,9 +65,19 @@ def convert(settings: Mapping[str, object], *, strict: bool = True) -> Config:
     for name, value in settings.items():
         if name not in SETTINGS:
             raise msgspec.ValidationError(f"Object contains unknown field `{name}`")
-        is_size = name in _SIZES and isinstance(value, str)
-        sections.setdefault(SETTINGS[name].section, {})[name] = parse_size(str(value)) if is_size else value
+        if name in _SIZES and isinstance(value, str):
+            value = parse_size(value)
+        elif name in _OBJECTS and isinstance(value, str):
+            value = _parse_object(SETTINGS[name].flag, value)
+        sections.setdefault(SETTINGS[name].section, {})[name] = value
     return msgspec.convert(sections, Config, strict=strict)
+
+
+def _parse_object(flag: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'{flag}: {text[:80]!r} is no JSON object such as {{"name": 1}}.') from error
 
 
 def from_options(caller: str, options: Mapping[str, object], *, base: Config | None = None) -> Config:
@@ -172,6 +184,8 @@ def _choices(kind: object) -> tuple[object, ...]:
 
 def _metavar(flag: str, kind: object) -> str:
     text = str(kind)
+    if "dict" in text:
+        return "JSON"
     if "float" in text:
         return "MS" if flag.endswith("-ms") else "SHARE" if flag.endswith("-utilization") else "SECONDS"
     return "N" if "int" in text else "TEXT"

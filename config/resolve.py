@@ -4,8 +4,10 @@ Pure functions: no file and no environment variable is read here, and nothing is
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec.structs import replace
 
 from ..errors import ConfigError
@@ -21,6 +23,7 @@ from .config import (
     HttpConfig,
     MachineFacts,
     ModelFacts,
+    SamplingDefaults,
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
@@ -31,7 +34,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     model or machine cannot have."""
     options = config.engine
     max_model_len = options.max_model_len or model.max_position
-    if max_model_len > model.max_position:
+    if max_model_len > model.max_position and options.scripted is None:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
@@ -42,6 +45,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
     _check_domains(config, model, machine)
+    _check_scripted(options)
     _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
         _check_encoder(options, model)
@@ -73,7 +77,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
-        model=model,
+        model=replace(model, sampling=_sampling(options, model)),
         served_model_names=config.source.served_model_name or (model.name,),
         dtype=dtype,
         arithmetic="float32" if is_wide else dtype,
@@ -91,6 +95,25 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
+def _sampling(options: EngineOptions, model: ModelFacts) -> SamplingDefaults:
+    """The sampling parameters of requests that give none. Raises ConfigError."""
+    flag = "--override-generation-config"
+    base = model.sampling if options.generation_config == "auto" else SamplingDefaults()
+    override = options.override_generation_config or {}
+    if unknown := override.keys() - _MOST.keys():
+        raise ConfigError(f"{flag}: {min(unknown)} is not one of {', '.join(_MOST)}.")
+    try:
+        found = msgspec.convert({**msgspec.structs.asdict(base), **override}, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{flag}: {error}.".replace("`", "")) from None
+    for name in override:
+        value: float = getattr(found, name)
+        if not 0 <= value <= _MOST[name] or (value == 0 and name in ("top_p", "repetition_penalty")):
+            raise ConfigError(f"{flag}: {name} = {value:g} is not between 0 and {_MOST[name]:g}.")
+    return found
+
+
+_MOST = {"temperature": 100.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 1.0, "repetition_penalty": 100.0}
 _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of them
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
@@ -120,6 +143,8 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
     if config.service.api_processes > 1 and config.reports.batch_folder is not None:
         raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
+    if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
+        raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)
     check_origins(clients.allowed_origins)
     keys = (*map(ApiKey, config.keys.api_key), *file_keys)
@@ -227,6 +252,19 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_scripted(options: EngineOptions) -> None:
+    """Refuses what a model that does not compute cannot do."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
+        ("--kv-connector", bool(options.kv_connector)),
+        ("--extension", options.extension is not None),
+        ("--speculative", options.speculative is not None),
+    ):
+        if is_asked and options.scripted is not None:
+            raise ConfigError(f"{flag} has no meaning beside --scripted, where no model computes; leave it out.")
 
 
 def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:

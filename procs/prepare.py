@@ -54,10 +54,11 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     num_draft_tokens(options.speculative)
     if options.extension is not None:
         load_extension(options.extension)
-    folder, name = locate(source.model, source.revision, weights=options.load_format != "dummy")
+    reads_weights = options.load_format != "dummy" and options.scripted is None
+    folder, name = locate(source.model, source.revision, weights=reads_weights)
     adapter = None
     if (base := base_of(folder)) is not None:
-        adapter, (folder, _) = folder, locate(base, None, weights=options.load_format != "dummy")
+        adapter, (folder, _) = folder, locate(base, None, weights=reads_weights)
     spec = read_spec(folder)
     if adapter is not None and (spec.decoder is None or is_gguf(folder)):
         raise ConfigError(
@@ -68,7 +69,7 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         spec,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        is_dummy=options.load_format == "dummy",
+        is_dummy=not reads_weights,
         quantization=options.quantization,
     )
     if spec.decoder is not None:

@@ -151,6 +151,9 @@ class Supervisor:
             loop.add_signal_handler(signum, self.on_signal, signum)
         self._mark("configuration")
         self._run_folder = run_folder = make_run_folder()
+        if self._service.api_processes > 1 and self._http.reports.state is None:
+            reports = msgspec.structs.replace(self._http.reports, state=str(run_folder / "state"))
+            self._http = msgspec.structs.replace(self._http, reports=reports)
         context = ZmqContext(self._keys)
         self._lifeline, self._lifeline_held = os.pipe()
         self._weight_fds = self._weight_fds or new_segments(self._config)

@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.types import Receive
 
+from ..api.engines.choice import Conversation
+from ..api.engines.conversation import conversation_of
+from ..api.engines.prefixes import prefix_blocks
 from ..api.http.exchange import ClientGone
-from .choice import Conversation, stable_hash
 from .journal import ChatJournal, Journal
-from .prefixes import BLOCK_BYTES, prefix_blocks
 from .typed_journal import TypedJournal
 
 _CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -51,12 +52,6 @@ class _Fields(Struct):
     system: Raw = msgspec.field(default_factory=Raw)
     tools: Raw = msgspec.field(default_factory=Raw)
     prompt_cache_key: str | None = None
-
-
-class _Message(Struct):
-    """The field of a message, or of an item of Responses, that the router reads."""
-
-    role: str | None = None
 
 
 class Upload:
@@ -114,7 +109,8 @@ class Ask:
         prompt = b"".join(bytes(part) for part in (fields.system, fields.messages, fields.prompt, fields.input))
         root = salt + bytes(fields.tools)
         self.blocks = prefix_blocks(root, prompt)
-        self.conversation = _conversation(fields, root)
+        turns = bytes(fields.messages or fields.input)
+        self.conversation = conversation_of(bytes(fields.system), turns, root, fields.prompt_cache_key)
         # Without a seed, each of several prompts is sampled with a random one, and a request can name only one seed.
         is_reproducible = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
         if path in _CHAT_PATHS:
@@ -133,25 +129,6 @@ class Ask:
     def body_with(self, resumption: Mapping[str, object]) -> bytes:
         """The body with these fields added."""
         return msgspec.json.encode({**self._fields, **resumption}) if resumption else self.body
-
-
-def _conversation(fields: _Fields, root: bytes) -> Conversation | None:
-    """Which conversation it belongs to: that of its `prompt_cache_key`, or of all prompts that begin with the same
-    messages up to the first one of the user, if those fill a block. Raises MsgspecError."""
-    turns = bytes(fields.messages or fields.input)
-    first = bytes(fields.system)
-    if turns.startswith(b"["):
-        messages: list[Raw] = msgspec.json.decode(turns, type=list[Raw])
-        opening = next((raw for raw in messages if msgspec.json.decode(raw, type=_Message).role == "user"), None)
-        if opening is None:
-            return None
-        first += turns[: turns.find(bytes(opening)) + len(bytes(opening))]
-    elif turns:
-        first += turns
-    if fields.prompt_cache_key is None and len(first) < BLOCK_BYTES:
-        return None
-    name = first if fields.prompt_cache_key is None else fields.prompt_cache_key.encode()
-    return Conversation(stable_hash(root + name), len(first) // BLOCK_BYTES)
 
 
 def _several(prompt: Raw) -> list[object]:

@@ -1,4 +1,4 @@
-"""The engines behind a router: which are ready, and how busy each is. `choice.py` chooses among them.
+"""The engines behind a router: which are ready, and how busy each is. `api/engines/choice.py` chooses among them.
 
 The router checks each engine twice a second, or less often if it has very many. An engine that is not ready, cannot be
 reached, or has broken off an answer is ejected: it gets no new requests until a check succeeds, and keeps its open
@@ -17,8 +17,8 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from ..api.engines.choice import Choice, Condition, Conversation, Member, check_interval_s
 from ..errors import ConfigError
-from .choice import Choice, Condition, Conversation, Member, check_interval_s
 
 CHECK_TIMEOUT_S = 2.0
 SILENT_LIMIT_S = 10.0  # the api of a busy engine still answers

@@ -55,6 +55,7 @@ REGEX = {
     "config.config": "flags of the operator",
     "offline.sampling_params": "messages of msgspec",
     "commands.doctor": "files and tools of this machine",
+    "engine.runner.scripted": "the operator's own script, for tests",
     "engine.weights.mapping": "patterns of the pages: names of tensors, with one repetition before and one after",
     "engine.checkpoint.source": "a flag of the operator",
     "engine.text.tokenizer": "alternatives of literal texts: no repetition, so no backtracking",
@@ -192,6 +193,7 @@ ALLOWED_MESSAGES = {
     ("api.openai.translate", "ValidationError"): "names the field and what was expected, cut to 200 characters",
     ("engine.text.chat_template", "TemplateError"): "a template raises errors for the author of the chat",
     ("engine.text.grammar_text", "Exception"): "the error in the client's grammar, cut to 300 characters",
+    ("api.state.database", "Error"): "a sentence of ours, by SQLite's error code",
 }
 
 

@@ -49,18 +49,20 @@ ROOMS: dict[str, str] = {
         "kernels kernels.triton"
     ),
     "engine.runner": (
-        "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
-        "engine.weights engine.device engine.models engine.models.families engine.executors engine.steps engine.gpu "
-        "kernels kernels.cpu"
+        "errors version config ipc engine engine.checkpoint engine.text engine.attention engine.kv_connector "
+        "engine.parallel engine.weights engine.device engine.models engine.models.families engine.executors "
+        "engine.steps engine.gpu kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
+    "api.engines": "",
     "api.gateway": "errors config ipc api.http",
+    "api.state": "api.http",
     "api.output.parsers": "errors config",
     "api.output.parsers.families": "api.output.parsers",
-    "api.output": "errors config ipc api.http api.gateway api.output.parsers",
+    "api.output": "errors config ipc api.http api.gateway api.state api.output.parsers",
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.openai",
-    "api.responses": "errors ipc api.http api.output api.output.parsers api.openai",
+    "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
     "api.batches": "errors api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
@@ -74,7 +76,7 @@ ROOMS: dict[str, str] = {
         "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
-    "route": "errors version config ipc api.http api.gateway api.output api procs",
+    "route": "errors version config ipc api.engines api.http api.gateway api.output api procs",
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),

@@ -43,6 +43,8 @@ ELSEWHERE = {
     "api.output.service": "api/output/test_sse.py: over the whole application",
     "api.output.turn": "api/responses/test_reply.py: its parts are not useful alone",
     "cli": "e2e/test_own_code.py: needs processes",
+    "config.peer_flags": "config/test_foreign_flags.py: every flag of every table",
+    "config.vllm_flags": "config/test_foreign_flags.py: every flag of every table",
     "commands.client": "commands/test_talk.py: with a server that answers",
     "commands.launch": "e2e/test_followers.py: needs processes",
     "commands.tokenize": "e2e/test_terminal.py: needs a server",

@@ -59,8 +59,8 @@ transformers' config class has by default; other sizes and options of a family m
 """
 
 _SPEED = """\
-- **Speed**: decoding with the C program, beside a Llama that reads and writes as many numbers for a token (weights, and
-  the states of recurrent layers; the bench has counted keys and values only since); 1.1 × means 1.1 times its time.
+- **Speed**: decoding with the C program, beside a Llama that reads and writes as many numbers for a token (weights,
+  keys, values, and the states of recurrent layers); 1.1 × means 1.1 times its time.
 """
 
 _TAIL = """\

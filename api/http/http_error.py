@@ -27,6 +27,7 @@ ErrorCode = Literal[
     "engine_unavailable",
     "engine_failed",
     "shutting_down",
+    "state_unavailable",
 ]
 
 

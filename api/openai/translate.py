@@ -5,7 +5,7 @@ Owns every rule that concerns more than one field. The gateway assigns the rids.
 
 import hashlib
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -88,6 +88,7 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
             variables.setdefault(name, value)
     if request.reasoning_effort == "none":
         set_thinking(variables, False)
+    _set_defaults(variables, config.default_chat_template_kwargs or {})
     prompt = ChatPrompt(
         messages=bytes(request.messages),
         tools=bytes(request.tools) if shows_tools(request) else b"",
@@ -119,6 +120,14 @@ def set_thinking(variables: dict[str, object], is_on: bool) -> None:
     of them itself. A template reads one of them at most and ignores the others."""
     if not any(name in variables for name in _THINKING):
         variables.update(dict.fromkeys(_THINKING, is_on))
+
+
+def _set_defaults(variables: dict[str, object], defaults: Mapping[str, object]) -> None:
+    """Adds the operator's values of variables that the request has not set."""
+    has_thinking = any(name in variables for name in _THINKING)
+    for name, value in defaults.items():
+        if name not in _THINKING or not has_thinking:
+            variables.setdefault(name, value)
 
 
 def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:

@@ -36,6 +36,10 @@ class Reply(Protocol):
         """Comes when every sequence has ended, before `closing` or `body`."""
         return
 
+    async def settle(self) -> None:
+        """Comes after `ended`: stores what must be there when the client knows that its answer has ended."""
+        return
+
     def opening(self) -> list[bytes]:
         """The events before any chunk."""
 

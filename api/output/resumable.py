@@ -34,6 +34,9 @@ class WithTokenIds(Reply):
     def ended(self, timeline: Timeline) -> None:
         self._reply.ended(timeline)
 
+    async def settle(self) -> None:
+        await self._reply.settle()
+
     def opening(self) -> list[bytes]:
         return self._reply.opening()
 

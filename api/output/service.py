@@ -15,6 +15,7 @@ from ..http.direct import DIRECT
 from ..http.exchange import ClientGone, client_gone, send_body
 from ..http.http_error import HttpError
 from ..http.rate_limit import Account
+from ..state.database import Database
 from .reply import Reply
 from .sse import send_stream
 
@@ -39,6 +40,7 @@ class Service:
         self.http = http
         self.healthy = healthy
         self.version = version
+        self.state = Database(http.reports.state)  # of what is kept for later requests
         self._observers = observers
 
     async def answer(
@@ -79,6 +81,7 @@ class Service:
                     for index, chunk in chunks:
                         reply.take(index, chunk)
                 reply.ended(stream.request.timeline())
+                await reply.settle()
                 await send_body(send, 200, reply.body())
         except ClientGone:
             stream.cancel()

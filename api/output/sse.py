@@ -54,6 +54,7 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
                 ticker.is_fresh = True
                 await _send_all(send, reply.take(index, chunk))
         reply.ended(stream.request.timeline())
+        await reply.settle()
         await _send_all(send, reply.closing())
         last = reply.ending()
     except ClientGone:

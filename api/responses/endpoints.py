@@ -1,5 +1,6 @@
 """POST /v1/responses, and the stored responses."""
 
+import contextlib
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -25,7 +26,7 @@ class ResponsesEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
-        self._store = ResponseStore()
+        self._store = ResponseStore(service.state)
 
     def routes(self) -> list[Operation]:
         return [
@@ -65,18 +66,20 @@ class ResponsesEndpoints:
         model = self._service.model_name(request.model)
         owner = scope["state"]["salt"]
         check_response(request)
-        conversation = conversation_of(request, self._earlier_messages(owner, request.previous_response_id))
+        conversation = conversation_of(request, await self._earlier_messages(owner, request.previous_response_id))
         chat = chat_request(request, conversation.json())
         with in_terms_of_responses(request):
             submits = chat_submits(chat, self._service.config, owner)
         sampling = submits[0].sampling
         response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
 
-        def keep(ended: ResponseBody) -> None:
+        async def keep(ended: ResponseBody) -> None:
             if ended.store:
                 items = input_items(conversation.json())
                 stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended), items)
-                self._store.put(owner, ended.id, stored)
+                # The answer has been made: the client gets it also where the database, which has logged why, fails.
+                with contextlib.suppress(HttpError):
+                    await self._store.put(owner, ended.id, stored)
 
         turn = read_turn(chat, self._service.config)
         reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
@@ -89,40 +92,40 @@ class ResponsesEndpoints:
         request = decode_body(self._decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         check_response(request)
-        earlier = self._earlier_messages(scope["state"]["salt"], request.previous_response_id)
+        earlier = await self._earlier_messages(scope["state"]["salt"], request.previous_response_id)
         chat = chat_request(request, conversation_of(request, earlier).json())
         with in_terms_of_responses(request):
             submits = chat_submits(chat, self._service.config, b"")
             await send_json(send, (await rendered(self._service, chat, submits[:1], model))[0])
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
+        stored = await self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         if b"stream=true" in scope["query_string"]:
             raise unsupported("stream", "A stored response is not streamed.")
         await send_body(send, 200, stored.body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = scope["path_params"]["id"]
-        if not self._store.delete(scope["state"]["salt"], id):
+        if not await self._store.delete(scope["state"]["salt"], id):
             raise _no_response(id)
         await send_json(send, ResponseDeleted(id))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
+        stored = await self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         await send_json(send, page(stored.input_items, query))
 
-    def _stored(self, owner: bytes, id: str) -> StoredResponse:
-        stored = self._store.get(owner, id)
+    async def _stored(self, owner: bytes, id: str) -> StoredResponse:
+        stored = await self._store.get(owner, id)
         if stored is None:
             raise _no_response(id)
         return stored
 
-    def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
+    async def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
         """The messages up to and including the response with this id. Raises HttpError 400."""
         if id is None:
             return b"[]"
-        stored = self._store.get(owner, id)
+        stored = await self._store.get(owner, id)
         if stored is None:
             raise HttpError(
                 400,

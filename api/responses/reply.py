@@ -5,7 +5,7 @@ an item is added, its parts grow, it is done, and only then the next one begins.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import starmap
 from typing import assert_never
 
@@ -80,9 +80,9 @@ class ResponsesReply(Reply):
         *,
         turn: Turn,
         has_logprobs: bool,
-        on_end: Callable[[ResponseBody], None],
+        on_end: Callable[[ResponseBody], Awaitable[None]],
     ) -> None:
-        """`on_end` is called once with the complete response, unless it fails."""
+        """`on_end` is awaited with the complete response before its end is sent, unless it fails."""
         self._response = response
         self._turn = turn
         self._has_logprobs = has_logprobs
@@ -109,8 +109,10 @@ class ResponsesReply(Reply):
             return [self._open.grow_simply(chunk.text, self._next_sequence_number - 1)]
         return starmap(self._event, self._read(chunk))
 
+    async def settle(self) -> None:
+        await self._on_end(self._response)
+
     def closing(self) -> list[bytes]:
-        self._on_end(self._response)
         return [self._event(f"response.{self._response.status}", {"response": self._response})]
 
     def ending(self) -> bytes:
@@ -131,7 +133,6 @@ class ResponsesReply(Reply):
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def body(self) -> bytes:
-        self._on_end(self._response)
         return _encode(self._response)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────

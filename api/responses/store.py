@@ -1,16 +1,14 @@
-"""Stored responses, in the memory of one api process, with a bound: the least recently used are dropped first.
+"""Stored responses. The least recently used are dropped first."""
 
-A response belongs to the API key that it was made with.
-"""
+import msgspec
 
-from collections import OrderedDict
-from typing import NamedTuple
+from ..state.database import Database
+from ..state.store import Store
 
 MAX_STORED_BYTES = 64 << 20
-_ENTRY_BYTES = 512  # overhead of an entry, roughly
 
 
-class StoredResponse(NamedTuple):
+class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
     """A response, and the conversation for a request that continues it."""
 
     body: bytes  # the response object as JSON
@@ -18,38 +16,25 @@ class StoredResponse(NamedTuple):
     input_items: bytes = b"[]"  # the conversation before the answer, as a JSON array of items
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StoredResponse).decode
+
+
 class ResponseStore:
-    def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._responses: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
-        self.num_bytes = 0
+    """Responses by owner, the API key that they were made with, and id. Raises what `Store` raises."""
 
-    def put(self, owner: bytes, id: str, response: StoredResponse) -> None:
+    def __init__(self, database: Database, max_bytes: int = MAX_STORED_BYTES) -> None:
+        self._store = Store(database, "response", max_bytes=max_bytes)
+
+    async def put(self, owner: bytes, id: str, response: StoredResponse) -> None:
         """Stores a response and drops others for it; does nothing if it alone exceeds the bound."""
-        self.delete(owner, id)
-        size = _size(response)
-        if size > self._max_bytes:
-            return
-        self._responses[owner, id] = response
-        self.num_bytes += size
-        while self.num_bytes > self._max_bytes:
-            _, dropped = self._responses.popitem(last=False)
-            self.num_bytes -= _size(dropped)
+        await self._store.put(owner, id, _encode(response))
 
-    def get(self, owner: bytes, id: str) -> StoredResponse | None:
+    async def get(self, owner: bytes, id: str) -> StoredResponse | None:
         """The response, if it is still stored and belongs to the owner."""
-        response = self._responses.get((owner, id))
-        if response is not None:
-            self._responses.move_to_end((owner, id))
-        return response
+        value = await self._store.get(owner, id)
+        return None if value is None else _decode(value)
 
-    def delete(self, owner: bytes, id: str) -> bool:
+    async def delete(self, owner: bytes, id: str) -> bool:
         """Returns whether there was one."""
-        deleted = self._responses.pop((owner, id), None)
-        if deleted is not None:
-            self.num_bytes -= _size(deleted)
-        return deleted is not None
-
-
-def _size(response: StoredResponse) -> int:
-    return len(response.body) + len(response.messages) + len(response.input_items) + _ENTRY_BYTES
+        return await self._store.delete(owner, id)

@@ -67,8 +67,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 1536,
         "expert_ffn_hidden_size": 512,
     },
-    "mimo_v2_flash": {**_SHARED, "v_head_dim": 64, "sliding_window": 128},
-    **{kind: {**_DELTA, **_SHARED} for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")},
+    "mimo_v2_flash": {**_SHARED, "head_dim": 96, "v_head_dim": 64, "sliding_window": 128},
+    **{kind: {**_DELTA, **_SHARED} for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")},
+    # transformers 5.23 saves the fused convolution in three equal parts.
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 8},
     "kimi_linear": {
         **_DELTA,
         **_LATENT,

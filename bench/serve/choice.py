@@ -7,7 +7,7 @@ import argparse
 import time
 from pathlib import Path
 
-from ...route.choice import Choice, Condition, Conversation, Member, stable_hash
+from ...api.engines.choice import Choice, Condition, Conversation, Member, stable_hash
 from ..report import Row, machine, print_table, write_json
 
 _SYSTEM_BLOCKS = 16  # of 256 bytes

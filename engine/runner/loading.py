@@ -38,6 +38,7 @@ from .stages import part_of_stage
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
     from ..steps.encoder_steps import EncoderModel
+    from .scripted import ScriptedModel
 
 _ALONE = RankInfo()
 _LEFT_STATES = 7  # of a request: one at its end, and those that its prompt keeps
@@ -83,11 +84,13 @@ def load_model(
     rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
     broken_kernels: Collection[str] = (),
-) -> "HostModel | DeviceModel | EncoderModel":
+) -> "HostModel | DeviceModel | EncoderModel | ScriptedModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
     kernels' weights are packed, if they are packed. kept: where those of the Triton kernels are kept. is_checked:
     kernels are tried before they serve, but not `broken_kernels`. Raises ConfigError, CheckpointError,
     BrokenDeviceError, and StartError with `--strict-kernels`."""
+    if config.scripted is not None:
+        return _load_script(config)
     torch_device = device.torch_device
     served = how_served(
         config, spec, torch_device, has_triton=queue is not None, rank=group.rank, capability=device.capability
@@ -155,6 +158,13 @@ def load_model(
         domain=domain,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
+
+
+def _load_script(config: EngineConfig) -> "ScriptedModel":
+    # Only here, since nobody else needs a tokenizer.
+    from .scripted import ScriptedModel
+
+    return ScriptedModel.load(config)
 
 
 def _load_encoder(config: EngineConfig, served: Served, device: Device) -> "EncoderModel":

@@ -55,6 +55,7 @@ from .shared_weights import SharedWeights
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
     from ..steps.encoder_steps import EncoderModel
+    from .scripted import ScriptedModel
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Runner:
         self,
         *,
         config: EngineConfig,
-        model: "HostModel | DeviceModel | EncoderModel",
+        model: "HostModel | DeviceModel | EncoderModel | ScriptedModel",
         device: Device,
         group: Group,
         timings: dict[str, float],

@@ -2,8 +2,9 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from pagewire.config.config import Config, EngineConfig, MachineFacts, Purpose
+from pagewire.config.config import Config, EngineConfig, MachineFacts, Purpose, SamplingDefaults
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
@@ -310,3 +311,27 @@ def test_an_attention_backend_needs_a_gpu_and_its_package() -> None:
     with pytest.raises(ConfigError, match="--deterministic excludes --attention-backend torch, whose sums"):
         decide_here("torch", deterministic=True)
     assert decide_here("triton", deterministic=True).deterministic
+
+
+def test_sampling_parameters_of_requests_that_give_none() -> None:
+    recommended = replace(MODEL, sampling=SamplingDefaults(temperature=0.6, top_k=20))
+    assert decide(make_config(), recommended).model.sampling == recommended.sampling
+    plain = decide(make_config(generation_config="vllm"), recommended).model.sampling
+    assert plain == SamplingDefaults()
+    changed = decide(make_config(override_generation_config={"temperature": 0.2}), recommended).model.sampling
+    assert changed == SamplingDefaults(temperature=0.2, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ({"warmth": 1}, "warmth is not one of temperature, top_k, top_p, min_p, repetition_penalty."),
+        ({"top_p": 0}, "top_p = 0 is not between 0 and 1."),
+        ({"temperature": -1}, "temperature = -1 is not between 0 and 100."),
+        ({"temperature": "hot"}, "Expected float, got str - at $.temperature."),
+    ],
+)
+def test_an_override_out_of_bounds_is_refused(override: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        decide(make_config(override_generation_config=override))
+    assert str(error.value) == f"--override-generation-config: {sentence}"

@@ -1,4 +1,4 @@
-"""Several api processes on one port: one that dies loses its own connections, and the core drops their requests."""
+"""Several api processes on one port: all find what one has stored, and one that dies loses only its own connections."""
 
 import contextlib
 import threading
@@ -39,6 +39,11 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
             texts[i] = "broken"
 
     first, second = (server.children()[name] for name in ("api", "api-1"))
+    with stopped(second):
+        created = httpx.post(f"{server.url}/v1/responses", json={"input": "Count from 1 to 5"}, timeout=60)
+    with stopped(first):
+        body = {"input": "And back", "previous_response_id": created.json()["id"]}
+        assert httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).status_code == 200
     threads = []
     # Those of the second process would take long to end by themselves.
     for other, numbers, max_tokens in ((second, range(NUM), 400), (first, range(NUM, 2 * NUM), 4000)):

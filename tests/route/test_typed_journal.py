@@ -12,7 +12,7 @@ from pagewire.api.output.reply import Reply
 from pagewire.api.output.resumable import WithTokenIds
 from pagewire.api.output.turn import Turn
 from pagewire.api.responses.reply import ResponsesReply, new_response
-from pagewire.api.responses.types import ResponsesRequest
+from pagewire.api.responses.types import ResponseBody, ResponsesRequest
 from pagewire.ipc.messages import Chunk, Usage, ids_to_bytes
 from pagewire.route.journal import StreamDiffers
 from pagewire.route.typed_journal import TypedJournal
@@ -20,6 +20,10 @@ from pagewire.route.typed_journal import TypedJournal
 from .test_journal import OUTPUT
 
 Fields = dict[str, Any]
+
+
+async def _ignore(response: ResponseBody) -> None:
+    pass
 
 
 def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[bytes]:
@@ -32,7 +36,7 @@ def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[byt
         request = ResponsesRequest(resume_id=resumption.get("resume_id"))
         response = new_response(request, model="m", temperature=1.0, top_p=1.0)
         response = msgspec.structs.replace(response, created_at=created_at)
-        reply = ResponsesReply(response, turn=turn, has_logprobs=False, on_end=lambda _: None)
+        reply = ResponsesReply(response, turn=turn, has_logprobs=False, on_end=_ignore)
     reply = WithTokenIds(reply)
     reply.admitted([3])
     (resumed,) = resumption.get("resume_token_ids", [[]])

@@ -78,6 +78,25 @@ def test_reasoning_effort_and_verbosity_are_variables_of_the_template() -> None:
     assert prompt.template_kwargs == b'{"verbosity":"mine","reasoning_effort":"low"}'  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {"enable_thinking": False, "tone": "dry"}),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True, "tone": "dry"}),
+        ({"chat_template_kwargs": {"thinking": True, "tone": 1}}, {"thinking": True, "tone": 1}),
+    ],
+)
+def test_the_operator_sets_variables_that_requests_leave_open(
+    fields: dict[str, object], variables: dict[str, object]
+) -> None:
+    engine = FakeEngine()
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    defaults = {"enable_thinking": False, "tone": "dry"}
+    assert request(engine, "/v1/chat/completions", body, default_chat_template_kwargs=defaults).status == 200
+    prompt = engine.submits[-1].prompt
+    assert json.loads(prompt.template_kwargs) == variables  # type: ignore[union-attr]
+
+
 # ── log-probabilities ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -91,12 +91,12 @@ def think(stream: bool, pieces: list[str] = THOUGHTS, **fields: Any) -> Answer:
 _NOT_SHARED = ("max_tokens", "n", "response_format")
 
 
-def conversation(*calls: tuple[str, Any, Any, str]) -> list[Answer]:
+def conversation(*calls: tuple[str, Any, Any, str], **settings: Any) -> list[Answer]:
     """The answers to calls of one application. A path or a body may be a function of the answers so far."""
 
     async def work() -> list[Answer]:
         engine = FakeEngine([CALL])
-        app = make_app(engine, api_keys=("first", "second"))
+        app = make_app(engine, api_keys=("first", "second"), **settings)
         answers: list[Answer] = []
         for method, path, body, key in calls:
             path, body = (part(answers) if callable(part) else part for part in (path, body))

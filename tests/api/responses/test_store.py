@@ -1,11 +1,16 @@
-"""Stored responses: their owners, the limit of the store, and the order of items."""
+"""Stored responses: their owners, later servers, and the order of items."""
 
+import asyncio
+import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Answer
+from harness import Answer, Client, FakeEngine, make_app, run
 
 from pagewire.api.responses.store import ResponseStore, StoredResponse
+from pagewire.api.state.database import Database
 
 from .test_endpoints import TOOLS, conversation, items_path, last_messages, response_path, without_ids
 
@@ -82,17 +87,51 @@ def test_invalid_page_parameters_are_refused(query: str) -> None:
     assert answer.status == 400 and answer.error["param"] == query[1:].split("=")[0]
 
 
-def test_the_store_evicts_the_least_recently_used() -> None:
-    store = ResponseStore(max_bytes=10_000)
-    for i in range(100):
-        store.put(b"", f"r{i}", StoredResponse(b"x" * 1000, b"y" * 1000))
-        assert store.num_bytes <= 10_000
-        store.get(b"", "r0")  # keep it recently used
-    kept = [i for i in range(100) if store.get(b"", f"r{i}") is not None]
-    assert kept == [0, 98, 99]
-    store.put(b"", "large", StoredResponse(b"x" * 20_000, b""))
-    assert store.get(b"", "large") is None and store.get(b"", "r0") is not None
-    assert store.delete(b"", "r0") and not store.delete(b"", "r0")
-    for i in (98, 99):
-        store.delete(b"", f"r{i}")
-    assert store.num_bytes == 0
+def test_a_response_outlives_its_server(tmp_path: Path) -> None:
+    """And another api process continues it."""
+    file = str(tmp_path / "state")
+    (created,) = conversation(("POST", "/v1/responses", {"input": "hi"}, "first"), state=file)
+    id = created.json["id"]
+    got, second, foreign = conversation(
+        ("GET", f"/v1/responses/{id}", None, "first"),
+        ("POST", "/v1/responses", {"input": "go on", "previous_response_id": id}, "first"),
+        ("GET", f"/v1/responses/{id}", None, "second"),
+        state=file,
+    )
+    assert got.json == created.json and second.status == 200 and foreign.status == 404
+
+
+def test_a_stored_response_is_there_when_its_stream_ends(tmp_path: Path) -> None:
+    found: list[StoredResponse | None] = []
+    other = ResponseStore(Database(str(tmp_path / "state")))
+
+    def look(part: bytes) -> None:
+        if b"response.completed" in part:
+            id = json.loads(part.partition(b"data: ")[2])["response"]["id"]
+            found.append(asyncio.run(other.get(b"", id)))
+
+    def in_thread(part: bytes) -> None:
+        thread = threading.Thread(target=look, args=(part,))
+        thread.start()
+        thread.join()
+
+    async def work() -> None:
+        client = Client(make_app(FakeEngine(), state=str(tmp_path / "state")))
+        client.on_part = in_thread
+        await client.call("POST", "/v1/responses", json.dumps({"input": "hi", "stream": True}).encode())
+
+    run(work())
+    assert [response is not None for response in found] == [True]
+
+
+def test_a_file_that_cannot_be_used_costs_nothing_but_the_storing(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("not a database\n" * 100)
+    created, got, second, other = conversation(
+        ("POST", "/v1/responses", {"input": "hi"}, "first"),
+        ("GET", response_path, None, "first"),
+        ("POST", "/v1/responses", {"input": "hi", "previous_response_id": "resp_1"}, "first"),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "first"),
+        state=str(tmp_path / "state"),
+    )
+    assert created.status == 200 and other.status == 200
+    assert got.status == second.status == 503 and got.error["code"] == "state_unavailable"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from pagewire.route.choice import Choice, Condition, Member
+from pagewire.api.engines.choice import Choice, Condition, Member
 
 
 def _takes_anything(self: Choice[Member], member: Member, *_: object) -> bool:

@@ -5,7 +5,16 @@ from collections import Counter
 
 import pytest
 
-from pagewire.route.choice import MAX_SLOWNESS, RAMP_S, SLACK, Choice, Condition, Conversation, Member, stable_hash
+from pagewire.api.engines.choice import (
+    MAX_SLOWNESS,
+    RAMP_S,
+    SLACK,
+    Choice,
+    Condition,
+    Conversation,
+    Member,
+    stable_hash,
+)
 
 NOW = 1000.0
 

@@ -1,6 +1,6 @@
 """Blocks of prompts, and the engines that have processed them."""
 
-from pagewire.route.prefixes import BLOCK_BYTES, MAX_BLOCKS, MAX_HOLDERS, Prefixes, prefix_blocks
+from pagewire.api.engines.prefixes import BLOCK_BYTES, MAX_BLOCKS, MAX_HOLDERS, Prefixes, prefix_blocks
 
 LONG = bytes(range(256)) * 64
 

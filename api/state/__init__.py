@@ -1,0 +1,1 @@
+"""What api processes keep for later requests: one SQLite database."""
