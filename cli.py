@@ -130,11 +130,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         return run(make_lead(prepare_server(config)))
     if config.service.join_address is not None:
         raise ConfigError("--join-address is for engines on several machines: say how many with --nnodes.")
-    if config.engine.data_parallel_size > 1:
-        from .route.replicas import Replicas
-
-        _log_as("route")
-        return uvloop.run(Replicas(prepare_server(config)).run())
     from .procs.generations import Generations
 
     return uvloop.run(Generations(config, prepare_server).run())

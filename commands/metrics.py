@@ -20,10 +20,15 @@ class Reading:
     values: dict[str, float] = field(default_factory=dict)  # sample name → value
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # histogram → bound → samples at or below it
     by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # "name/label" → label's value → value
+    nums: dict[str, int] = field(default_factory=dict)  # sample name → samples that were added up
 
     def get(self, name: str) -> float:
         """0 if the server does not have the metric."""
         return self.values.get(name, 0.0)
+
+    def mean(self, name: str) -> float:
+        """Of the engines, for shares; 0 if the server does not have the metric."""
+        return self.get(name) / max(1, self.nums.get(name, 0))
 
 
 def read(text: str, at: float) -> Reading:
@@ -41,6 +46,7 @@ def read(text: str, at: float) -> Reading:
                 bounds[bound] = bounds.get(bound, 0.0) + sample.value
                 continue
             reading.values[name] = reading.get(name) + sample.value
+            reading.nums[name] = reading.nums.get(name, 0) + 1
             for label, value in _own_labels(sample.labels).items():
                 parts = reading.by_label.setdefault(f"{name}/{label}", {})
                 parts[value] = parts.get(value, 0.0) + sample.value
@@ -48,7 +54,7 @@ def read(text: str, at: float) -> Reading:
 
 
 def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    return {label: value for label, value in labels.items() if label not in ("model_name", "engine")}
+    return {label: value for label, value in labels.items() if label != "model_name"}
 
 
 def rate(before: Reading, now: Reading, name: str) -> float:

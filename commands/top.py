@@ -141,10 +141,16 @@ class Screen:
         return next(reading for reading in self._readings if reading.at >= newest - _WINDOW_S or reading.at == newest)
 
     def _state(self, now: Reading) -> "Table":
-        used = min(1.0, now.get("kv_cache_usage_perc"))
+        used = min(1.0, now.mean("kv_cache_usage_perc"))
         table = _table()
         table.add_row("running", f"{now.get('num_requests_running'):.0f}", "sequences in the batch")
         table.add_row("waiting", f"{now.get('num_requests_waiting'):.0f}", "sequences in the queue")
+        engines = now.by_label.get("engine_ready/engine", {})
+        if engines:
+            down = ", ".join(number for number, is_ready in sorted(engines.items()) if not is_ready)
+            table.add_row(
+                "engines", f"{sum(engines.values()):.0f}", f"of {len(engines)}" + (f"; not {down}" * bool(down))
+            )
         table.add_row("KV cache", f"{100 * used:.1f} %", _bar(used))
         for tier, blocks in now.by_label.get("kv_tier_blocks/tier", {}).items():
             room = now.by_label.get("kv_tier_capacity_blocks/tier", {}).get(tier, 0.0)

@@ -559,6 +559,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
+    engine_number: int = 0  # among those of `data_parallel_size`
     block_size: int
     # Narrowed: what the user may leave open is decided here.
     max_model_len: int

@@ -178,9 +178,8 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
         ("--tensor-parallel-size", options.tensor_parallel_size),
         (_STAGES, options.pipeline_parallel_size),
     ):
-        if num > 1 and (options.kv_connector or options.extension is not None):
-            flag = "--kv-connector" if options.kv_connector else "--extension"
-            raise ConfigError(f"{flag} knows the KV of one rank only; leave it or {sizes} out.")
+        if num > 1 and any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
+            raise ConfigError(f"--kv-connector p2p serves the KV of one rank only; leave it or {sizes} out.")
     if options.pipeline_parallel_size == 1:
         if options.pipeline_layers is not None:
             raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")

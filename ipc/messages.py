@@ -11,7 +11,8 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
-    supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
+    supervisor ─Ping, Reset, Leave, Stop─▶ all
+    supervisor ─Serve, Restored, Swapped, Vacate─▶ api ─Swap, Vacated─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -232,6 +233,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""  # this and the next two: as in `Enqueue`
     awaits_kv: bool = False
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # as in `Enqueue`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -263,6 +265,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     awaits_kv: bool = False  # another engine computes the prompt and may not have begun: wait a while for its KV
     # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    kv_peer: str = ""  # tcp:// address of the engine that has or computes its KV; empty: the operator's peer
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -324,6 +327,7 @@ class OpenCache(Struct, frozen=True, array_like=True, tag=True):
     """core → worker: allocate exactly this much cache memory."""
 
     num_blocks: int  # pages, if the `CacheOffer` had groups
+    rank_bytes: tuple[int, ...] = ()  # of a page on each rank, by rank
 
 
 class GroupTable(Struct, frozen=True, array_like=True):
@@ -471,13 +475,15 @@ class SampledIds(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: KV transfers of earlier plans that have ended. Sent after the step that finished them."""
+    """worker → core: KV transfers of earlier plans that have ended on this rank. Sent after the step that finished
+    them. One has ended for the core when it has on every rank."""
 
     loaded: tuple[int, ...]  # rids whose load has ended, successful or not
     failed_blocks: bytes  # int32: of those loads, the blocks that could not be filled
     sent: tuple[int, ...]  # ended rids whose blocks the connector no longer needs
     num_blocks: int = 0  # loaded
     load_ms: float = 0.0  # spent loading them
+    rank: int = 0
 
 
 class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
@@ -700,6 +706,7 @@ class Pulse(Struct, frozen=True, array_like=True, tag=True):
     name: str
     loop_lag_s: HistogramCounts  # delay of the loop's timers
     num_stale: int = 0  # frames of earlier epochs that it has dropped
+    engine: int = 0  # of the process, if the launch has several
 
 
 class TierSnapshot(Struct, frozen=True, array_like=True):
@@ -761,6 +768,9 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     expert_tokens: tuple[int, ...] = ()  # of each rank: tokens that its experts had, one for each expert of a token
     expert_imbalance: dict[int, float] = {}  # by layer: the busiest rank's tokens in relation to the mean rank's
     num_taken_back: int = 0  # preemptions of constrained sequences because their masks took too long
+    engine: int = 0  # of the core, if the launch has several
+    prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
+    load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -781,6 +791,7 @@ class Slept(Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int = 0  # released; of this rank, or to the api of all ranks
     problem: str = ""  # why it failed, one sentence; empty: it succeeded
     rank: int = 0
+    engine: int = 0  # if the launch has several
 
 
 # ── supervisor ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -841,19 +852,36 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
 class Reset(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → all: a process has died, and a new epoch begins. Messages under way are void.
 
-    All processes forget the requests of the api, whose gateway submits them again after `Restored`. If `device_epoch`
-    has changed as well, core and workers also forget rows, plans and results."""
+    All processes forget the requests of the api, whose gateway submits them again after `Restored`, or to another
+    engine of the launch. If `device_epoch` has changed as well, core and workers also forget rows, plans and results.
+    """
 
     epoch: int
     device_epoch: int
-    lost: tuple[str, ...]  # names of the processes that are replaced
+    lost: tuple[str, ...]  # names of the processes that are replaced; (): all of them, in a restart that was asked for
     reason: str  # one sentence, for /health
+    engine: int = 0  # if the launch has several
 
 
 class Restored(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → api: all processes behind the api are running and in this epoch."""
 
     epoch: int
+    engine: int = 0  # if the launch has several
+
+
+class Vacate(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: send this engine nothing new, since it will be restarted. `Vacated` answers when nothing of the
+    api is open there; `Restored` ends it."""
+
+    engine: int
+
+
+class Vacated(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: nothing of this api process is open at the engine."""
+
+    name: str  # of the api process
+    engine: int
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=True):
@@ -905,7 +933,7 @@ ToWorker = (
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
-    | Serve | Ping | Reset | Restored | Swapped | Leave | Stop
+    | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
 )  # fmt: skip
-ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave
+ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave | Vacated
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -170,11 +170,11 @@ class ZmqContext:
         if self._authenticator is None and self._keys is not None:
             self._authenticator = admit_only(self._context, self._keys)
 
-    def outbox(self, address: str, link: Link = Link.CHAIN) -> "ZmqOutbox":
-        """Connects to a mailbox, which need not exist yet."""
+    def outbox(self, address: str, link: Link = Link.CHAIN, *, engine: int | None = None) -> "ZmqOutbox":
+        """Connects to a mailbox, which need not exist yet. `engine`: of its process, if it is not the own one."""
         socket = self._socket(zmq.PUSH, address)
         socket.connect(address)
-        return ZmqOutbox(socket, address, self._epochs, link)
+        return ZmqOutbox(socket, address, self._epochs, link, engine)
 
     def inbox(self, address: str, accepts: object, *, fd: int = -1) -> "ZmqInbox[M]":
         """Binds a mailbox. `fd`: a socket that listens on this tcp:// address already, which this object closes.
@@ -242,19 +242,22 @@ class _OneKey:
 
 
 class ZmqOutbox:
-    def __init__(self, socket: "zmq.SyncSocket", address: str, epochs: Epochs, link: Link) -> None:
+    def __init__(
+        self, socket: "zmq.SyncSocket", address: str, epochs: Epochs, link: Link, engine: int | None = None
+    ) -> None:
         self._socket = socket
         self._address = address
         self._epochs = epochs
         self._link = link
+        self._engine = engine
 
     def send(self, message: Message) -> None:
         """Raises ChannelFull."""
         if isinstance(message, Hidden) and message.data:
             bare = structs.replace(message, data=b"")
-            self._send([self._epochs.header(self._link) + encode(bare), message.data])
+            self._send([self._epochs.header(self._link, self._engine) + encode(bare), message.data])
         else:
-            self.send_bytes(self._epochs.header(self._link) + encode(message))
+            self.send_bytes(self._epochs.header(self._link, self._engine) + encode(message))
 
     def send_bytes(self, data: bytes) -> None:
         """Raises ChannelFull."""

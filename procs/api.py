@@ -8,13 +8,15 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
+from ..api.gateway.engine import Engine
 from ..api.gateway.gateway import FromEngine, Gateway
 from ..api.gateway.request_end import Observer, log_request
 from ..api.http.server import HttpServer, UvicornConfig
@@ -35,6 +37,8 @@ from ..ipc.messages import (
     Swap,
     Swapped,
     ToApi,
+    Vacate,
+    Vacated,
 )
 from ..version import __version__
 from .listening import shown_address
@@ -64,22 +68,31 @@ class ApiActor:
     """Passes requests from HTTP to the other actors, and their output back."""
 
     def __init__(
-        self, config: EngineConfig, http: HttpConfig, *, http_fd: int, name: str = "api", index: int = 0
+        self,
+        config: EngineConfig,
+        http: HttpConfig,
+        *,
+        http_fd: int,
+        name: str = "api",
+        index: int = 0,
+        engines: Sequence[Post] = (),
     ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
-        bits of its rids."""
+        bits of its rids. `engines`: what sends to each of several engines; `start` is given what sends to one."""
         self._name = name
+        self._engines = engines
         self._config = config
         self._http = http
         self._http_fd = http_fd
         self._index = index
         self._serving: asyncio.Task[None] | None = None
-        self._heard_at = time.monotonic()  # the core's last report
+        self._heard_at: list[float] = []  # each core's last report
         self._tracing: Tracing | None = None
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
+        self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
 
     def start(self, post: Post) -> Facts:
         self._post = post
@@ -88,14 +101,17 @@ class ApiActor:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
         # uvicorn warns of bytes that are not HTTP, which anyone can send; the supervisor logs the open port.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self._sleeper = Sleeper(lambda message: post("core", message))
+        engines, config = self._engines or (post,), self._config
+        self._sleeper = Sleeper(*(partial(engine, "core") for engine in engines))
         self._gateway = Gateway(
-            lambda message: post("tokenizer", message),
+            *(partial(engine, "tokenizer") for engine in engines),
             api_index=self._index,
             outage_wait_s=self._http.service.outage_wait,
-            max_held=self._config.max_queued_requests,
-            max_open=self._config.max_num_seqs + self._config.max_queued_requests,
+            max_held=len(engines) * config.max_queued_requests,
+            max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
+            has_siblings=self._http.service.api_processes > 1,
         )
+        self._heard_at = [time.monotonic()] * len(engines)
         self._socket = socket.socket(fileno=self._http_fd)
         self._app = create_app(
             self._gateway,
@@ -117,7 +133,7 @@ class ApiActor:
                 case Serve():
                     if self._serving is not None:
                         continue
-                    self._heard_at = time.monotonic()
+                    self._heard_at = [time.monotonic()] * len(self._heard_at)
                     self._app.start()
                     self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
                 case Slept():
@@ -130,13 +146,17 @@ class ApiActor:
                     if message.is_failure:  # draining requests end now
                         self._failure = message.reason
                         self._gateway.close(message.reason, has_failed=True)
+                case Vacate(engine=engine):
+                    leaving = asyncio.create_task(self._vacate(engine))
+                    self._leaving.add(leaving)
+                    leaving.add_done_callback(self._leaving.discard)
                 case Ping() | Leave():
                     pass
                 case _:
                     if isinstance(message, Reset):
                         self._sleeper.interrupt(message.reason)
                     if isinstance(message, Snapshot | Restored):
-                        self._heard_at = time.monotonic()
+                        self._heard_at[message.engine] = time.monotonic()
                     outputs.append(message)
         if outputs:
             self._gateway.handle(outputs)
@@ -168,6 +188,10 @@ class ApiActor:
         self._post("supervisor", Swap(self._name, number, changes, version, must_drain))
         return await answer
 
+    async def _vacate(self, engine: int) -> None:
+        await self._gateway.vacated(engine)
+        self._post("supervisor", Vacated(self._name, engine))
+
     def _observers(self) -> list[Observer]:
         """What is called at the end of each request. Raises ConfigError."""
         observers: list[Observer] = [log_request] if self._http.reports.enable_log_requests else []
@@ -186,16 +210,21 @@ class ApiActor:
         self._post("supervisor", Serving(shown_address(self._http.listen, self._socket)))
 
     def _complaint(self) -> str | None:
-        """What is wrong with the engine, for /health; None if it is healthy or only busy."""
+        """What is wrong with the engines, for /health; None if one of them is healthy or only busy."""
         if self._failure is not None:
             return self._failure
-        if (outage := self._gateway.outage) is not None:
-            for_s = time.monotonic() - outage.since
+        complaints = [self._complaint_of(engine) for engine in self._gateway.engines]
+        return None if None in complaints else complaints[0]
+
+    def _complaint_of(self, engine: Engine) -> str | None:
+        now = time.monotonic()
+        if (outage := engine.outage) is not None:
+            for_s = now - outage.since
             return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced."
-        silent = time.monotonic() - self._heard_at
+        silent = now - self._heard_at[engine.number]
         if silent > SILENT_LIMIT_S:
             return f"The engine core has not reported for {silent:.0f} s."
-        snapshot = self._gateway.snapshot
+        snapshot = engine.snapshot
         if snapshot is not None and snapshot.step_age_s + silent > STEP_LIMIT_S:
             return f"The worker has been at one step for {snapshot.step_age_s + silent:.0f} s."
         return None

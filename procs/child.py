@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from ..engine.parallel.rank import RankInfo
 from ..errors import BrokenDeviceError, CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
-from ..ipc.epochs import Epochs, counter_of
+from ..ipc.epochs import NO_ENGINE, Epochs, counter_of
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -47,6 +47,14 @@ from .topology import ACTORS, index, kind
 _OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
 
 log = logging.getLogger("pagewire")
+
+
+class EngineMailboxes(Struct, frozen=True):
+    """What api processes of several engines are told of each."""
+
+    addresses: dict[str, str]  # of its mailboxes
+    epoch: int
+    device_epoch: int
 
 
 class Launch(Struct, frozen=True):
@@ -72,6 +80,7 @@ class Launch(Struct, frozen=True):
     keeper: str = ""  # of a worker: the address of the process that keeps its weights; empty: there is none
     broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
     mailbox_fd: int = -1  # a listening socket for its mailbox, which outlives it; -1: it binds its address itself
+    engines: tuple[EngineMailboxes, ...] = ()  # for api processes of several engines, by number
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -165,7 +174,7 @@ async def run_actor(
             if isinstance(message, Ping):
                 num_handled += 1
                 post("supervisor", Pong(name, epochs.chain, num_handled))
-                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale)
+                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine)
                 if kind(name) == "api":
                     actor.handle([pulse])  # a process has no outbox to itself
                 else:
@@ -187,8 +196,8 @@ async def run_actor(
                 return await stopping
 
 
-def make_actor(name: str, launch: Launch) -> Actor[object]:
-    """Imports only this actor's modules."""
+def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor[object]:
+    """Imports only this actor's modules. `engines`: as of `ApiActor`."""
     config = launch.config
     actor: object
     match kind(name):
@@ -215,7 +224,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
 
             assert launch.http is not None, name
             first_rid = api_index(index(name), counter_of(launch.epoch), launch.num_apis)
-            actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid)
+            actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid, engines=engines)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
@@ -238,18 +247,30 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on_quit()
     volunteer(_OOM_SCORES.get(kind(name), 0))
-    _set_title(name)
-    write_log_lines(name)
-    epochs = Epochs(launch.epoch, launch.device_epoch)
+    number = NO_ENGINE if launch.engines else launch.config.engine_number
+    is_one_of_several = launch.config.data_parallel_size > 1 and not launch.engines
+    shown = f"{name} of engine {number}" if is_one_of_several else name
+    _set_title(shown)
+    write_log_lines(shown)
+    epochs = Epochs(launch.epoch, launch.device_epoch, engine=number)
     context = ZmqContext(launch.keys, epochs)
-    post = Mailman(
-        name,
-        launch.addresses,
-        context,
-        num_ranks=launch.config.num_ranks,
-        num_apis=launch.num_apis,
-        num_stages=launch.config.pipeline_parallel_size,
-    ).post
+
+    def mailman(addresses: Mapping[str, str], engine: int) -> Post:
+        return Mailman(
+            name,
+            addresses,
+            context,
+            num_ranks=launch.config.num_ranks,
+            num_apis=launch.num_apis,
+            num_stages=launch.config.pipeline_parallel_size,
+            engine=engine,
+        ).post
+
+    post = mailman(launch.addresses, number)
+    engines = []
+    for index_of, mailboxes in enumerate(launch.engines):
+        epochs.join(index_of, mailboxes.epoch, mailboxes.device_epoch)
+        engines.append(mailman(mailboxes.addresses, index_of))
 
     is_ready = False
 
@@ -272,7 +293,7 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
         else:
             import uvloop
 
-            uvloop.run(run_actor(name, make_actor(name, launch), epochs, inbox, post, on_ready))
+            uvloop.run(run_actor(name, make_actor(name, launch, engines), epochs, inbox, post, on_ready))
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, PagewireError):

@@ -57,6 +57,7 @@ from .idle_check import IdleCheck
 from .kv_events import KvEventPublisher
 from .mask_times import LIMIT_S, MaskTimes
 from .pipeline_times import PipelineTimes
+from .rank_transfers import RankTransfers
 from .sleep import SleepControl
 from .step_times import StepTimes
 from .topology import kind, workers
@@ -85,6 +86,7 @@ class CoreActor:
         self._given_up: set[int] = set()  # rids of them that were cancelled since
         self._workers = workers(config.num_ranks)
         self._offers: dict[int, CacheOffer] = {}  # by rank
+        self._transfers = RankTransfers(config.num_ranks)
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
         self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
@@ -145,8 +147,7 @@ class CoreActor:
     def _take(self, message: ToCore) -> None:
         match message:
             case Transferred():
-                self._record(message)
-                self.scheduler.transferred(message)
+                self._transferred(message)
             case CacheOffer():
                 self._open(message)
             case Enqueue() | Cancel() if self._scheduler is None:
@@ -253,6 +254,11 @@ class CoreActor:
             if given_up:
                 self._cancel(Cancel(tuple(sorted(given_up))))
 
+    def _transferred(self, message: Transferred) -> None:
+        if (whole := self._transfers.add(message)) is not None:
+            self._record(whole)
+            self.scheduler.transferred(whole)
+
     def _cancel(self, message: Cancel) -> None:
         for rid in message.rids:
             if (held := self._unsure.get(rid)) is not None:
@@ -266,6 +272,11 @@ class CoreActor:
     def _record(self, event: trace.Event) -> None:
         if self._trace is not None:
             trace.write(self._trace, event)
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Some ranks have ended a KV transfer, and others have not."""
+        return self._transfers.is_partial
 
     @property
     def scheduler(self) -> AnyScheduler:
@@ -292,10 +303,11 @@ class CoreActor:
                     f"{self._scheduler.num_pages}."
                 )
             num_pages = self._scheduler.num_pages
-        self._tell_workers(OpenCache(num_pages))
+        rank_bytes = tuple(self._offers[rank].block_bytes for rank in range(config.num_ranks))
+        self._tell_workers(OpenCache(num_pages, rank_bytes))
         if self._scheduler is not None:
             return
-        facts = ConnectorFacts.of(config, offer.block_bytes, groups)
+        facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1)
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
@@ -326,6 +338,7 @@ class CoreActor:
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
             self._offers.clear()
+            self._transfers.forget()
             self._balancer.forget()
         scheduler = self._scheduler
         if scheduler is None:
@@ -459,6 +472,7 @@ class CoreActor:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
+        prompt_ms, load_ms = scheduler.prices()
         snapshot = Snapshot(
             step=scheduler.step,
             num_running=scheduler.num_running,
@@ -477,6 +491,8 @@ class CoreActor:
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
             num_taken_back=counters.num_taken_back,
+            prompt_ms=prompt_ms,
+            load_ms=load_ms,
             is_asleep=scheduler.is_paused,
             groups=scheduler.groups(),
             failed_kernels=self._failed_kernels,

@@ -1,8 +1,8 @@
 """Replaces the model of a running server: the engine that serves, and the one that takes its place.
 
-Each model is served by an engine with its own processes. Both engines share the listening socket: when the new one is
-ready, the old one stops accepting, serves its open connections, and ends. If memory does not suffice for both, the old
-one ends first, and new connections wait in the socket's queue.
+Each model is served by one engine or several, with processes of their own. Both models share the listening socket: when
+the new one is ready, the old one stops accepting, serves its open connections, and ends. If memory does not suffice for
+both, the old one ends first, and new connections wait in the socket's queue.
 """
 
 import asyncio
@@ -20,8 +20,12 @@ from ..config.flags import from_options
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
+from .engines import Engines
 from .listening import Listening
 from .supervisor import Supervisor
+
+Generation = Supervisor | Engines
+"""What serves one model; a launch of several engines has one object for all of them."""
 
 _KV_BYTES = 4 << 30  # a worker's KV cache at most, if --kv-cache-memory is not given
 _PROCESSES_BYTES = 1 << 30  # of the processes themselves
@@ -55,8 +59,8 @@ class Generations:
         self._config = config
         self._configs: dict[int, Config] = {}  # by version
         self._versions: tuple[ModelVersion, ...] = ()
-        self._engine: Supervisor
-        self._running: dict[Supervisor, asyncio.Task[int]] = {}  # also one that drains or starts
+        self._engine: Generation
+        self._running: dict[Generation, asyncio.Task[int]] = {}  # also one that drains or starts
         self._swap: asyncio.Task[None] | None = None
         self._signals: list[signal.Signals] = []
 
@@ -66,6 +70,8 @@ class Generations:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         prepared = self._prepare(self._config)
+        if prepared.engine.data_parallel_size > 1:
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         self._listening = Listening(prepared.http.listen)
         try:
             self._begin(self._config, prepared)
@@ -91,7 +97,11 @@ class Generations:
         for engine in self._running:
             engine.on_signal(signum)
 
-    def _begin(self, config: Config, prepared: ServerConfig, weight_fds: Sequence[int] = ()) -> Supervisor:
+    def _on_hangup(self) -> None:
+        if isinstance(self._engine, Engines) and self._swap is None:
+            self._engine.on_hangup()
+
+    def _begin(self, config: Config, prepared: ServerConfig, weight_fds: Sequence[int] = ()) -> Generation:
         """Starts an engine, which does not listen yet. weight_fds: packed weights of another one."""
         number = len(self._versions) + 1
         self._configs[number] = config
@@ -100,7 +110,8 @@ class Generations:
         version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
         prepared = structs.replace(prepared, http=structs.replace(prepared.http, versions=self._versions))
-        engine = Supervisor(
+        make = Engines if prepared.engine.data_parallel_size > 1 else Supervisor
+        engine: Generation = make(
             prepared,
             listening=self._listening,
             on_swap=lambda swap: self._on_swap(engine, swap),
@@ -110,7 +121,7 @@ class Generations:
         self._engine = engine
         return engine
 
-    def _on_swap(self, engine: Supervisor, swap: Swap) -> None:
+    def _on_swap(self, engine: Generation, swap: Swap) -> None:
         """`engine`: the one whose api got the request; a request on an old connection may reach one that drains."""
         if self._swap is not None or self._signals or engine is not self._engine:
             detail = "Another model is being loaded or has taken over, or the server stops."
@@ -123,7 +134,7 @@ class Generations:
         self._swap = None
         task.result()  # the loop logs an exception
 
-    async def _replace(self, old: Supervisor, swap: Swap) -> None:
+    async def _replace(self, old: Generation, swap: Swap) -> None:
         """Replaces `old`, or keeps it if the new engine does not start."""
         try:
             config = self._changed(swap)
@@ -168,7 +179,7 @@ class Generations:
         engine.serve()
         return True
 
-    async def _is_up(self, engine: Supervisor) -> bool:
+    async def _is_up(self, engine: Generation) -> bool:
         """Waits until the engine is ready or has ended. Whether it is ready."""
         ready = asyncio.ensure_future(engine.is_ready.wait())
         await asyncio.wait((ready, self._running[engine]), return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +211,7 @@ def _has_room(config: EngineConfig, *, shares_weights: bool) -> bool:
     if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False
     weights = 0 if shares_weights else 2 * _weight_bytes(config)  # twice while they are packed
-    needed = weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
+    needed = weights + config.data_parallel_size * ((config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES)
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return needed <= available

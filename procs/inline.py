@@ -1,5 +1,6 @@
 """The same actors in one process, for the offline API and for tests: no sockets, no event loop, one thread. The stages
-of a pipeline run one after the other.
+of a pipeline run one after the other. Of several tensor-parallel ranks only the first is in this process
+(`inline_ranks.py`).
 
 Messages are passed as objects. `run` lets each actor handle its messages until there are none and no KV transfer or
 grammar is pending; the worker runs one plan at a time.
@@ -24,6 +25,7 @@ from ..ipc.messages import (
     LateMasks,
     Message,
     OpenCache,
+    PlaceExperts,
     SampledIds,
     Sleep,
     Slept,
@@ -36,6 +38,7 @@ from .core import CoreActor
 from .detokenizer import DetokenizerActor
 from .grammar import GrammarActor, load_grammars
 from .grammar_sandbox import Load
+from .inline_ranks import InlineRanks
 from .tokenizer import TokenizerActor
 from .topology import workers
 from .worker import Worker
@@ -56,16 +59,20 @@ class Inline:
         grammars: Load = load_grammars,
     ) -> None:
         """Loads the model. Raises PagewireError."""
-        if config.tensor_parallel_size > 1:
+        if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"tensor_parallel_size {config.tensor_parallel_size} needs several processes: use AsyncLLM or a server."
+                "LLM has stages of one rank each: use AsyncLLM or a server, or leave one of the sizes out."
             )
-        self._workers = {
-            name: Worker(config, rank_info=RankInfo(rank, stage=rank, first=rank), progress=None if rank else progress)
-            for rank, name in enumerate(workers(config.num_ranks))
-        }
         if config.client_address is not None:
             raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
+        infos = [RankInfo(rank, stage=rank, first=rank) for rank in range(config.pipeline_parallel_size)]
+        self._ranks = InlineRanks(config) if config.tensor_parallel_size > 1 else None
+        if self._ranks is not None:
+            infos = [self._ranks.first]
+        self._workers = {
+            name: Worker(config, rank_info=info, progress=None if info.rank else progress)
+            for name, info in zip(workers(config.num_ranks), infos, strict=False)
+        }
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._worker = self._workers["worker"]
@@ -86,9 +93,12 @@ class Inline:
             for worker in self._workers.values():
                 worker.start(self.post)
             self.run()
-        except BaseException:
+        except BaseException as error:
+            reason = self._ranks.explain(error) if self._ranks is not None else error
             self.close()
-            raise
+            if reason is error:
+                raise
+            raise reason from None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -99,7 +109,10 @@ class Inline:
 
     def post(self, receiver: str, message: Message) -> None:
         """The caller posts `Submit` and `Cancel` to the tokenizer."""
-        self._mail[receiver].append(message)
+        if receiver in self._mail:
+            self._mail[receiver].append(message)
+        elif self._ranks is not None:
+            self._ranks.send(receiver, message)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Runs until no messages are left and nothing is pending, or until `until()` is true, which is called after
@@ -124,17 +137,30 @@ class Inline:
                     busy = True
                 elif worker.num_transfers:
                     worker.poll()
+            busy |= self._hear_ranks(wait=False)
             if self._grammar.num_pending:
                 self._grammar.poll()
             if busy or any(self._mail.values()):
                 continue
-            if self._core.scheduler.asks_again:
+            if self._ranks is not None and self._ranks.is_waiting:
+                self._hear_ranks(wait=True)
+            elif self._core.scheduler.asks_again:
                 time.sleep(_POLL_S)
                 self._core.handle([])
             elif any(worker.num_transfers for worker in self._workers.values()) or self._grammar.num_pending:
                 time.sleep(_POLL_S)
+            elif self._core.awaits_ranks:
+                self._hear_ranks(wait=True)
             else:
                 return
+
+    def _hear_ranks(self, *, wait: bool) -> bool:
+        """Takes in what ranks in other processes have sent. Whether there was something."""
+        if self._ranks is None:
+            return False
+        heard = list(self._ranks.hear(wait=wait))
+        self._mail["core"].extend(heard)
+        return bool(heard)
 
     def close(self) -> None:
         try:
@@ -145,10 +171,21 @@ class Inline:
         finally:
             for worker in self._workers.values():
                 worker.close()
+            if self._ranks is not None:
+                self._ranks.close()
 
     def _tell_worker(self, worker: Worker, message: Message) -> None:
+        try:
+            self._do(worker, message)
+        except RuntimeError as error:
+            reason = error if self._ranks is None else self._ranks.explain(error)
+            if reason is error:
+                raise
+            raise reason from None
+
+    def _do(self, worker: Worker, message: Message) -> None:
         match message:
-            case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds():
+            case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds() | PlaceExperts():
                 worker.take(message)
             case OpenCache():
                 self.facts = worker.open(message)

@@ -7,7 +7,7 @@ core waits for none of it.
 
 Each batch is a message of three frames on an XPUB socket: the topic `kv@HOST@MODEL`; a number, 8 bytes, big endian,
 counting batches from 0; and msgpack. The msgpack is an array `[ts, events, data_parallel_rank]`: seconds since 1970,
-the events in order, and 0, because there is one core. An event is an array that begins with its name:
+the events in order, and the number of the engine. An event is an array that begins with its name:
 
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", block_hashes, medium]
@@ -119,9 +119,11 @@ class KvEventPublisher:
         topic: str = "kv@pagewire@model",
         keys: Keys | None = None,
         is_insecure: bool = False,
+        engine: int = 0,
     ) -> None:
-        """Binds. `keys`: subscribers must have the same; None: they need none. `is_insecure`: other machines may
-        connect without keys. Raises ConfigError if an address is invalid, not available, or open by mistake."""
+        """Binds. `engine`: its number in the batches. `keys`: subscribers must have the same; None: they need none.
+        `is_insecure`: other machines may connect without keys. Raises ConfigError if an address is invalid, not
+        available, or open by mistake."""
         addresses = {"--kv-events": address} | ({} if replay is None else {"--kv-events-replay": replay})
         for flag, where in addresses.items():
             if _is_open(flag, where) and keys is None:
@@ -137,7 +139,7 @@ class KvEventPublisher:
         self._context = zmq.Context()
         self._authenticator = None if keys is None else admit_only(self._context, keys)
         try:
-            self._thread = _Sender(self._context, address, replay, topic.encode(), keys, self._batches)
+            self._thread = _Sender(self._context, address, replay, topic.encode(), keys, self._batches, engine)
         except ConfigError:
             if self._authenticator is not None:
                 self._authenticator.stop()
@@ -163,6 +165,7 @@ class KvEventPublisher:
             topic=f"kv@{host}@{config.served_model_names[0]}",
             keys=shared if own is None else read_keys(Path(own)),
             is_insecure=config.kv_events_insecure,
+            engine=config.engine_number,
         )
 
     def publish(self, events: Sequence[KvCacheEvent]) -> None:
@@ -222,11 +225,13 @@ class _Sender(threading.Thread):
         topic: bytes,
         keys: Keys | None,
         batches: deque[Sequence[KvCacheEvent]],
+        engine: int,
     ) -> None:
         """Binds. `batches`: to be sent, in order; an empty one ends the thread. Raises ConfigError."""
         super().__init__(name="kv-events", daemon=True)
         self._topic = topic
         self._batches = batches
+        self._engine = engine
         self._kept = _Kept()
         self._mirror = KvMirror()
         self._wants_snapshot = False
@@ -281,7 +286,7 @@ class _Sender(threading.Thread):
         return False
 
     def _send(self, events: Sequence[_BlockStored | _BlockRemoved | _AllBlocksCleared]) -> None:
-        batch = _encode((time.time(), events, 0))
+        batch = _encode((time.time(), events, self._engine))
         number = self._kept.add(batch)
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), batch))
 

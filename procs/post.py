@@ -1,9 +1,12 @@
 """The outgoing messages of one actor's process: an outbox for each receiver that the topology allows.
 
-With several api processes, the rid of a message determines which of them gets it; messages without a rid go to all.
+With several api processes, the rid of a message determines which of them gets it; messages without a rid go to all,
+and say which engine they are about.
 """
 
 from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from ..ipc.channel import Outbox
 from ..ipc.messages import RID_BITS, Message, Pulse, Slept, Snapshot, TextBatch
@@ -17,10 +20,12 @@ class Mailman:
 
     def __init__(
         self, name: str, addresses: Mapping[str, str], context: ZmqContext, *, num_ranks: int, num_apis: int,
-        num_stages: int = 1,
+        num_stages: int = 1, engine: int = 0,
     ) -> None:  # fmt: skip
+        """`engine`: the number of the one that the receivers belong to, or the sender if they are api processes."""
+        self._engine = engine
         self._outboxes: dict[str, Outbox] = {
-            receiver: context.outbox(addresses[receiver], link(name, receiver))
+            receiver: context.outbox(addresses[receiver], link(name, receiver), engine=engine)
             for receiver in receivers(name, num_ranks, num_apis, num_stages)
             if receiver in addresses
         }
@@ -30,7 +35,7 @@ class Mailman:
     def post(self, receiver: str, message: Message) -> None:
         if receiver in self._absent:
             return
-        if receiver == "api" and len(self._apis) > 1:
+        if receiver == "api":
             self._post_apis(message)
         else:
             self._outboxes[receiver].send(message)
@@ -38,13 +43,16 @@ class Mailman:
     def _post_apis(self, message: Message) -> None:
         num = len(self._apis)
         match message:
+            case TextBatch() if num == 1:
+                self._apis[0].send(message)
             case TextBatch(chunks=chunks):
                 for index, api in enumerate(self._apis):
                     if own := tuple(chunk for chunk in chunks if api_of(chunk.rid, num) == index):
                         api.send(TextBatch(own))
             case Snapshot() | Pulse() | Slept():
+                about = replace(message, engine=self._engine) if self._engine else message
                 for api in self._apis:
-                    api.send(message)
+                    api.send(about)
             case _:
                 self._apis[api_of(message.rid, num)].send(message)  # type: ignore[union-attr]  # all others have one
 

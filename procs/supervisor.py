@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from ..config.config import EngineConfig, ServerConfig
 from ..config.machine import usable_cores
 from ..errors import StartError
-from ..ipc.epochs import Link
+from ..ipc.epochs import Epochs, Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -37,11 +38,12 @@ from ..ipc.messages import (
     Swap,
     Swapped,
     ToSupervisor,
+    Vacated,
 )
-from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
+from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, ZmqOutbox, check_address, make_run_folder, remove_run_folder
 from . import interpreter
 from .announcement import announcement
-from .child import Launch, process_age_s
+from .child import EngineMailboxes, Launch, process_age_s
 from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
@@ -112,10 +114,15 @@ class Supervisor:
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
+        self._outboxes: dict[str, ZmqOutbox] = {}  # of what is started here, and of `_other_apis`
         self._dead: list[Child] = []  # oldest first: the first death may have caused the others
         self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._listening = listening
-        self._is_owned = listening is not None
+        self._engine = config.engine.engine_number
+        self._shown = ""  # before what is printed; of one of several engines its number
+        self._other_apis: dict[str, str] = {}  # mailboxes of api processes that another supervisor here owns
+        self._given_folder: Path | None = None  # for mailboxes, instead of a new one
+        self._is_owned = listening is not None  # signals are for another object
         self._on_swap = on_swap
         self._may_serve = not self._is_owned
         self._is_retired = self._is_over = False
@@ -150,13 +157,14 @@ class Supervisor:
         for signum in () if self._is_owned else (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self.on_signal, signum)
         self._mark("configuration")
-        self._run_folder = run_folder = make_run_folder()
+        self._run_folder = run_folder = self._given_folder or make_run_folder()
         if self._service.api_processes > 1 and self._http.reports.state is None:
             reports = msgspec.structs.replace(self._http.reports, state=str(run_folder / "state"))
             self._http = msgspec.structs.replace(self._http, reports=reports)
-        context = ZmqContext(self._keys)
+        context = ZmqContext(self._keys, Epochs(engine=self._engine))
         self._lifeline, self._lifeline_held = os.pipe()
-        self._weight_fds = self._weight_fds or new_segments(self._config)
+        if any(kind(name) == "worker" for name in self._actors):
+            self._weight_fds = self._weight_fds or new_segments(self._config)
         try:
             if "api" in self._actors and self._listening is None:
                 self._listening = Listening(self._http.listen)
@@ -169,11 +177,12 @@ class Supervisor:
                 name: self._given.get(name, f"ipc://{run_folder}/{name}")
                 for name in (*self._names, "supervisor")
                 if name in self._given or name in (*self._actors, "supervisor")
-            }
+            } | self._other_apis
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
             self._elsewhere.watch(context, loop, self._woken.set)
-            self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
+            receivers = (*self._actors, *self._other_apis)
+            self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in receivers}
             first = [name for name in self._actors if kind(name) == "worker"] or self._actors[:1]
             self._waits_since = time.monotonic()
             self._next_report = self._waits_since + START_REPORT_S
@@ -186,7 +195,7 @@ class Supervisor:
             return await self._supervise()
         except StartError as error:
             self.failure = str(error)
-            print(f"pagewire: {error}", file=sys.stderr, flush=True)
+            self._print(str(error))
             await self._fail_requests()
             return max((fault.exit_code for fault in self._faults.values()), default=1)
         finally:
@@ -205,7 +214,8 @@ class Supervisor:
             if self._inbox is not None:
                 self._inbox.close()
             context.close()
-            remove_run_folder(run_folder)
+            if self._given_folder is None:
+                remove_run_folder(run_folder)
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,6 +245,7 @@ class Supervisor:
             epoch=self._epoch,
             device_epoch=self._device_epoch,
             broken_kernels=tuple(self._broken_kernels),
+            engines=self._mailboxes_of_engines(),
         )
         try:
             for name in actors:
@@ -248,6 +259,10 @@ class Supervisor:
         finally:
             if memory is not None:
                 memory.close()
+
+    def _mailboxes_of_engines(self) -> tuple[EngineMailboxes, ...]:
+        """For api processes of several engines."""
+        return ()
 
     async def _start_others(self) -> None:
         """Starts at any time as many as there are cores besides the one on which the worker starts, which takes
@@ -330,11 +345,9 @@ class Supervisor:
             if is_replaced:
                 await self._start_keeper(rank)
             later = "" if is_replaced else ", and so do all later ones"
-            print(
-                f"pagewire: the weight keeper of rank {rank} has ended. A worker that is replaced now reads the "
-                f"checkpoint again{later}.",
-                file=sys.stderr,
-                flush=True,
+            self._print(
+                f"the weight keeper of rank {rank} has ended. A worker that is replaced now reads the "
+                f"checkpoint again{later}."
             )
 
     def _renew_segment(self, rank: int) -> None:
@@ -351,6 +364,7 @@ class Supervisor:
             return await self._stop("stopped while starting")
         slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
         self._mark(f"{slowest.name} ready")
+        self._tell_restored()
         self.is_ready.set()
         await self._watch(lambda: self._may_serve or self._must_end)
         if self._listening is not None:
@@ -397,7 +411,16 @@ class Supervisor:
                 raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).")
             if now > self._next_report and late:
                 self._next_report = now + START_REPORT_S
-                print(f"pagewire: still waiting for {late} after {now - self._waits_since:.0f} s", file=sys.stderr)
+                self._print(f"still waiting for {late} after {now - self._waits_since:.0f} s")
+
+    @property
+    def notes(self) -> list[str]:
+        """What the processes tell the operator of their start."""
+        return [note for child in self._children.values() for note in (child.facts or Facts()).notes]
+
+    def _print(self, text: str) -> None:
+        """Tells the operator."""
+        print(f"pagewire: {self._shown}{text}", file=sys.stderr, flush=True)
 
     def _mark(self, phase: str) -> None:
         self._marks.append((phase, process_age_s()))
@@ -405,9 +428,10 @@ class Supervisor:
     def _announce(self, slowest: Child) -> None:
         if self._quiet:
             return
-        notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
         timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
-        text = announcement(self._config, notes, self._marks, timings, self._url, has_keys=bool(self._http.api_keys))
+        text = announcement(
+            self._config, self.notes, self._marks, timings, self._url, has_keys=bool(self._http.api_keys)
+        )
         print(text, file=sys.stderr, flush=True)
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -485,7 +509,7 @@ class Supervisor:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
             raise StartError(f"{reason} Stopping: {self._deaths.summary()}")
-        print(f"pagewire: {reason} Replacing {', '.join(lost)}.", file=sys.stderr, flush=True)
+        self._print(f"{reason} Replacing {', '.join(lost)}.")
         is_device = any(kind(name) in ("core", "worker") for name in lost)
         await self._begin(list(lost), reason, self._epoch + 1, self._device_epoch + is_device)
 
@@ -505,11 +529,18 @@ class Supervisor:
             self._faults.pop(name, None)
             self._lost_at.setdefault(name, now)
         self._epoch, self._device_epoch = epoch, device_epoch
+        self._tell_reset(lost, reason)
+        await self._spawn(lost)
+
+    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+        """Tells all but the lost actors of the epoch that has begun."""
+        reset = Reset(self._epoch, self._device_epoch, tuple(lost), reason, self._engine)
         for name in (name for name in self._actors if name in self._children):
             if name not in lost:
-                self._outboxes[name].send(Reset(epoch, device_epoch, tuple(lost), reason))
+                self._outboxes[name].send(reset)
                 self._outboxes[name].send(Ping())
-        await self._spawn(lost)
+        for name in self._other_apis:
+            self._outboxes[name].send(reset)
 
     async def _look_elsewhere(self) -> None:
         """Raises StartError if an actor of another launch is lost, unless that launch ends in order: its `Leave` may
@@ -525,18 +556,21 @@ class Supervisor:
 
     def _restore(self) -> None:
         """Sends the api `Restored` once every other actor is ready and in this epoch."""
-        if not self._lost_at:
+        if not self._lost_at and self._restored == self._epoch:
             return
         behind = [child for child in self._children.values() if kind(child.name) != "api"]
         if any(child.facts is None or child.epoch < self._epoch for child in behind):
             return
-        if self._restored < self._epoch:
-            self._restored = self._epoch
-            for name in self._apis:
-                self._outboxes[name].send(Restored(self._epoch))
+        self._tell_restored()
         for name in [name for name in self._lost_at if self._children[name].facts is not None]:
             passed_s = time.monotonic() - self._lost_at.pop(name)
-            print(f"pagewire: {name} is replaced, {passed_s:.1f} s after it was lost.", file=sys.stderr, flush=True)
+            self._print(f"{name} is replaced, {passed_s:.1f} s after it was lost.")
+
+    def _tell_restored(self) -> None:
+        if self._restored < self._epoch:
+            self._restored = self._epoch
+            for name in (*self._apis, *self._other_apis):
+                self._outboxes[name].send(Restored(self._epoch, self._engine))
 
     @property
     def _must_end(self) -> bool:
@@ -573,6 +607,8 @@ class Supervisor:
                     self._on_swap(message)
                 case Swap():
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
+                case Vacated():
+                    self._on_vacated(message)
                 case Fault():
                     self._faults[message.name] = message
                 case Leave():
@@ -582,6 +618,9 @@ class Supervisor:
                     if child.liveness is not None and message.epoch >= child.epoch:
                         child.epoch = message.epoch
                         child.liveness.heard(message, time.monotonic())
+
+    def _on_vacated(self, message: Vacated) -> None:
+        """An api process of several engines has nothing open at one of them."""
 
     def _ready(self, message: Ready) -> None:
         if message.schema != SCHEMA_VERSION:
@@ -647,7 +686,7 @@ class Supervisor:
             while not child.exited.done() and time.monotonic() < deadline and len(self._signals) <= num_signals:
                 await self._next_event(0.2)
         if len(self._signals) > num_signals:
-            print("pagewire: stopped at once", file=sys.stderr)
+            self._print("stopped at once")
             return 130
         return 0
 

@@ -155,6 +155,7 @@ class TokenizerActor:
                 marks=marks,
                 cache_salt=submit.cache_salt,
                 awaits_kv=submit.awaits_kv,
+                kv_peer=submit.kv_peer,
                 cache_hit_threshold=submit.cache_hit_threshold,
             ),
         )

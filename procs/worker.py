@@ -120,7 +120,7 @@ class Worker:
     def open(self, message: OpenCache) -> Facts:
         """Allocates the KV cache, and makes the first steps as fast as later ones. Raises ConfigError."""
         runner = self._started()
-        runner.open_cache(message.num_blocks)
+        runner.open_cache(message.num_blocks, message.rank_bytes)
         runner.warm_up()
         notes = runner.notes if self._rank_info.t == 0 else ()  # the others of its stage would say the same
         return Facts(self._timings | runner.timings, notes, runner.weights_fit)
@@ -244,7 +244,7 @@ class Worker:
 
     def poll(self) -> None:
         """Tells the core which KV transfers are over."""
-        if self._rank_info.rank == 0 and (transferred := self._started().take_transferred()) is not None:
+        if (transferred := self._started().take_transferred()) is not None:
             self._post("core", transferred)
 
     def close(self) -> None:

@@ -28,6 +28,12 @@ _HOME_PATHS = re.compile(r"/v1/(files|batches)(/|$)")  # the first engine keeps 
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,128})")
 _DEFAULT_OUTPUT = 256  # estimated output tokens of a request without a limit
 _SEEDS = 2**62
+_BYTES_PER_TOKEN = 4
+_OF_OUTPUT = (
+    "max_completion_tokens", "min_tokens", "n", "best_of", "stream_options", "return_token_ids", "logprobs",
+    "top_logprobs",
+)  # fmt: skip
+"""Fields of a body that say something of an output that a prefill leg does not have."""
 
 
 class _Fields(Struct):
@@ -52,6 +58,9 @@ class _Fields(Struct):
     system: Raw = msgspec.field(default_factory=Raw)
     tools: Raw = msgspec.field(default_factory=Raw)
     prompt_cache_key: str | None = None
+    kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
+    prompt_logprobs: Raw = msgspec.field(default_factory=Raw)
+    cache_hit_threshold: Raw = msgspec.field(default_factory=Raw)
 
 
 class Upload:
@@ -89,6 +98,7 @@ class Ask:
         self.num_choices = 1
         self.num_tokens = len(body) // 4 + 1  # estimate of prompt and output
         self.blocks: list[int] = []  # of the prompt, for `Prefixes`
+        self.num_prompt = 0  # estimated tokens of a prompt that another engine may compute; 0: none may
         self.conversation: Conversation | None = None
         self.patience_s = math.inf  # its own `timeout`: how long it waits for an engine to take it
         self._fields: dict[str, Raw] = {}
@@ -111,6 +121,10 @@ class Ask:
         self.blocks = prefix_blocks(root, prompt)
         turns = bytes(fields.messages or fields.input)
         self.conversation = conversation_of(bytes(fields.system), turns, root, fields.prompt_cache_key)
+        is_own = not (bytes(fields.kv_transfer_params) or bytes(fields.cache_hit_threshold))  # no proxy has split it
+        computes_all = bool(bytes(fields.prompt_logprobs)) or bool(fields.use_beam_search)
+        if path in _CHAT_PATHS and num_prompts == 1 and is_own and not computes_all:
+            self.num_prompt = len(prompt) // _BYTES_PER_TOKEN
         # Without a seed, each of several prompts is sampled with a random one, and a request can name only one seed.
         is_reproducible = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
         if path in _CHAT_PATHS:
@@ -126,9 +140,18 @@ class Ask:
             is_chat, shows_ids = path in _CHAT_PATHS, bool(fields.return_token_ids)
             self.new_journal = lambda: ChatJournal(shows_ids=shows_ids) if is_chat else TypedJournal()
 
-    def body_with(self, resumption: Mapping[str, object]) -> bytes:
-        """The body with these fields added."""
-        return msgspec.json.encode({**self._fields, **resumption}) if resumption else self.body
+    def body_with(self, more: Mapping[str, object]) -> bytes:
+        """The body with these fields added. Only for a valid body."""
+        if not more:
+            return self.body
+        return msgspec.json.encode({**(self._fields or msgspec.json.decode(self.body, type=dict[str, Raw])), **more})
+
+    def prefill_body(self, more: Mapping[str, object]) -> bytes:
+        """The same prompt, for an engine that only computes it, with these fields added."""
+        fields = msgspec.json.decode(self.body, type=dict[str, Raw])
+        for name in _OF_OUTPUT:
+            fields.pop(name, None)
+        return msgspec.json.encode({**fields, "max_tokens": 1, "stream": False, **more})
 
 
 def _several(prompt: Raw) -> list[object]:

@@ -30,9 +30,15 @@ log = logging.getLogger("pagewire.route")
 
 
 class _Load(Struct):
-    """The field of an engine's /load that the router reads."""
+    """The fields of an engine's /load that the router reads."""
 
     server_load: int
+    role: str = "both"
+    kv_host: str | None = None
+    kv_port: int | None = None
+    takes_peers: bool = False
+    prompt_ms: float = 0.0
+    load_ms: float = 0.0
 
 
 class _Error(Struct):
@@ -86,6 +92,8 @@ class Engine(Member):
         self.num_ejections = 0
         self.num_streaming = 0  # streams of this router that have had tokens
         self.num_tokens = 0  # of those streams
+        self.kv_address: tuple[str, int] | None = None  # where other engines load its KV; None: where each is told to
+        self.takes_peers = False  # it loads from engines that requests name
         self.checked = asyncio.Event()  # set: check it again at once
         self._since = self._heard_at = time.monotonic()
         self._attempts: set[asyncio.Timeout] = set()
@@ -145,7 +153,7 @@ class Engine(Member):
             self._heard_at = time.monotonic()
             if load:
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._choice.reported(self, msgspec.json.decode(load, type=_Load).server_load)
+                    self._take(msgspec.json.decode(load, type=_Load))
             self._measure_pace()
             if status == 200:
                 self._admit()
@@ -153,6 +161,22 @@ class Engine(Member):
                 self.eject(_complaint(status, body))
         if time.monotonic() - self._heard_at > SILENT_LIMIT_S:
             self._give_up()
+
+    def _take(self, load: _Load) -> None:
+        self._choice.reported(self, load.server_load)
+        self._choice.described(self, load.role, load.prompt_ms, load.load_ms)
+        host = load.kv_host or urlsplit(self.url).hostname
+        self.kv_address = (host, load.kv_port) if host and load.kv_port else None
+        self.takes_peers = load.takes_peers
+
+    @contextlib.contextmanager
+    def computing(self, num_tokens: int) -> Iterator[None]:
+        """The time in which it computes a prompt of so many tokens for another engine."""
+        self.num_due_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_due_tokens -= num_tokens
 
     async def metrics(self, key: str | None) -> str:
         """Its /metrics page; empty if it cannot be had."""
@@ -237,11 +261,12 @@ class Fleet:
         if engine.is_leaving and engine in self.engines:
             await self._forget(engine)
 
-    def choose(
-        self, blocks: Sequence[int], conversation: Conversation | None, avoid: Collection[Engine]
-    ) -> Engine | None:
-        """The engine for a request, as `Choice.choose` says."""
-        return self.choice.choose(blocks, conversation, time.monotonic(), avoid)
+    def legs(
+        self, blocks: Sequence[int], conversation: Conversation | None, num_tokens: int, avoid: Collection[Engine]
+    ) -> tuple[Engine | None, Engine | None]:
+        """The engine for a request, and the one that computes its prompt for it, as `Choice.legs` says. `num_tokens`:
+        of a prompt that another engine may compute, else 0."""
+        return self.choice.legs(blocks, conversation, num_tokens, time.monotonic(), avoid)
 
     async def news(self, deadline: float) -> bool:
         """Waits for the next check of an engine. False: the loop's clock has reached `deadline`."""

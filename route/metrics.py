@@ -53,6 +53,18 @@ def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> by
         ("counter", "resumed_tokens_total", "Tokens of those streams until then.", [("", relay.resumed_tokens)]),
         (
             "counter",
+            "prefill_legs_total",
+            "Prompts that an engine was to compute for another.",
+            [("", relay.prefill_legs)],
+        ),
+        (
+            "counter",
+            "prefill_legs_failed_total",
+            "Of these, prompts that it did not compute.",
+            [("", relay.prefill_failures)],
+        ),
+        (
+            "counter",
             "failures_total",
             "Requests that failed, by cause.",
             [(_label("reason", reason), n) for reason, n in relay.failures.items()],

@@ -6,8 +6,10 @@ which engine is next.
 """
 
 import asyncio
+import contextlib
+import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import aiohttp
 from starlette.types import Scope, Send
@@ -26,6 +28,8 @@ MAX_REFUSALS = 8  # engines that are asked in turn whether they have room
 MAX_FRUITLESS = 2  # engines lost in a row without a new token; then the request may be the cause
 _MAX_WHOLE_BYTES = 64 << 20  # of an answer that is kept until it is complete; larger ones are streamed
 _MAX_RESPONSE_IDS = 100_000
+_PARAMS = "kv_transfer_params"
+_NO_TRANSFER: Mapping[str, object] = {}
 
 # Headers of one connection, and headers that the router sets itself.
 _HOP_HEADERS = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"}
@@ -42,6 +46,8 @@ class RelayStats:
         self.retries = 0  # requests sent again before the first byte of an answer
         self.resumes = 0  # streams continued by another engine
         self.resumed_tokens = 0  # tokens that those streams had by then
+        self.prefill_legs = 0  # prompts that another engine was to compute
+        self.prefill_failures = 0  # of these, the ones that it did not
         self.failures: Counter[str] = Counter({"no_engine": 0, "fruitless": 0, "broken_off": 0})
 
 
@@ -60,6 +66,17 @@ class _Lost(Exception):
     def __init__(self, *, may_be_cause: bool = True) -> None:
         """`may_be_cause`: the request reached the engine and may have made it fail."""
         self.may_be_cause = may_be_cause
+
+
+class _LegRefused(Exception):
+    """The engine does not take KV from the one that was to compute the prompt."""
+
+
+class _Prompt:
+    """What is known of one request's prompt."""
+
+    def __init__(self) -> None:
+        self.computed_by: Engine | None = None  # for another engine
 
 
 class Answer:
@@ -134,8 +151,9 @@ class Relay:
         refusal: _Refused | None = None
         num_fruitless, num_ids = 0, 0
         deadline: float | None = None
+        prompt = _Prompt()
         while True:
-            engine = self._engine(ask, avoid)
+            engine, helper = self._engines(ask, avoid)
             if engine is None:
                 if refusal is not None and refusal.status == 429 and not answer.has_started:
                     await answer.whole(refusal.status, refusal.headers, refusal.body)
@@ -147,7 +165,7 @@ class Relay:
                 avoid.clear()
                 continue
             try:
-                await self._attempt(engine, ask, scope, answer, journal)
+                await self._send(engine, helper, prompt, ask, scope, answer, journal)
                 return
             except _Refused as refused:
                 refusal = refused
@@ -179,21 +197,99 @@ class Relay:
                 else:
                     self.stats.retries += 1
 
-    def _engine(self, ask: Ask, avoid: set[Engine]) -> Engine | None:
-        """The engine that gets it now; None: no engine is ready for it."""
+    def _engines(self, ask: Ask, avoid: set[Engine]) -> tuple[Engine | None, Engine | None]:
+        """The engine that gets it now, None if no engine is ready for it; and the one that computes its prompt for
+        that one, if that pays."""
         if ask.is_for_home:
             home = self._fleet.engines[0] if self._fleet.engines else None
         else:
             home = self._home_of.get(ask.response_id or "")
         if home is not None and home in self._fleet.engines:
-            return home if home.is_able and home not in avoid else None
+            return (home if home.is_able and home not in avoid else None), None
         if len(avoid) >= MAX_REFUSALS:
-            return None
-        return self._fleet.choose(ask.blocks, ask.conversation, avoid)
+            return None, None
+        return self._fleet.legs(ask.blocks, ask.conversation, ask.num_prompt, avoid)
 
-    async def _attempt(self, engine: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
-        """Raises _Refused, _Lost, StreamDiffers."""
-        body = ask.body if journal is None else ask.body_with(journal.resumption(ask.num_choices))
+    async def _send(
+        self,
+        engine: Engine,
+        helper: Engine | None,
+        prompt: "_Prompt",
+        ask: Ask,
+        scope: Scope,
+        answer: Answer,
+        journal: Journal | None,
+    ) -> None:
+        """One attempt, with an engine that computes the prompt, or has computed it in an earlier attempt. Raises as
+        `_attempt`, but not _LegRefused."""
+        try:
+            if helper is not None and prompt.computed_by is None:
+                prompt.computed_by = helper
+                await self._attempt_legs(engine, helper, ask, scope, answer, journal)
+            else:
+                await self._attempt(engine, ask, scope, answer, journal, _from_store(engine, prompt.computed_by))
+        except _LegRefused:
+            await self._attempt(engine, ask, scope, answer, journal)
+
+    async def _attempt_legs(
+        self, engine: Engine, helper: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None
+    ) -> None:
+        """Sends the prompt to `helper` and the request to `engine`, which takes the KV from it, at once. If `helper`
+        fails before the first token, `engine` gets the request again without it, and need not wait for it. Raises as
+        `_attempt`."""
+        self.stats.prefill_legs += 1
+        name = secrets.token_hex(8)
+        told = {"remote_prefiller": _remote(name, engine, helper)}
+        main = asyncio.create_task(self._attempt(engine, ask, scope, answer, journal, {_PARAMS: told}))
+        leg = asyncio.create_task(self._prefill(helper, ask, scope, name))
+        try:
+            await asyncio.wait((main, leg), return_when=asyncio.FIRST_COMPLETED)
+            if leg.done() and not leg.result():
+                self.stats.prefill_failures += 1
+                has_nothing = journal.num_ids == 0 if journal is not None else not answer.has_started
+                if has_nothing and not main.done():
+                    main.cancel()
+                    await asyncio.wait((main,))
+                    if main.cancelled():
+                        if journal is not None and answer.has_started:
+                            journal.restart()
+                        await self._attempt(engine, ask, scope, answer, journal)
+                        return
+            await main
+        finally:
+            for task in (main, leg):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(main, leg, return_exceptions=True)
+
+    async def _prefill(self, helper: Engine, ask: Ask, scope: Scope, name: str) -> bool:
+        """Lets an engine compute the prompt. Whether it did."""
+        body = ask.prefill_body({_PARAMS: {"remote_decoder": {"kv_request_id": name}}})
+        try:
+            async with asyncio.timeout(None) as limit:
+                with helper.attempt(limit), helper.computing(ask.num_prompt):
+                    async with helper.session.request(
+                        scope["method"], _url(helper, scope, self._root), headers=_request_headers(scope), data=body
+                    ) as response:
+                        await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            helper.lost("It broke off a prompt.")
+            return False
+        if response.status != 200:
+            helper.checked.set()
+        return response.status == 200
+
+    async def _attempt(
+        self,
+        engine: Engine,
+        ask: Ask,
+        scope: Scope,
+        answer: Answer,
+        journal: Journal | None,
+        transfer: Mapping[str, object] = _NO_TRANSFER,
+    ) -> None:
+        """`transfer`: what the body says of KV elsewhere. Raises _Refused, _Lost, _LegRefused, StreamDiffers."""
+        body = ask.body_with({**({} if journal is None else journal.resumption(ask.num_choices)), **transfer})
         upload = None if ask.upload is None else ask.upload.parts()
         try:
             async with asyncio.timeout(None) as limit:
@@ -204,6 +300,8 @@ class Relay:
                         headers=_request_headers(scope),
                         data=upload or body or None,
                     ) as response:
+                        if transfer and response.status == 400 and _PARAMS.encode() in await response.read():
+                            raise _LegRefused
                         await self._answer(response, engine, ask, answer, journal)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             raise _Lost(may_be_cause=False) from None
@@ -303,6 +401,21 @@ class Relay:
 async def _flush(answer: Answer, parts: list[bytes]) -> None:
     if parts and not answer.has_ended:
         await answer.write(parts)
+
+
+def _remote(name: str, engine: Engine, helper: Engine) -> dict[str, object]:
+    """Where `engine` finds the KV of `helper`, if it is to be told."""
+    told: dict[str, object] = {"kv_request_id": name}
+    if engine.takes_peers and helper.kv_address is not None:
+        told["remote_host"], told["remote_port"] = helper.kv_address
+    return told
+
+
+def _from_store(engine: Engine, source: Engine | None) -> Mapping[str, object]:
+    """The part of a body that names the engine that has computed the prompt for another one."""
+    if source is None or not source.is_able or source is engine or not engine.takes_peers:
+        return _NO_TRANSFER
+    return {_PARAMS: {"remote_kv_source": _remote("resumed", engine, source)}}
 
 
 def _unavailable(message: str) -> HttpError:

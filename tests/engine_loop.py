@@ -34,7 +34,7 @@ class Loop:
         config = engine_config(folder, pipeline_depth=2, **flags)
         self.runner = Runner.load(config, queue=queue)
         self.runner.open_cache(num_pages)
-        facts = ConnectorFacts.of(config, self.runner.block_bytes, self.runner.groups)
+        facts = ConnectorFacts.of(config, (self.runner.block_bytes,), self.runner.groups)
         connector = core_connector(config.kv_connector, facts)
         self.scheduler = make_scheduler(config, num_pages, connector, groups=self.runner.groups)
         self.sleeps = sleeps

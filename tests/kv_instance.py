@@ -78,6 +78,7 @@ class Running:
     keys: list[bytes] = field(default_factory=list)
     root: bytes = root_key(b"model", b"")
     awaits_kv: bool = False
+    kv_peer: str = ""
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         assert num * block_size <= len(self.ids), "keys of full blocks only"

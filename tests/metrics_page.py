@@ -13,9 +13,9 @@ from pagewire.ipc.reports import SECONDS, Histogram
 MODEL = 'my "model"\\1'
 
 
-def page(prefix: str = "pagewire") -> str:
+def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     """The page as text."""
-    gateway = Gateway(lambda message: None)
+    gateway = Gateway(*[lambda message: None] * num_engines)
     lag = Histogram(SECONDS)
     for value in (0.0, 0.0003, 0.5, 99.0):
         lag.observe(value)

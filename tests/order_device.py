@@ -1080,9 +1080,17 @@ class Meeting:
 class OrderGroup:
     """A rank's side of its group, with sums and exchanges in the order of its stream, as NCCL has them."""
 
+    can_give_up = False
+
     def __init__(self, device: OrderDevice, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
         self._device, self._meeting = device, meeting
+
+    def agree(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        raise AssertionError("no step is given up here")
 
     def all_reduce(self, x: Tensor) -> None:
         assert isinstance(x, DeviceTensor) and x.is_contiguous()

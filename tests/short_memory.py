@@ -1,8 +1,10 @@
-"""A plan extension whose attention runs out of memory in every Nth call: `short_memory:ShortMemory,every=N`."""
+"""A plan extension whose attention runs out of memory in every Nth call: `short_memory:ShortMemory,every=N`, and with
+`where=worker-1` in the process of that rank only; `where=worker` is the process of the test."""
 
 from collections.abc import Sequence
 
 import torch
+from setproctitle import getproctitle
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionParameters, AttentionStep
 from pagewire.engine.attention.kv_cache import KvCache
@@ -19,7 +21,9 @@ class ShortMemory:
 
     @staticmethod
     def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> "ShortAttention":
-        return ShortAttention(backend, every=int(options["every"]), cache=cache)
+        every, here = int(options["every"]), getproctitle().rpartition(" ")[2]
+        is_short = options.get("where") in (None, here if here.startswith("worker") else "worker")
+        return ShortAttention(backend, every=every if is_short else 10**9, cache=cache)
 
 
 class EmptyExtension:

@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
     ),
     "api.http": "errors config ipc",
     "api.engines": "",
-    "api.gateway": "errors config ipc api.http",
+    "api.gateway": "errors config ipc api.engines api.http",
     "api.state": "api.http",
     "api.output.parsers": "errors config",
     "api.output.parsers.families": "api.output.parsers",
@@ -76,7 +76,7 @@ ROOMS: dict[str, str] = {
         "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
-    "route": "errors version config ipc api.engines api.http api.gateway api.output api procs",
+    "route": "errors version config api.engines api.http api.gateway api.output api procs",
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),

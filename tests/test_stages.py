@@ -17,6 +17,7 @@ import vocabulary
 from short_memory import ShortAttention, ShortMemory
 
 from pagewire import LLM, SamplingParams, StructuredOutputsParams
+from pagewire.engine.core.loads import Loads
 from pagewire.engine.parallel.shared_memory import make_memory
 from pagewire.engine.parallel.stage_memory import StageMemory
 from pagewire.errors import ConfigError
@@ -209,6 +210,24 @@ def test_open_requests_continue_after_a_sleep(alone: LLM, folder: Path, monkeypa
         assert tokens(llm, SEEDED) == expected
 
 
+def test_tiers_of_kv(alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage keeps its layers of each block."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    expected, others = tokens(alone, GREEDY), make_prompts(3, *[60] * 12)
+    disk = f"disk,path={tmp_path},size=4M"
+    for connectors in (["host,size=2M", disk], [disk]):
+        with engine(folder, 2, kv_connector=connectors, kv_cache_memory="64K", pipeline_depth=3) as llm:
+            for prompts in (PROMPTS, others, PROMPTS):
+                assert tokens(llm, GREEDY, prompts) == (
+                    expected if prompts is PROMPTS else tokens(alone, GREEDY, others)
+                )
+            scheduler = llm._engine.scheduler
+            assert scheduler.connector is not None
+            assert scheduler.connector.tiers()[0].num_hit_tokens > 0
+            assert scheduler.pool.num_free == scheduler.pool.num_pages
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+
+
 def test_constrained_and_cancelled_requests(alone: LLM, folder: Path) -> None:
     """Masks matter in the last stage only. What others cancel does not delay a row that goes on."""
     params = SamplingParams(
@@ -241,7 +260,6 @@ def test_constrained_and_cancelled_requests(alone: LLM, folder: Path) -> None:
         ({"pipeline_parallel_size": 4}, "the model has 3 layers, enough for 3 stages at most"),
         ({"pipeline_layers": "2,2"}, "give 2 numbers of at least 1 that add up to the model's 3 layers"),
         ({"pipeline_layers": "2;1"}, "write the number of layers of each stage"),
-        ({"kv_connector": ["host,size=1M"]}, "--kv-connector knows the KV of one rank only"),
         ({"pipeline_layers": "3", "pipeline_parallel_size": 1}, "give --pipeline-parallel-size as well"),
     ],
 )

@@ -20,7 +20,7 @@ ALLOWED = {
     "waiting.py": "the one loop that polls",
     "bench/test_peers.py": "the time that a benchmark reports cannot exceed the time measured around it",
     "e2e/test_lifecycle.py": "measures the CPU time of two idle seconds",
-    "e2e/test_route.py": "reads streams slowly until an engine has started, which needs the cores too",
+    "e2e/test_engines.py": "reads streams slowly until an engine has started, which needs the cores too",
     "engine_clients.py": "the supervisor's periodic ping, which a core expects",
 }
 

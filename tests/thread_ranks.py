@@ -26,9 +26,17 @@ T = TypeVar("T")
 class ThreadGroup:
     """A rank's side. Sums are added in the order of the ranks, as those of processes are."""
 
+    can_give_up = False
+
     def __init__(self, meeting: Meeting, rank: int, runs: threading.Lock) -> None:
         self.rank, self.size = rank, meeting.size
         self._meeting, self._runs = meeting, runs
+
+    def agree(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        raise AssertionError("no step is given up here")
 
     def all_reduce(self, x: Tensor) -> None:
         first, *others = self._exchange(x)

@@ -270,8 +270,8 @@ def _list(value: object) -> list[object]:
 
 
 def engine_metrics() -> list[Metric]:
-    """Every metric family of a server."""
-    gateway = Gateway(lambda message: None)
+    """Every metric family of a server with two engines."""
+    gateway = Gateway(lambda message: None, lambda message: None)
     nothing = Histogram(SECONDS).report()
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
@@ -312,6 +312,8 @@ def metrics() -> str:
         "too.",
         "",
         "## Of a server",
+        "",
+        "The label `engine` exists only with `--data-parallel-size`.",
         "",
         *_families(engine_metrics()),
         "",

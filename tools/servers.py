@@ -198,8 +198,10 @@ class Server:
     def children(self) -> dict[str, psutil.Process]:
         """Actor → process."""
         found = _named_children(self.supervisor)
-        template = found.pop("template", None)
-        return found if template is None else found | _named_children(template)
+        templates = [name for name in found if name.split(" ")[0] == "template"]
+        for template in [found.pop(name) for name in templates]:
+            found |= _named_children(template)
+        return found
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
         """The actors of a kind, such as `worker` and `worker-1`, in order."""
@@ -220,7 +222,8 @@ def _named_children(process: psutil.Process) -> dict[str, psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in process.children():
             with suppress(psutil.NoSuchProcess):
-                found[" ".join(child.cmdline()).removeprefix("pagewire: ").strip()] = child
+                name = " ".join(child.cmdline()).removeprefix("pagewire: ").strip()
+                found[f"{name} {child.pid}" if name in found else name] = child  # each engine has a template
     return found
 
 

@@ -1,19 +1,20 @@
-"""Administrators' requests, which need keys of their own: put the engine to sleep and wake it.
+"""Administrators' requests, which need keys of their own: put the engines to sleep and wake them.
 
 A sleeping engine has freed its memory. It accepts requests, which wait in its queue, and continues those that were
 running when it wakes.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from urllib.parse import parse_qsl
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
-from ...ipc.messages import Sleep, Slept, Wake
+from ...ipc.messages import Sleep, Slept, Snapshot, Wake
 from ..http.exchange import send_json
 from ..http.http_error import unsupported
 from ..http.operation import Operation
@@ -37,36 +38,53 @@ class SleepQuery(Struct, frozen=True):
 
 
 class Sleeper:
-    """Sends sleep and wake messages to the core, and waits for the answers."""
+    """Sends sleep and wake messages to the core of each engine, and waits for the answers."""
 
-    def __init__(self, post: Callable[[Sleep | Wake], None]) -> None:
-        self._post = post
-        self._answers: list[asyncio.Future[Slept]] = []
+    def __init__(self, *posts: Callable[[Sleep | Wake], None]) -> None:
+        """`posts`: for each engine what sends to its core."""
+        self._posts = posts
+        self._asked: list[_Asked] = []
 
     async def ask(self, message: Sleep | Wake) -> Slept:
-        """Sends a message and returns the core's answer. Raises RequestError if a process dies meanwhile."""
-        answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._answers.append(answer)
-        self._post(message)
+        """Sends a message and returns the cores' answers as one: the first problem, or the sum of the bytes. Raises
+        RequestError if a process dies meanwhile."""
+        asked = _Asked(set(range(len(self._posts))))
+        self._asked.append(asked)
+        for post in self._posts:
+            post(message)
         try:
-            return await answer
+            return await asked.answer
         finally:
-            if answer in self._answers:
-                self._answers.remove(answer)
+            self._asked.remove(asked)
 
     def hear(self, message: Slept) -> None:
-        """Takes an answer of the core. It answers all callers that wait."""
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            if not answer.done():
-                answer.set_result(message)
+        """Takes an answer of a core. It answers all callers that wait for that core."""
+        for asked in self._asked:
+            asked.take(message)
 
     def interrupt(self, reason: str) -> None:
         """Fails all callers that wait, because a process has died and an answer may be lost."""
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(RequestError("unavailable", f"{reason} Ask again."))
+        for asked in self._asked:
+            if not asked.answer.done():
+                asked.answer.set_exception(RequestError("unavailable", f"{reason} Ask again."))
+
+
+class _Asked:
+    """One caller."""
+
+    def __init__(self, engines: set[int]) -> None:
+        self._silent = engines  # those that have not answered
+        self._answers: list[Slept] = []
+        self.answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
+
+    def take(self, message: Slept) -> None:
+        if message.engine not in self._silent or self.answer.done():
+            return
+        self._silent.remove(message.engine)
+        self._answers.append(message)
+        if not self._silent:
+            worst = next((slept for slept in self._answers if slept.problem), message)
+            self.answer.set_result(replace(worst, num_bytes=sum(slept.num_bytes for slept in self._answers)))
 
 
 class AdminEndpoints:
@@ -96,8 +114,7 @@ class AdminEndpoints:
         await send_json(send, Sleeping(False))
 
     async def is_sleeping(self, scope: Scope, receive: Receive, send: Send) -> None:
-        core = self._service.gateway.snapshot
-        await send_json(send, Sleeping(core is not None and core.is_asleep))
+        await send_json(send, Sleeping(are_asleep(self._service.gateway.snapshots)))
 
     async def _ask(self, message: Sleep | Wake) -> Slept:
         self._service.check_health()
@@ -105,6 +122,11 @@ class AdminEndpoints:
         if answer.is_asleep != isinstance(message, Sleep):
             raise RequestError("unavailable", answer.problem or "Another administrator has asked for the opposite.")
         return answer
+
+
+def are_asleep(cores: Sequence[Snapshot]) -> bool:
+    """Whether all engines sleep, by their last reports."""
+    return bool(cores) and all(core.is_asleep for core in cores)
 
 
 def _check_query(scope: Scope, only: Mapping[str, str]) -> None:

@@ -14,6 +14,10 @@ asks in this order, and takes the first engine that is not too busy:
    Randomized Load Balancing", 2001).
 
 The cost of a choice does not grow with the number of engines.
+
+Engines may have roles. One with the role `prefill` gets streams only if no other engine is there; it computes prompts
+whose KV another engine then loads. `legs` gives a prompt to such an engine if that costs less than computing it where
+the stream is to be: a prompt there holds up every stream beside it.
 """
 
 import bisect
@@ -21,7 +25,7 @@ import hashlib
 import math
 import random
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -35,6 +39,8 @@ SAMPLE = 8  # engines that are compared when neither a beginning nor a home deci
 RAMP_S = 10.0  # until an engine that has just started gets as much as the others
 SLOW_FACTOR = 2.0  # an engine so many times slower than the median gets less
 MAX_SLOWNESS = 10.0
+PREFILL = "prefill"  # the role of an engine that computes prompts for others
+LEAST_REMOTE = 256  # tokens that an engine lacks of a prompt for which another one is worth asking
 _RAMP_START = 0.1
 _PACE_WEIGHT = 0.3  # of the newest measurement
 _PLACES = 64  # of an engine on the ring; more of them make more equal shares
@@ -71,6 +77,12 @@ class Member:
         self.slowness = 1.0  # how many times slower than the median, if that is SLOW_FACTOR or more
         self.last_turn = 0  # the number of the choice that sent it something
         self.counted = 0  # its part of the candidates' total load
+        self.role = "both"  # or "prefill", "decode"
+        self.prompt_ms = 0.0  # to compute a token of a prompt; 0.0: unknown
+        self.load_ms = 0.0  # to load a token's KV from another engine; 0.0: unknown
+        self.num_due_tokens = (
+            0  # of prompts that it computes for other engines at the moment, as far as this router knows
+        )
 
     @property
     def is_able(self) -> bool:
@@ -114,6 +126,8 @@ class Choice(Generic[M]):
         self._num_turns = 0
         self._is_arranged = self._is_selected = True  # whether the ring and the candidates are those of the members
         self._candidates: list[M] = []
+        self._prefillers: list[M] = []  # able engines of that role
+        self._apart: set[M] = set()  # engines of that role, while others get the streams
         self._is_candidate: set[M] = set()
         self._total = 0  # load of the candidates
         self._last_started: M | None = None
@@ -155,6 +169,13 @@ class Choice(Generic[M]):
         """The engine may have died, and its prefix cache with it."""
         self._begin_incarnation(member)
         self.turned(member, Condition.OUT)
+
+    def described(self, member: M, role: str, prompt_ms: float, load_ms: float) -> None:
+        """What the engine says of itself."""
+        if member.role != role:
+            member.role = role
+            self._is_selected = False
+        member.prompt_ms, member.load_ms = prompt_ms, load_ms
 
     def opened(self, member: M) -> None:
         """A request was sent to the engine."""
@@ -209,6 +230,23 @@ class Choice(Generic[M]):
         self._prefixes.add(blocks, chosen.incarnation)
         return chosen
 
+    def legs(
+        self,
+        blocks: Sequence[int],
+        conversation: Conversation | None,
+        num_tokens: int,
+        now: float,
+        avoid: Collection[M] = (),
+    ) -> tuple[M | None, M | None]:
+        """The engine for a request whose prompt has so many tokens, as `choose`, and the one that computes the prompt
+        for it; None: it does so itself."""
+        self._select()
+        met = self._prefixes.matches(blocks) if self._prefillers else {}
+        chosen = self.choose(blocks, conversation, now, avoid)
+        if chosen is None or chosen.role == PREFILL or num_tokens < LEAST_REMOTE:
+            return chosen, None
+        return chosen, self._prefiller(chosen, blocks, met, num_tokens, now, avoid)
+
     def takes(self, member: M, slack: int, now: float, avoid: Collection[M] = ()) -> bool:
         """Whether it may be chosen, as of the last choice, and has at most its share and `slack` requests."""
         if member not in self._is_candidate or member in avoid:
@@ -221,9 +259,11 @@ class Choice(Generic[M]):
         """The engine that was sent the longest beginning, or the heir of one that leaves, and how long that is. `root`:
         blocks of the conversation's first prompt, which a beginning must have; 0: none."""
         known = self._by_incarnation
-        matches = {known[i]: num_met for i, num_met in self._prefixes.matches(blocks).items() if i in known}
+        met = self._prefixes.matches(blocks)
+        matches = {known[i]: num for i, num in met.items() if i in known and known[i] not in self._apart}
         longest = max(matches.values(), default=0)
-        if not root and list(matches.values()).count(longest) >= min(MAX_HOLDERS, len(self.members)) > 1:
+        num_able_to_hold = len(self.members) - len(self._apart)
+        if not root and list(matches.values()).count(longest) >= min(MAX_HOLDERS, num_able_to_hold) > 1:
             return None, 0  # many have it
         best, rank, num_leaving = None, (0, 0.0, 0), 0
         for member, num_met in matches.items():
@@ -262,6 +302,46 @@ class Choice(Generic[M]):
         able = (member for member in some if member not in avoid)
         return min(able, key=lambda member: (member.pressure(now), member.last_turn), default=None)
 
+    def _prefiller(
+        self,
+        chosen: M,
+        blocks: Sequence[int],
+        met: Mapping[int, int],
+        num_tokens: int,
+        now: float,
+        avoid: Collection[M],
+    ) -> M | None:
+        """The engine that computes the prompt with less delay for all: a prompt beside streams delays each of them, and
+        one elsewhere waits for those before it, and is loaded."""
+
+        def lacking(member: M) -> float:
+            return num_tokens * (1 - met.get(member.incarnation, 0) / max(1, len(blocks)))
+
+        rest = lacking(chosen)
+        if rest < LEAST_REMOTE:
+            return None
+        known = [one.prompt_ms for one in (chosen, *self._prefillers) if one.prompt_ms]
+        usual = known[0] if known else 1.0
+        some: Sequence[M] = self._prefillers
+        if len(some) > SAMPLE:
+            holders = [one for one in map(self._by_incarnation.get, met) if one is not None and one in some]
+            some = [*self._random.choices(some, k=SAMPLE), *holders]
+        costs = [
+            ((one.num_due_tokens + lacking(one)) * (one.prompt_ms or usual) * one.slowness / one.ramp(now), one)
+            for one in some
+            if one not in avoid and one is not chosen
+        ]
+        if not costs:
+            return None
+        there, best = min(costs, key=lambda cost: (cost[0], cost[1].last_turn))
+        here = rest * (chosen.prompt_ms or usual) * chosen.slowness * (1 + chosen.load)
+        if here <= there + rest * chosen.load_ms:
+            return None
+        self._num_turns += 1
+        best.last_turn = self._num_turns
+        self._prefixes.add(blocks, best.incarnation)
+        return best
+
     # ── its tables ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_incarnation(self, member: M) -> None:
@@ -285,7 +365,12 @@ class Choice(Generic[M]):
         if self._is_selected:
             return
         self._is_selected = True
-        staying = [member for member in self.members if not member.is_leaving]
+        here = [member for member in self.members if not member.is_leaving]
+        self._prefillers = [one for one in here if one.role == PREFILL and one.condition is Condition.ABLE]
+        staying = [member for member in here if member.role != PREFILL]
+        if all(member.condition is Condition.OUT for member in staying):
+            staying = here  # a role is a preference
+        self._apart = {one for one in self.members if one.role == PREFILL} if staying is not here else set()
         self._candidates = [member for member in staying if member.condition is Condition.ABLE]
         if 2 * len(self._candidates) < len(staying):
             self._candidates = [member for member in staying if member.condition is not Condition.OUT]

@@ -1,17 +1,18 @@
-"""Between HTTP and the engine: sends requests to the tokenizer, and puts what comes back into their buffers.
+"""Between HTTP and the engines: sends requests to a tokenizer, and puts what comes back into their buffers.
 
 Owns the open requests of this api process, their rids, and the counts behind /metrics. Knows nothing of HTTP or of
 OpenAI's shapes. Lives on one event loop; `handle` is called there with everything that the mailbox held.
 
-When a process behind it has died, open requests wait until the engine is whole again. They are then submitted again,
-with the output that was delivered (`journal.py`) and under new rids, so that chunks of the old rids are dropped.
+When a process of an engine has died, its open requests are submitted again, with the output that was delivered
+(`journal.py`) and under new rids, so that chunks of the old rids are dropped: to another engine if there is one that
+takes requests, else when an engine is whole again. Requests that were with two processes when they died stay with their
+engine, so that they cannot kill one after the other.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ...errors import RequestError
@@ -37,29 +38,21 @@ from ...ipc.messages import (
     Tokenized,
     Usage,
 )
+from ..engines.choice import Choice
 from ..http.exchange import ClientGone
 from ..http.http_error import EngineFailed, HttpError, ShuttingDown
 from .drain_rate import DrainRate
+from .engine import Engine, Outage, Post, Question, beginning
 from .journal import fingerprint
 from .open_request import OpenRequest, OpenSequence
 from .output_buffer import Consumer, OutputBuffer
-from .poison_detector import PoisonDetector
 from .stats import Stats
 from .stream import Stream
 from .timeline import EndedSequence, timeline
 
-Question = Tokenize | Detokenize | Describe
 Answer = Tokenized | Detokenized | Described
 FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored | Answer
 """The messages of `ToApi` that the gateway handles; the api actor handles the others."""
-
-
-class Outage(Struct, frozen=True):
-    """Processes behind the api are being replaced."""
-
-    lost: tuple[str, ...]  # their names
-    reason: str
-    since: float  # on the gateway's clock
 
 
 _KILLED = "The engine has died twice while it worked on this request; it is not tried again."
@@ -67,9 +60,10 @@ _OUTAGE = "A part of the engine has died and is being replaced; try again later.
 
 
 class _Asked:
-    """A question to the tokenizer that has no answer yet."""
+    """A question to a tokenizer that has no answer yet."""
 
     def __init__(self, question: Question, answer: "asyncio.Future[Answer]") -> None:
+        self.engine: Engine | None = None  # that was asked; None: none was, or it has died
         self.question = question
         self.answer = answer
         self.num_deaths = 0  # of tokenizer processes that had it
@@ -80,37 +74,50 @@ class Gateway:
 
     def __init__(
         self,
-        post: Callable[[Submit | Cancel | Question], None],
-        *,
+        *posts: Post,
         api_index: int = 0,
         outage_wait_s: float = 30.0,
         max_held: int = 10_000,
         max_open: int | None = None,
+        has_siblings: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` sends to the tokenizer process; it must neither block nor raise. `outage_wait_s`: how long a request
-        that was not admitted waits for an engine that is not whole. `max_held`: sequences that may wait for it.
-        `max_open`: sequences that the core can run and queue; it would refuse more, and refusing here costs less."""
-        self._post = post
+        """`posts`: for each engine what sends to its tokenizer; it must neither block nor raise. `outage_wait_s`: how
+        long a request that was not admitted waits for an engine that is whole. `max_held`: sequences that may wait for
+        one. `max_open`: sequences that the cores can run and queue; they would refuse more, and refusing here costs
+        less. `has_siblings`: other api processes send to the engines as well."""
         self._clock = clock
         self._outage_wait_s = outage_wait_s
         self._max_held = max_held
         self._max_open = max_open
+        self._has_siblings = has_siblings
         self._next_rid = api_index << RID_BITS
         self._unflushed: dict[Consumer, None] = {}  # those that took chunks since `handle` began
         self._sequences: dict[int, tuple[OpenRequest, OpenSequence]] = {}  # by rid; those that have not ended
-        self._questions: dict[int, _Asked] = {}  # to the tokenizer, not answered yet
-        self._held: dict[OpenRequest, None] = {}  # open, and not with the engine now
-        self._poison_detector: PoisonDetector[OpenRequest] = PoisonDetector()
-        self.outage: Outage | None = None
+        self._questions: dict[int, _Asked] = {}  # to a tokenizer, not answered yet
+        self._held: dict[OpenRequest, None] = {}  # open, and not with an engine now
+        self._choice: Choice[Engine] = Choice()
+        self._killers: dict[bytes, None] = {}
+        self.engines = tuple(Engine(number, post, self._choice, self._killers) for number, post in enumerate(posts))
+        self._is_trying = False  # an engine works on requests that may have killed a process
         self.num_resumed = 0  # sequences that were submitted again
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_rate = DrainRate(clock())
-        self.snapshot: Snapshot | None = None  # the core's last report
-        self.pulses: dict[str, Pulse] = {}  # each process's last report
+        self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
         self.stats = Stats()
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """The last reports of the cores that have reported."""
+        return [engine.snapshot for engine in self.engines if engine.snapshot is not None]
+
+    @property
+    def outage(self) -> Outage | None:
+        """If no engine is whole: the outage that has lasted longest."""
+        outages = [engine.outage for engine in self.engines if engine.outage is not None]
+        return min(outages, key=lambda outage: outage.since) if len(outages) == len(self.engines) else None
 
     @property
     def num_open(self) -> int:
@@ -134,10 +141,9 @@ class Gateway:
 
     @property
     def retry_after_s(self) -> int:
-        """When a request that is refused now may come again: by then what is open will have ended, here or in the whole
-        engine."""
-        core = self.snapshot
-        num_ahead = max(len(self._sequences), core.num_running + core.num_waiting if core is not None else 0)
+        """When a request that is refused now may come again: by then what is open will have ended, here or in the
+        engines."""
+        num_ahead = max(len(self._sequences), sum(core.num_running + core.num_waiting for core in self.snapshots))
         return self._drain_rate.retry_after_s(num_ahead)
 
     def submit(self, submits: Sequence[Submit]) -> Stream:
@@ -147,14 +153,15 @@ class Gateway:
         RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
-        if self._poison_detector.knows_killers and self._poison_detector.has_killed(fingerprint(submits)):
+        if self._killers and fingerprint(submits) in self._killers:
             raise RequestError("internal", _KILLED)
         num_choices = sum(submit.n for submit in submits)
         num_open = len(self._sequences)
         if self._max_open is not None and num_open and num_open + num_choices > self._max_open:
             self.stats.errors["queue_full"] += num_choices
             raise RequestError("queue_full", f"{num_open} sequences are open already; try again later.")
-        if self._is_holding and sum(held.num_open for held in self._held) + num_choices > self._max_held:
+        engine = self._choose(submits[0])
+        if engine is None and sum(held.num_open for held in self._held) + num_choices > self._max_held:
             raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
         now = self._clock()
         self._drain_rate.note(now, is_busy=True)
@@ -164,10 +171,10 @@ class Gateway:
         self._idle.clear()
         for submit in submits:
             self.stats.asked(submit.n, submit.limits.max_tokens)
-        if self._is_holding:
+        if engine is None:
             self._hold(request)
         else:
-            self._send(request)
+            self._send(request, engine)
         return Stream(request, self._end)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
@@ -213,14 +220,16 @@ class Gateway:
                         asked.answer.set_exception(error)
                     if (found := self._sequences.get(rid)) is not None:
                         self._fail(*found, error, now)
-                case Snapshot():
-                    self.snapshot = message
-                case Pulse(name=name):
-                    self.pulses[name] = message
-                case Reset():
-                    self._lose(message, now)
-                case Restored():
-                    self._restore()
+                case Snapshot(engine=number):
+                    self.engines[number].snapshot = message
+                    if self._has_siblings:
+                        self._choice.reported(self.engines[number], message.num_running + message.num_waiting)
+                case Pulse(name=name, engine=number):
+                    self.pulses[number, name] = message
+                case Reset(engine=number):
+                    self._lose(self.engines[number], message, now)
+                case Restored(engine=number):
+                    self._restore(self.engines[number], now)
         for consumer in self._unflushed:
             consumer.flush()
         self._unflushed.clear()
@@ -232,6 +241,12 @@ class Gateway:
     async def drained(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()
+
+    async def vacated(self, number: int) -> None:
+        """Sends an engine nothing new until it is restored; returns when no request is open there."""
+        engine = self.engines[number]
+        self._choice.leaves(engine, True)
+        await engine.vacant.wait()
 
     def close(self, reason: str, *, has_failed: bool = False) -> None:
         """Ends every open request with an error that says `reason`, and refuses new ones. `has_failed`: the engine has
@@ -268,9 +283,8 @@ class Gateway:
             sequence.last_chunk_at = now
             request.num_tokens += num_ids
         sequence.entry.note(chunk)
-        if self._poison_detector:
-            self._poison_detector.made_progress(request, num_ids)
-            self._take_turns()
+        if self._is_trying:
+            self._made_progress(request, num_ids)
         if not sequence.is_answered:
             request.answer(sequence)
         if chunk.finish is not None:
@@ -306,8 +320,8 @@ class Gateway:
             if request in self._held:
                 del self._held[request]
                 request.release()
-            else:
-                self._post(Cancel(tuple(sequence.rid for sequence in sequences)))
+            elif request.engine is not None:
+                self.engines[request.engine].post(Cancel(tuple(sequence.rid for sequence in sequences)))
         request.buffer.fail(error)
 
     def _close(
@@ -319,24 +333,29 @@ class Gateway:
         if usage is not None and outcome != "abort":
             self.stats.completed(passed, usage)
         if not request.num_open:
-            if self._poison_detector:
-                self._poison_detector.made_progress(request, 0)
-                self._take_turns()
+            if request.engine is not None and request not in self._held:
+                self.engines[request.engine].lift(request)
+            if self._is_trying:
+                self._made_progress(request, 0)
             longest = max((ended.usage.num_output for ended in request.ended if ended.usage is not None), default=0)
             if longest:
                 self.stats.max_generation_tokens.observe(longest)
         self._drain_rate.note(now, is_busy=bool(self._sequences), num_ended=usage is not None)
         self._note_idle()
 
-    # ── a process behind this one has died ───────────────────────────────────────────────────────────────────────────
+    # ── which engine gets a request ──────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _is_holding(self) -> bool:
-        """Nothing new is sent: the engine is not whole, or it works on the requests that may have killed a process."""
-        return self.outage is not None or bool(self._poison_detector)
+    def _choose(self, submit: Submit) -> Engine | None:
+        """The engine for a request; None: none takes it now."""
+        if len(self.engines) == 1:
+            return self.engines[0] if self.engines[0].takes_requests else None
+        if not any(engine.is_able for engine in self.engines):
+            return None
+        blocks, conversation = beginning(submit)
+        return self._choice.choose(blocks, conversation, self._clock())
 
     def _hold(self, request: OpenRequest) -> None:
-        """It waits for the engine: as long as it takes if the engine had admitted it, else for a while."""
+        """It waits for an engine: as long as it takes if one had admitted it, else for a while."""
         self._held[request] = None
         request.hold(self._outage_wait_s, self._give_up)
 
@@ -344,77 +363,107 @@ class Gateway:
         if request in self._held:
             self._end(request, RequestError("unavailable", _OUTAGE))
 
-    def _lose(self, reset: Reset, now: float) -> None:
-        """What is open is not with the engine any more."""
-        since = now if self.outage is None else self.outage.since
-        lost = reset.lost if self.outage is None else tuple(dict.fromkeys((*self.outage.lost, *reset.lost)))
-        self.outage = Outage(lost, reset.reason, since)
+    def _lose(self, engine: Engine, reset: Reset, now: float) -> None:
+        """What is open there is not with the engine any more."""
+        before = engine.outage
+        lost = reset.lost
+        if before is not None:
+            lost = tuple(dict.fromkeys((*before.lost, *lost))) if before.lost and lost else ()
+        engine.outage = Outage(lost, reset.reason, now if before is None else before.since)
         kinds = [name.partition("-")[0] for name in reset.lost]
         self.stats.lost.update(kinds)
-        requests = self._open_requests()
-        killer = self._poison_detector.blame(r for r in requests if r not in self._held and r.was_with(kinds))
+        requests = [r for r in self._open_requests() if r.engine == engine.number and r not in self._held]
+        killer = engine.poison_detector.blame(r for r in requests if r.was_with(kinds))
+        if not kinds or "core" in kinds or "worker" in kinds:  # with its prefix cache
+            self._choice.lost(engine)
+        engine.settle()
         if killer is not None:
-            self._poison_detector.remember(fingerprint(killer.submits))
+            engine.poison_detector.remember(fingerprint(killer.submits))
             self._fail(killer, killer.open_sequences[0], RequestError("internal", _KILLED), now)
         for request in requests:
             if request.num_open:
+                engine.lift(request)
                 self._hold(request)
-        if "tokenizer" in kinds:
-            for asked in self._questions.values():
-                asked.num_deaths += 1
+        for asked in self._questions.values():
+            if asked.engine is engine:
+                asked.engine = None
+                asked.num_deaths += "tokenizer" in kinds
                 if asked.num_deaths > 1 and not asked.answer.done():
                     asked.answer.set_exception(RequestError("internal", _KILLED))
+        self._place_held()
 
-    def _restore(self) -> None:
+    def _restore(self, engine: Engine, now: float) -> None:
         """The engine is whole. The suspects go first, and a few at a time; then all others."""
-        if self.outage is None:
+        if engine.outage is None:
             return
-        self.outage = None
+        if not engine.outage.is_of_apis:
+            self._choice.started(engine, now)
+        engine.outage = None
+        self._choice.leaves(engine, False)
         self._held = dict.fromkeys(sorted(self._held, key=lambda request: request.number))
-        self._poison_detector.line_up(request for request in self._held if request.num_deaths)
+        engine.poison_detector.line_up(r for r in self._held if r.num_deaths and r.engine == engine.number)
+        self._place_held()
+
+    def _made_progress(self, request: OpenRequest, num_tokens: int) -> None:
+        """The request, which may be a suspect, has got tokens or has ended."""
+        if request.engine is None:
+            return
+        detector = self.engines[request.engine].poison_detector
+        if detector:
+            detector.made_progress(request, num_tokens)
+            if not detector:
+                self._place_held()
+
+    def _place_held(self) -> None:
+        """Sends on what waits, and asks again what was not answered, as far as engines take it now."""
+        for engine in self.engines:
+            while engine.takes_requests and (turn := engine.poison_detector.next()):
+                for request in turn:
+                    if request.num_open:
+                        self._send(request, engine)
+                    else:
+                        engine.poison_detector.made_progress(request, 0)
+            engine.settle()
+        for request in list(self._held) if any(engine.is_able for engine in self.engines) else ():
+            own = None if request.engine is None else self.engines[request.engine]
+            if own is not None and own.keeps_back(request):
+                continue
+            found = own if own is not None and own.is_able else self._choose(request.submits[0])
+            if found is None:
+                continue
+            self._send(request, found)
+        self._is_trying = any(engine.poison_detector for engine in self.engines)
         for asked in self._questions.values():
-            if not asked.answer.done():
-                self._post(asked.question)
-        self._take_turns()
+            if asked.engine is None and not asked.answer.done():
+                self._put(asked)
 
-    def _take_turns(self) -> None:
-        while self.outage is None and not self._poison_detector:
-            turn = self._poison_detector.next()
-            for request in turn or list(self._held):
-                if request.num_open:
-                    self._send(request)
-                else:
-                    self._poison_detector.made_progress(request, 0)
-            if not turn:
-                return
-
-    def _send(self, request: OpenRequest) -> None:
-        """Submits what is open of it: again and under new rids, if the engine had it before."""
+    def _send(self, request: OpenRequest, engine: Engine) -> None:
+        """Submits what is open of it: again and under new rids, if an engine had it before."""
         self._held.pop(request, None)
         request.release()
         is_again = request.was_sent
         if is_again:
             for sequence in request.open_sequences:
                 del self._sequences[sequence.rid]
+        engine.place(request)
         submits = request.submissions(self._next_rid)
         if is_again:
             self._next_rid += len(request.sequences)
             self._register(request)
             self.num_resumed += len(submits)
         for submit in submits:
-            self._post(submit)
+            engine.post(submit)
 
-    # ── questions to the tokenizer ───────────────────────────────────────────────────────────────────────────────────
+    # ── questions to a tokenizer ───────────────────────────────────────────────────────────────────────────────────
 
     async def _ask(self, question: Question) -> Answer:
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
         self._next_rid += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._questions[question.rid] = _Asked(question, answer)
+        self._questions[question.rid] = asked = _Asked(question, answer)
         self._idle.clear()
-        if self.outage is None:
-            self._post(question)
+        self._put(asked)
         try:
             async with asyncio.timeout(None if self.outage is None else self._outage_wait_s):
                 return await answer
@@ -423,6 +472,13 @@ class Gateway:
         finally:
             del self._questions[question.rid]
             self._note_idle()
+
+    def _put(self, asked: _Asked) -> None:
+        """Asks the least busy engine that is whole."""
+        whole = [engine for engine in self.engines if engine.outage is None]
+        if whole:
+            asked.engine = min(whole, key=lambda engine: engine.num_open)
+            asked.engine.post(asked.question)
 
     def _note_idle(self) -> None:
         if not self._sequences and not self._questions:

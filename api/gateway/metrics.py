@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from ...config.config import EngineConfig
+from ...ipc.epochs import NO_ENGINE
 from ...ipc.messages import Snapshot
 from ...ipc.reports import POWERS, SECONDS, Histogram, HistogramCounts
 from .gateway import Gateway
@@ -62,23 +63,33 @@ class Metrics:
 
     def render(self) -> bytes:
         """The whole page."""
-        core = self._gateway.snapshot or _NO_SNAPSHOT
         page = _Page(self._prefix, self._config.served_model_names[0])
-        self._state(page, core)
-        self._totals(page, core)
-        self._groups(page, core)
-        self._tiers(page, core)
+        are_several = len(self._gateway.engines) > 1
+        for engine in self._gateway.engines:
+            core = engine.snapshot or _NO_SNAPSHOT
+            page.engine = engine.number if are_several else None
+            self._state(page, core)
+            self._totals(page, core)
+            self._groups(page, core)
+            self._tiers(page, core)
+            self._steps(page, core)
+            self._stages(page, core)
+            if are_several:
+                text = "Whether an engine gets new requests."
+                page.gauge("engine_ready", text, int(engine.is_able))
+                page.gauge("engine_open_requests", "Open requests of this api process at an engine.", engine.num_open)
+                page.counter("engine_requests", "Requests sent to an engine.", engine.num_sent)
+        page.engine = None
+        text = "Sequences that are with a tokenizer, or in its queue."
+        page.gauge("num_requests_tokenizing", text, self._gateway.num_unanswered)
         self._ends(page)
-        self._steps(page, core)
-        self._stages(page, core)
+        self._processes(page, are_several=are_several)
         self._requests(page)
         return page.text()
 
     def _state(self, page: "_Page", core: Snapshot) -> None:
         page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
         page.gauge("num_requests_waiting", "Sequences in the queue of the core.", core.num_waiting)
-        text = "Sequences that are with the tokenizer, or in its queue."
-        page.gauge("num_requests_tokenizing", text, self._gateway.num_unanswered)
         usage = core.num_blocks_used / (core.num_blocks or 1)
         page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         text = "How long the oldest step in flight has been out; 0 with none."
@@ -204,15 +215,21 @@ class Metrics:
         )
         lost = self._gateway.stats.lost
         page.counters("processes_lost", "Processes that died or hung and were replaced, by kind.", "process", lost)
-        stale = {name: pulse.num_stale for name, pulse in self._gateway.pulses.items()}
-        page.counters("stale_frames", "Messages of what has died that were dropped.", "process", stale)
         text = "Requests refused before a first byte, by code or status."
         page.counters("request_refused", text, "reason", stats.refused)
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:
         for name, (text, bounds) in _STEP_HISTOGRAMS.items():
             page.histogram(name, text, core.histograms.get(name) or Histogram(bounds))
-        lags = [({"process": process}, pulse.loop_lag_s) for process, pulse in self._gateway.pulses.items()]
+
+    def _processes(self, page: "_Page", *, are_several: bool) -> None:
+        pulses = [
+            ({"engine": engine, "process": name} if are_several and engine != NO_ENGINE else {"process": name}, pulse)
+            for (engine, name), pulse in self._gateway.pulses.items()
+        ]
+        text = "Messages of what has died that were dropped."
+        page.family("counter", "stale_frames_total", text, [(labels, pulse.num_stale) for labels, pulse in pulses])
+        lags = [(labels, pulse.loop_lag_s) for labels, pulse in pulses]
         page.histograms("event_loop_lag_seconds", "How late an event loop came to a timer, ten times a second.", lags)
 
     def _stages(self, page: "_Page", core: Snapshot) -> None:
@@ -261,11 +278,12 @@ class _Page:
     def __init__(self, prefix: str, model: str) -> None:
         self._prefix = prefix
         self._model = f'model_name="{_escaped(model)}"'
-        self._lines: list[str] = []
+        self._families: dict[str, list[str]] = {}  # full name → its head and samples
+        self.engine: int | None = None  # the label `engine` of what is written now; None: it has none
 
     def text(self) -> bytes:
         """Everything so far."""
-        return "\n".join([*self._lines, ""]).encode()
+        return "\n".join([*(line for lines in self._families.values() for line in lines), ""]).encode()
 
     def gauge(self, name: str, text: str, value: float) -> None:
         self.family("gauge", name, text, [({}, value)])
@@ -280,8 +298,8 @@ class _Page:
     def family(self, kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, object], float]]) -> None:
         """All samples of one metric, as (labels, value)."""
         shown = [(self._labels(labels), value) for labels, value in samples]
-        for full in self._heads(kind, name, text):
-            self._lines += [f"{full}{{{labels}}} {value}" for labels, value in shown]
+        for full, lines in self._heads(kind, name, text):
+            lines += [f"{full}{{{labels}}} {value}" for labels, value in shown]
 
     def histogram(self, name: str, text: str, histogram: Histogram | HistogramCounts) -> None:
         self.histograms(name, text, [({}, histogram)])
@@ -290,28 +308,28 @@ class _Page:
         self, name: str, text: str, samples: Sequence[tuple[Mapping[str, object], Histogram | HistogramCounts]]
     ) -> None:
         """All series of one metric, as (labels, histogram)."""
-        for full in self._heads("histogram", name, text):
+        for full, lines in self._heads("histogram", name, text):
             for own_labels, histogram in samples:
                 labels = self._labels(own_labels)
                 bucket, running = f'{full}_bucket{{{labels},le="', 0
                 for bound, count in zip(_bounds(histogram.bounds), histogram.counts, strict=True):
                     running += count
-                    self._lines.append(f'{bucket}{bound}"}} {running}')
-                self._lines.append(f"{full}_sum{{{labels}}} {histogram.total}")
-                self._lines.append(f"{full}_count{{{labels}}} {running}")
+                    lines.append(f'{bucket}{bound}"}} {running}')
+                lines.append(f"{full}_sum{{{labels}}} {histogram.total}")
+                lines.append(f"{full}_count{{{labels}}} {running}")
 
-    def _heads(self, kind: str, name: str, text: str) -> Iterator[str]:
-        """Writes the head of a metric under each name that it has, and gives the name for its samples."""
+    def _heads(self, kind: str, name: str, text: str) -> Iterator[tuple[str, list[str]]]:
+        """For each name that a metric has, that name in full and the lines of the family, which begin with its head."""
         names = [] if name in _ONLY_OLD else [name]
         if self._prefix == "vllm" and name in OLD_NAMES:
             names.append(OLD_NAMES[name])
         for one in names:
             full = f"{self._prefix}:{one}"
-            self._lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-            yield full
+            yield full, self._families.setdefault(full, [f"# HELP {full} {text}", f"# TYPE {full} {kind}"])
 
     def _labels(self, labels: Mapping[str, object]) -> str:
-        return ",".join([self._model, *(f'{label}="{_escaped(str(value))}"' for label, value in labels.items())])
+        own = [self._model] if self.engine is None else [self._model, f'engine="{self.engine}"']
+        return ",".join([*own, *(f'{label}="{_escaped(str(value))}"' for label, value in labels.items())])
 
 
 @cache

@@ -31,7 +31,7 @@ class OpenSequence:
 
 
 class OpenRequest:
-    """The sequences of one HTTP request. `was_sent`, `num_deaths` and the rids are the gateway's to change."""
+    """The sequences of one HTTP request. The gateway changes `engine`, `was_sent`, `num_deaths` and the rids."""
 
     def __init__(self, first_rid: int, submits: Sequence[Submit], arrived: float, buffer: OutputBuffer) -> None:
         self.number = first_rid  # ascends in the order in which requests came
@@ -42,7 +42,8 @@ class OpenRequest:
         self.num_open = self.num_unanswered = len(self.sequences)
         self.num_tokens = 0  # of all prompts that were accepted, each counted once, and of all outputs so far
         self.ended: list[EndedSequence] = []  # in the order of their ends
-        self.was_sent = False  # the engine may know of it
+        self.engine: int | None = None  # the number of the one that has it, or that had it last
+        self.was_sent = False  # an engine may know of it
         self.was_resumed = False  # the engine has lost it before
         self.num_deaths = 0  # of processes that may have worked on it
         *firsts, _ = accumulate((submit.n for submit in submits), initial=0)

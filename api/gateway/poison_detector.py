@@ -32,23 +32,17 @@ S = TypeVar("S", bound=Suspect)
 
 
 class PoisonDetector(Generic[S]):
-    """The suspects of one api process. True while a group of them is being tried."""
+    """The suspects of one engine in one api process. True while a group of them is being tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, killers: dict[bytes, None] | None = None) -> None:
+        """`killers`: fingerprints of requests that have killed a process, the latest last; detectors may share them."""
         self._waiting: deque[list[S]] = deque()  # groups that are to be tried, in order
+        self._lined_up: set[S] = set()  # who is in them
         self._tried: dict[S, int] = {}  # the group that is being tried → tokens that each still has to get
-        self._killers: dict[bytes, None] = {}  # fingerprints, the latest last
+        self._killers = {} if killers is None else killers
 
     def __bool__(self) -> bool:
         return bool(self._tried)
-
-    @property
-    def knows_killers(self) -> bool:
-        """Whether `has_killed` can be true, so that callers need not compute a fingerprint."""
-        return bool(self._killers)
-
-    def has_killed(self, fingerprint: bytes) -> bool:
-        return fingerprint in self._killers
 
     def remember(self, fingerprint: bytes) -> None:
         """A request with this fingerprint has killed a process."""
@@ -64,12 +58,14 @@ class PoisonDetector(Generic[S]):
             suspect.num_deaths += 1
         self._tried.clear()
         self._waiting.clear()
+        self._lined_up.clear()
         return blamed[0] if len(blamed) == 1 and blamed[0].num_deaths > 1 else None
 
     def line_up(self, suspects: Iterable[S]) -> None:
         """Forms the groups: first those that were present in several deaths, one by one; then those with little
         output; then the others."""
         suspects = list(suspects)
+        self._lined_up.update(suspects)
         self._waiting.extend([suspect] for suspect in suspects if suspect.num_deaths > 1)
         others = [suspect for suspect in suspects if suspect.num_deaths <= 1]
         fresh = [suspect for suspect in others if suspect.num_output < _SEASONED]
@@ -78,11 +74,16 @@ class PoisonDetector(Generic[S]):
             size = -(-len(group) // max_turns)
             self._waiting.extend(group[i : i + size] for i in range(0, len(group), size or 1))
 
+    def is_waiting(self, suspect: S) -> bool:
+        """Whether it is in a group that is to be tried."""
+        return suspect in self._lined_up
+
     def next(self) -> list[S]:
         """The group to resume now; empty while another is being tried."""
         if self._tried or not self._waiting:
             return []
         turn = self._waiting.popleft()
+        self._lined_up.difference_update(turn)
         self._tried = {suspect: _TOKENS << (2 * suspect.num_deaths - 2) for suspect in turn}
         return turn
 

@@ -3,7 +3,8 @@
 The forms are those of llm-d's sidecar (2026-08: its connectors `nixlv2`, `shared-storage` and `offloading`) and of
 production-stack's router. pagewire finds KV by the keys of blocks, so the parameters name no blocks here: they say that
 another engine computes the prompt (a prefill leg, whose blocks this engine must offer) or has computed it (a decode
-leg). The KV itself travels by `--kv-connector`: p2p on one machine, or shared.
+leg). The KV itself travels by `--kv-connector`: p2p or shared. With p2p,peer=named it comes from the host and port that
+the request names, which must match `--kv-peers`.
 """
 
 import secrets
@@ -11,11 +12,13 @@ import socket
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
 from ...config.config import EngineConfig
+from ...config.plugins import split_spec
 from ...ipc.messages import Submit
 from ..http.http_error import HttpError, unsupported
 
@@ -61,6 +64,26 @@ class TransferParams(Struct, frozen=True, forbid_unknown_fields=True):
     remote_kv_source: RemoteEngine | None = None  # the prompt's beginning was computed there
 
 
+class Role(Struct, frozen=True):
+    """What the p2p connector's options say of this engine."""
+
+    name: str = "both"  # prefill, decode or both
+    host: str | None = None  # where others load its KV; None: at no address of its own, or at any of this machine
+    port: int | None = None
+    takes_named: bool = False  # it loads from the peers that requests name
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Role":
+        for spec in config.kv_connector:
+            name, options = split_spec("--kv-connector", spec)
+            if name == "p2p":
+                served = options.get("serve", "")
+                url = urlsplit(served if served.startswith("tcp://") else "")
+                host = None if url.hostname in (None, "*", "0.0.0.0", "::") else url.hostname
+                return cls(options.get("role", "both"), host, url.port, options.get("peer") == "named")
+        return cls()
+
+
 class TransferAnswer(Struct, frozen=True):
     """What the decode leg gets of a prefill leg."""
 
@@ -72,7 +95,7 @@ class TransferAnswer(Struct, frozen=True):
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
     remote_block_ids: tuple[int, ...] = ()
-    remote_port: None = None
+    remote_port: int | None = None
 
 
 class Transfer:
@@ -82,7 +105,9 @@ class Transfer:
         """Raises HttpError."""
         self.is_prefill = bool(params.do_remote_decode) or params.remote_decoder is not None
         self.awaits_kv = params.remote_prefiller is not None
+        self.peer = ""  # address of the engine that has or computes the KV; empty: that of --kv-connector
         self._num_ranks = config.tensor_parallel_size
+        self._role = Role.of(config)
         sources = [one for one in (params.remote_prefiller, params.remote_kv_source) if one is not None]
         is_decode = bool(params.do_remote_prefill) or self.awaits_kv
         if self.is_prefill and is_decode:
@@ -97,14 +122,20 @@ class Transfer:
                 "A decode leg needs an engine that loads KV from others: start it with --kv-connector p2p,peer=SOCKET "
                 "or shared,path=FOLDER,size=SIZE."
             )
-        hosts = [one.remote_host for one in sources] + ([params.remote_host] if is_decode else [])
-        for host in hosts:
-            if host is not None and not any(fnmatchcase(host, pattern) for pattern in config.kv_peers):
+        named = [(one.remote_host, one.remote_port) for one in sources]
+        named += [(params.remote_host, params.remote_port)] if is_decode else []
+        for host, port in named:
+            if host is None:
+                continue
+            if not any(fnmatchcase(host, pattern) for pattern in config.kv_peers):
                 raise _refused(f"remote_host {host[:100]!r} is not among the hosts of --kv-peers.")
+            if self._role.takes_named and port is not None and not self.peer:
+                self.peer = _address(host, port)
 
     def answer(self, request_id: str, num_prompt: int) -> TransferAnswer:
         """What the decode leg is told of this prefill leg."""
-        return TransferAnswer(_ENGINE_ID, request_id, socket.gethostname(), num_prompt, self._num_ranks)
+        host = self._role.host or socket.gethostname()
+        return TransferAnswer(_ENGINE_ID, request_id, host, num_prompt, self._num_ranks, remote_port=self._role.port)
 
 
 def transferred(transfer: Transfer | None, request_id: str, num_prompt: int) -> TransferAnswer | msgspec.UnsetType:
@@ -134,8 +165,18 @@ def with_transfer(
     """The submits, which the core treats accordingly."""
     if transfer is None and cache_hit_threshold is None:
         return list(submits)
-    awaits_kv = transfer is not None and transfer.awaits_kv
-    return [structs.replace(one, awaits_kv=awaits_kv, cache_hit_threshold=cache_hit_threshold) for one in submits]
+    awaits_kv, peer = (False, "") if transfer is None else (transfer.awaits_kv, transfer.peer)
+    return [
+        structs.replace(one, awaits_kv=awaits_kv, cache_hit_threshold=cache_hit_threshold, kv_peer=peer)
+        for one in submits
+    ]
+
+
+def _address(host: str, port: int) -> str:
+    """Raises HttpError."""
+    if not 1 <= port <= 65535 or not all(char.isascii() and (char.isalnum() or char in "-._:") for char in host):
+        raise _refused(f"{host[:100]!r} and {port} are no host and port.")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _refused(detail: str) -> HttpError:

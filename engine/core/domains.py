@@ -225,6 +225,10 @@ class Domains:
         each = zip(*(scheduler.groups() for scheduler in self._schedulers), strict=True)
         return tuple(_sum(group) for group in each)
 
+    def prices(self) -> tuple[float, float]:
+        """See `Scheduler`. Domains compute alike."""
+        return self._first.prices()
+
     def reset(self) -> None:
         """Every rank was replaced."""
         self._pending.clear()

@@ -8,7 +8,7 @@ differences, and `engine/kv_connector/one_group.py` makes a `TierConnector` of i
 - A request is computed only once its load is known to be over, so blocks that failed to load are computed and never
   read. Nothing depends on the second value of `get_num_new_matched_tokens`; see the worker half.
 - KV is found by key only. Of a client's request a connector learns no more than whether another engine computes its
-  prompt.
+  prompt, and which.
 - `blocks_evicted` is pagewire's own: the device's prefix cache evicts blocks, and a tier may keep them.
 
 Every method is called by the scheduler's thread, between steps, and must not block.
@@ -32,6 +32,10 @@ class KvRequest(Protocol):
     @property
     def awaits_kv(self) -> bool:
         """Another engine computes its prompt and may not have begun: waiting a while for its KV is worth it."""
+
+    @property
+    def kv_peer(self) -> str:
+        """The address of the engine that has or computes its KV; empty: the request names none."""
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of them full. Each is 32 bytes and names its whole prefix."""
@@ -165,3 +169,16 @@ class TierConnector(AnyConnector, Protocol):
         """A request has ended, no plan in flight touches it, and its pages hold these items, in the order of their
         positions. True: they stay until `Transferred.sent` names it. False: the next plan may give them to other
         requests, and its metadata can still have them read first."""
+
+
+@runtime_checkable
+class ChunkConnector(Protocol):
+    """A core half that can keep the blocks of a prompt while the rest of it is still computed."""
+
+    @property
+    def wants_chunks(self) -> bool:
+        """Whether `filled` is to be called. Never changes."""
+
+    def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """A part of its prompt was computed, and it holds these full blocks, in the order of their positions. They
+        stay as they are; the next plan's metadata can have them read."""

@@ -484,6 +484,11 @@ class Request:
         """Another engine computes its prompt and may not have begun."""
         return self.asked.awaits_kv
 
+    @property
+    def kv_peer(self) -> str:
+        """The address of the engine that has or computes its KV; empty: it names none."""
+        return self.asked.kv_peer
+
     def misses(self, num: int) -> bool:
         """Whether it wants no computing if no more than `num` of its positions are found in caches."""
         threshold = self.asked.cache_hit_threshold

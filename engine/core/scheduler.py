@@ -36,10 +36,10 @@ from .admission import Admission, Queued
 from .block_hash import root_key
 from .block_pool import BlockPool
 from .constraints import Constraints
-from .cost import CostModel, with_draft_tokens
+from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
-from .kv_connector import TierConnector
+from .kv_connector import ChunkConnector, TierConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .micro_batches import MicroBatches, Turn
@@ -56,6 +56,7 @@ from .speculation import num_sampled, num_until_end
 from .stats import Counters
 
 _BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
+_LONG = 1024  # positions of a prompt whose price per token is told
 _LEARN_EVERY = 8  # steps; the cost model learns from each step with prefill
 
 
@@ -115,6 +116,10 @@ class Scheduler:
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
         self.connector = connector
+        self._chunks: ChunkConnector | None = None
+        behind: object = connector  # of which mypy does not know that it can be both
+        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
+            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -392,6 +397,13 @@ class Scheduler:
         ]
         return (*each, GroupSnapshot("none", 0, 0, hits[-1], lost[-1]))
 
+    def prices(self) -> tuple[float, float]:
+        """Milliseconds to compute a prompt's token, and to load its KV from behind the device; 0.0: unknown."""
+        compute = self._cost.predict_more(with_chunk(NO_WORK, 0, _LONG)) / _LONG if self._cost.is_ready else 0.0
+        num_pages = self.pool.groups.num_pages(0, _LONG, 1, self.block_size)
+        load = self._loads.ms_to_load(num_pages) if self._loads is not None else None
+        return compute, (load or 0.0) / _LONG
+
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are lost. Requests that ran wait again."""
         touched = [r for flight in self._in_flight for r in flight.requests()]
@@ -498,6 +510,8 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
+            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                self._chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -17,7 +17,7 @@ from ...ipc.messages import Cancel, Enqueue, GroupShape, Masks, StepPlan, StepRe
 from .block_pool import BlockPool
 from .extension import PlanExtension
 from .groups import PLAIN, Groups
-from .kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
+from .kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .planner import Lateness
 from .scheduler import Scheduler
 from .speculation import num_draft_tokens
@@ -177,6 +177,15 @@ class TracedConnector:
         self.reset = connector.reset
         self.close = connector.close
         self._connector = connector
+
+    @property
+    def wants_chunks(self) -> bool:
+        return isinstance(self._connector, ChunkConnector) and self._connector.wants_chunks
+
+    def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """It has no answer, so nothing is recorded."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.filled(request, held)
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         answer = self._connector.available(request, items)

@@ -50,14 +50,44 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     block_bytes: int  # of one page; if the cache has one group of full attention, of one block, all layers
     model_key: bytes  # 32 bytes that identify the model: KV of equal block keys is equal only under an equal one
     groups: tuple[GroupShape, ...] = ()  # of the cache; empty: one group of full attention, whose blocks are pages
+    rank: int = 0  # of the worker half, which has this rank's part of each page; the core half acts as rank 0 does
+    rank_bytes: tuple[int, ...] = ()  # `block_bytes` of each rank, by rank; empty: there is one
+    may_refuse: bool = True  # the engine is starting: what the operator must mend may end it
 
     @classmethod
-    def of(cls, config: EngineConfig, page_bytes: int, groups: tuple[GroupShape, ...]) -> ConnectorFacts:
-        """The model's key covers how the groups share out the layers."""
-        key = config.kv_model_key
-        if groups:
-            key = sha256(key + msgpack.encode((page_bytes, groups))).digest()
-        return cls(block_size=config.block_size, block_bytes=page_bytes, model_key=key, groups=groups)
+    def of(
+        cls,
+        config: EngineConfig,
+        rank_bytes: tuple[int, ...],
+        groups: tuple[GroupShape, ...],
+        *,
+        rank: int = 0,
+        may_refuse: bool = True,
+    ) -> ConnectorFacts:
+        """rank_bytes: of a page on each rank. The model's key covers how groups and ranks share out the layers; it is
+        the same on every rank."""
+        key, parts = config.kv_model_key, rank_bytes if len(rank_bytes) > 1 else ()
+        if parts:
+            sizes = (config.pipeline_parallel_size, config.tensor_parallel_size, config.enable_expert_parallel)
+            key = sha256(key + msgpack.encode((sizes, parts, groups))).digest()
+        elif groups:
+            key = sha256(key + msgpack.encode((rank_bytes[0], groups))).digest()
+        return cls(
+            block_size=config.block_size, block_bytes=rank_bytes[rank], model_key=key, groups=groups, rank=rank,
+            rank_bytes=parts, may_refuse=may_refuse,
+        )  # fmt: skip
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_bytes) or 1
+
+    def share_of(self, num_bytes: int) -> int:
+        """This rank's part of memory that the operator gives to the engine. So many pages fit into it on each rank."""
+        return num_bytes * self.block_bytes // sum(self.rank_bytes) if self.rank_bytes else num_bytes
+
+    def of_engine(self, num_bytes: int) -> int:
+        """What all ranks need where this one needs so many bytes: the inverse of `share_of`."""
+        return -(-num_bytes * sum(self.rank_bytes) // self.block_bytes) if self.rank_bytes else num_bytes
 
     @property
     def full(self) -> int | None:

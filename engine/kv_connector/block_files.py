@@ -61,6 +61,8 @@ class BlockFiles:
         """Opens nothing."""
         assert len(facts.model_key) == 32, facts.model_key
         self.path = os.path.expanduser(path)
+        if facts.num_ranks > 1:  # each rank has its own files, with names that are those of every rank
+            self.path = os.path.join(self.path, f"rank-{facts.rank}-of-{facts.num_ranks}")
         self.facts = facts
         self._model = facts.model_key.hex()[:16]
 
@@ -187,12 +189,13 @@ class BlockFiles:
 
 
 def open_folder(connector: str, options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
-    """The files in the folder of the option `path`, and the option `size` in bytes. Raises ConfigError."""
+    """The files in the folder of the option `path`, and of the option `size` this rank's part in bytes. Raises
+    ConfigError."""
     files = BlockFiles(path=options["path"], facts=facts)
     size = size_of(connector, options)
-    num_blocks_of(connector, size, max(map(files.file_bytes, range(facts.num_groups))))
+    num_blocks_of(connector, size, facts.of_engine(max(map(files.file_bytes, range(facts.num_groups)))))
     files.open(connector)
-    return files, size
+    return files, facts.share_of(size)
 
 
 def is_part(name: str) -> bool:

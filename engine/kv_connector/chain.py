@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
+from ..core.kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import WorkerConnector
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ChainMeta(Struct, frozen=True, array_like=True):
 class ChainCore:
     def __init__(self, parts: Sequence[TierConnector]) -> None:
         self._parts = tuple(parts)
+        self._listeners = [part for part in parts if isinstance(part, ChunkConnector) and part.wants_chunks]
         self._owners: dict[int, dict[bytes, int]] = {}  # rid → item that was asked about → the nearest part that has it
         self._loads: list[ChainLoad] = []  # of the plan being made
         self._kept: list[tuple[int, int]] = []  # of the plan being made
@@ -101,6 +102,14 @@ class ChainCore:
         if num:
             self._kept.append((request.rid, num))
         return num > 0
+
+    @property
+    def wants_chunks(self) -> bool:
+        return bool(self._listeners)
+
+    def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
+        for part in self._listeners:
+            part.filled(request, held)
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
         for part in self._parts:

@@ -43,7 +43,8 @@ class HostConnector:
 
 
 def _num_slots(options: Options, facts: ConnectorFacts) -> int:
-    return num_blocks_of("host", size_of("host", options), facts.block_bytes)
+    """The same on every rank."""
+    return num_blocks_of("host", size_of("host", options), facts.of_engine(facts.block_bytes))
 
 
 class _Kept(NamedTuple):

@@ -1,12 +1,13 @@
-"""KV from another instance on this machine: prefill there, decode here.
+"""KV from another instance: prefill there, decode here.
 
-`p2p,serve=PATH,size=1G` keeps the full blocks of ended requests in host memory and answers on the socket PATH;
-`p2p,peer=PATH` asks there. Blocks are identified by their keys, so the instances need not know each other's requests: a
-proxy in front of them sends a prompt to the prefill instance with max_tokens = 1, and after its answer sends the same
-prompt to the decode instance, which finds the blocks. The prefill instance announces the blocks of each request that it
-admits, because its answer may reach the decode instance before the plan that keeps the blocks has run: a lookup of
-announced blocks waits for up to `wait_ms`. A peer that is dead, slow or wrong costs time, bounded by `timeout_ms` and
-`fetch_timeout_ms`, and never changes a token.
+`p2p,serve=ADDRESS,size=1G` keeps the full blocks of requests in host memory and answers on ADDRESS; `p2p,peer=ADDRESS`
+asks there, and `p2p,peer=named` where a request says. An address is the path of a socket on this machine, or
+tcp://HOST:PORT with `key-file=FILE`. Blocks are identified by their keys, so the instances need not know each other's
+requests: a proxy in front of them sends a prompt to the prefill instance with max_tokens = 1, and at the same time or
+after its answer the same prompt to the decode instance, which finds the blocks. The prefill instance announces the
+blocks of each request that it admits and keeps them as soon as a chunk has filled them, so they are sent while the rest
+of the prompt is still computed: a lookup of announced blocks waits for up to `wait_ms` until half of them exist. A peer
+that is dead, slow or wrong costs time, bounded by `timeout_ms` and `fetch_timeout_ms`, and never changes a token.
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
@@ -23,12 +24,15 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from ...errors import ConfigError
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
 from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
 from .base import ConnectorFacts, Options
 from .ledger import tail_first
+from .p2p_link import Link
 from .p2p_meta import P2pLoad, P2pPlan
-from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, Settings, decode_reply, encode, read_settings, split_keys
+from .p2p_settings import Settings, keys_of, read_settings
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Layout, Lookup, split_keys
 from .states import StateIndex
 
 if TYPE_CHECKING:
@@ -37,16 +41,16 @@ if TYPE_CHECKING:
 _MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
 _MAX_EXPECTED = 4096  # announced requests; one that fails, or is cancelled before it starts, is never named again
 _ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
-_FIRST_PAUSE_S = 1.0  # during which a failed peer is not asked; doubled by each further failure
-_LONGEST_PAUSE_S = 8.0
+_MAX_LINKS = 64  # connections to peers that requests name; the one that was used longest ago goes first
 
 
 class P2pConnector:
-    """`p2p,serve=PATH[,size=1G]`, `p2p,peer=PATH`, or both."""
+    """`p2p,serve=ADDRESS[,size=1G]`, `p2p,peer=ADDRESS`, or both."""
 
     @staticmethod
     def check(options: Options) -> None:
-        read_settings(options)
+        """Makes the key file if there is none."""
+        keys_of(read_settings(options))
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> P2pCore:
@@ -66,6 +70,7 @@ class _Question(Struct):
     num_asked: int
     deadline: float  # monotonic s
     id: int
+    link: Link
     is_sent: bool = False
     is_coming: bool = False  # the peer is computing the missing blocks
     num_found: int | None = None  # None: no answer yet
@@ -86,20 +91,33 @@ class P2pCore:
         self._coming: list[tuple[int, bytes]] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
-        self._loading: dict[int, Sequence[Held]] = {}  # rid → what is being fetched for it
+        self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
-        self._paused_until = 0.0  # monotonic s
-        self._pause_s = _FIRST_PAUSE_S
         self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = 0
+        self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
+        self._layout = Layout.of(facts)
+        self._digest = self._layout.digest
+        self._links: OrderedDict[str, Link] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        if settings.peer is not None:
+        if settings.asks:
+            self._keys = keys_of(settings)
             self._context = zmq.Context()
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.linger = 0
-            self._socket.immediate = True  # messages are not queued for a peer that is not connected
-            self._socket.connect(settings.peer)
+            if settings.peer is not None:
+                self._check(settings.peer)
+
+    @property
+    def wants_chunks(self) -> bool:
+        """Whether `filled` is to be called."""
+        return bool(self._settings.capacity) and self._facts.num_groups == 1
+
+    def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """A chunk of an announced request was computed: the blocks that it has filled can go to peers."""
+        if request.rid in self._expected:
+            num = self._num_streamed.get(request.rid, 0)
+            self._num_streamed[request.rid] = len(held)
+            self._retain(held[num:])
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         """The first call about a request asks the peer about all groups; the others are answered from its answer."""
@@ -126,10 +144,12 @@ class P2pCore:
         return {} if question is None or question.states is None else question.states.behind(behind)
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
+        question = self._questions.get(request.rid)
+        address = question.link.address if question is not None else request.kv_peer or self._settings.peer or ""
         self._forget(request.rid)
-        self._loading[request.rid] = held
+        self._loading[request.rid] = (address, held)
         names, blocks, pages = _columns(held)
-        self._loads.append(P2pLoad(request.rid, names, blocks, pages))
+        self._loads.append(P2pLoad(request.rid, names, blocks, pages, address))
 
     def build_connector_meta(self) -> bytes:
         if not (self._coming or self._drop or self._keep or self._over or self._loads):
@@ -155,9 +175,14 @@ class P2pCore:
         self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
+            self._num_streamed.pop(request.rid, None)
             self._over.append(request.rid)
-        if not self._settings.capacity:
-            return False
+        if self._settings.capacity:
+            self._retain(held)
+        return False
+
+    def _retain(self, held: Sequence[Held]) -> None:
+        """Keeps these items, and what was kept before as far as there is room."""
         for one in tail_first(held):
             name = one.item.name
             if name in self._kept:
@@ -173,7 +198,6 @@ class P2pCore:
             self._num_evicted += 1
             if self._keep.pop(name, None) is None:
                 self._drop.append(name)
-        return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
         """Does nothing: blocks to serve are copied when their request ends."""
@@ -182,17 +206,19 @@ class P2pCore:
         """Ignores the loads of other tiers."""
         failed = set(bytes_to_ids(output.failed_blocks))
         for rid in output.loaded:
-            held = self._loading.pop(rid, None)
-            if held is None:
+            loading = self._loading.pop(rid, None)
+            if loading is None:
                 continue
+            address, held = loading
             good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
             num_failed = sum(not failed.isdisjoint(pages) for _, pages in held)
             self._num_failed += num_failed
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
-            if num_failed:
-                self._pause()
-            else:
-                self._pause_s = _FIRST_PAUSE_S
+            if (link := self._links.get(address)) is not None:
+                if num_failed:
+                    link.fail(time.monotonic())
+                else:
+                    link.succeed()
 
     def take_events(self) -> list[KvEvent]:
         """None: the blocks are for other instances, so a router has no use for the events."""
@@ -214,12 +240,16 @@ class P2pCore:
     def reset(self) -> None:
         for columns in (self._coming, self._drop, self._over, self._loads):
             columns.clear()
-        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
+        for mapping in (
+            self._kept, self._keep, self._expected, self._num_streamed, self._loading, self._questions, self._rids
+        ):  # fmt: skip
             mapping.clear()
         self._num_pages = 0
 
     def close(self) -> None:
         if self._context is not None:
+            for link in self._links.values():
+                link.close()
             self._context.destroy(linger=0)
             self._context = None
 
@@ -230,15 +260,21 @@ class P2pCore:
         if not self._settings.capacity or not num or request.rid in self._expected:
             return
         if len(self._expected) == _MAX_EXPECTED:
-            self._over.append(self._expected.popitem(last=False)[0])
+            oldest = self._expected.popitem(last=False)[0]
+            self._num_streamed.pop(oldest, None)
+            self._over.append(oldest)
         self._expected[request.rid] = None
         self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
 
     def _match(self, request: KvRequest, first: int, last: int) -> int | None:
-        """How many of the request's blocks from `first` to before `last` the peer has. None: not known yet."""
-        self._hear()
+        """How many of the request's blocks from `first` to before `last` its peer has, or is computing. None: not known
+        yet."""
+        link = self._link(request.kv_peer)
+        if link is None:
+            return 0
+        self._hear(link)
         now = time.monotonic()
-        if now < self._paused_until:
+        if now < link.paused_until:
             self._forget(request.rid)
             return 0
         question = self._questions.get(request.rid)
@@ -249,63 +285,85 @@ class P2pCore:
             self._forget(request.rid)
             question = None
         if question is None or question.first > first:
-            question = self._ask(request.rid, first, last, question.deadline if question else None)
+            question = self._ask(link, request.rid, first, last, question.deadline if question else None)
         if now >= question.deadline:
             self._forget(request.rid)
-            self._pause()
+            link.fail(now)
             return 0
         if not question.is_sent:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)
             behind = b""
             if self._facts.state is not None:
                 behind = keys[question.first - 1] if question.first else request.root
-            question.is_sent = self._send(question.id, keys[question.first :], behind, request.awaits_kv)
+            wait_ms = int(self._settings.wait_s * 1000)
+            wanted = b"".join(keys[question.first :])
+            lookup = Lookup(question.id, self._digest, wanted, wait_ms, behind, request.awaits_kv)
+            question.is_sent = link.ask(lookup)
         return None
 
-    def _ask(self, rid: int, first: int, last: int, deadline: float | None) -> _Question:
+    def _check(self, address: str) -> None:
+        """Asks the operator's peer who it is. Raises ConfigError."""
+        assert self._context is not None
+        try:
+            link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+            if self._facts.may_refuse:
+                link.check()
+            link.stop_watching()
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"--kv-connector p2p: peer={address} cannot be used: {error}.") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def _link(self, named: str) -> Link | None:
+        """The connection to the peer that a request names, or to the operator's; None: there is none."""
+        address = named or self._settings.peer
+        if address is None or self._context is None:
+            return None
+        link = self._links.get(address)
+        if link is None:
+            while len(self._links) >= _MAX_LINKS:
+                idle = next((one for one in self._links.values() if not one.num_open), None)
+                if idle is None:
+                    return None
+                del self._links[idle.address]
+                idle.close()
+            try:
+                link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+            except zmq.ZMQError:
+                return None
+            link.stop_watching()
+        self._links.move_to_end(address)
+        return link
+
+    def _ask(self, link: Link, rid: int, first: int, last: int, deadline: float | None) -> _Question:
         """Creates a question about blocks [first, last). deadline: of the question that it replaces."""
         self._forget(rid)
         while len(self._questions) >= _MAX_QUESTIONS:
             self._forget(next(iter(self._questions)))
         self._num_questions += 1
         until = time.monotonic() + self._settings.timeout_s if deadline is None else deadline
-        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions)
+        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, link)
         self._rids[question.id] = rid
+        link.num_open += 1
         return question
 
-    def _send(self, number: int, keys: list[bytes], behind: bytes, is_expected: bool) -> bool:
-        """False: the peer is not connected, or its queue is full."""
-        wait_ms, facts = int(self._settings.wait_s * 1000), self._facts
-        who = facts.model_key, facts.block_bytes
-        message = Lookup(number, *who, b"".join(keys), wait_ms, behind, is_expected)
-        try:
-            self._socket.send(encode(message), zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
-
-    def _hear(self) -> None:
-        """Receives the answers that have arrived. Drops malformed answers, whose questions then time out, and answers
-        to questions that were dropped."""
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                reply = decode_reply(frames[0])
-            except (msgspec.MsgspecError, ValueError, RecursionError):  # the last two: bad UTF-8, deep nesting
-                continue
+    def _hear(self, link: Link) -> None:
+        """Receives the answers that have arrived. Drops answers to questions that were dropped, or asked of others."""
+        for reply in link.answers():
             if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
                 continue
             question = self._questions[rid]
+            if question.link is not link:
+                continue
             if reply.is_coming:
                 if not question.is_coming:  # the deadline is extended once
                     question.is_coming = True
                     question.deadline += self._settings.wait_s
                 continue
             del self._rids[reply.id]
-            question.num_found = max(0, min(reply.num, question.num_asked))
+            question.num_found = max(0, min(reply.num + max(0, reply.num_coming), question.num_asked))
             question.names = frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
             question.states = StateIndex(self._facts.state)
             for parent, key, num in reply.states:
@@ -315,12 +373,8 @@ class P2pCore:
     def _forget(self, rid: int) -> None:
         question = self._questions.pop(rid, None)
         if question is not None:
+            question.link.num_open -= 1
             self._rids.pop(question.id, None)
-
-    def _pause(self) -> None:
-        """Stops asking the peer for a while after a failure."""
-        self._paused_until = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _columns(held: Sequence[Held]) -> tuple[bytes, bytes, bytes]:

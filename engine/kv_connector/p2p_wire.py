@@ -1,87 +1,176 @@
-"""The protocol in which two pagewire instances exchange KV blocks, over a ZeroMQ ipc:// socket.
+"""The protocol in which instances exchange KV blocks, over ZeroMQ: ipc:// on one machine, tcp:// with CURVE keys.
 
 One asks (DEALER), the other answers from the blocks that it keeps (ROUTER). Blocks are identified by their keys alone,
-so an answer is right for every asker with equal keys, and there is no session. Messages are msgpack arrays; keys are
-concatenated, 32 bytes each. An answer covers a prefix of the blocks asked for, without gaps. If the cache has several
-groups, `Lookup` asks with the keys of blocks and `Found` answers for all groups; `Fetch` names what it wants by the
-names of items (`engine/core/kv_connector.py`), which are the keys if there is one group.
+so an answer is right for every asker with equal keys. Messages are msgpack arrays; keys are concatenated, 32 bytes
+each. If the cache has several groups, `Lookup` asks with the keys of blocks and `Found` answers for all groups; `Want`
+names items (`engine/core/kv_connector.py`), whose names are the keys if there is one group.
+
+    asker    Hello, Lookup           server   Welcome, Found
+    asker    Want, Credit, Have,     server   Coming, Piece (two frames: header, content), Gone
+             Done
+
+A server sends no byte of blocks without credit. Of a `Want` it sends what it has, and what it is computing as soon as
+that is there, in the order of the names; it forgets the want when its lease ends. An asker whose connection breaks
+connects again and repeats its `Want` with a bitmap of what it has. Every `Lookup` and `Want` carries the digest of the
+asker's layout; a server with another one answers `Welcome`, from which the asker sees what differs.
 """
 
-import os
-import socket
-import stat
-from hashlib import blake2b
-from pathlib import Path
+from hashlib import sha256
 from typing import Annotated
+from zlib import crc32
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ...errors import ConfigError
-from .base import Options
-from .options import check_names, num_blocks_of, size_of
+from .base import ConnectorFacts
 
+VERSION = 2  # of this protocol
 KEY_BYTES = 32
-CHECKSUM_BYTES = 16
 MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
-MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + 4096
+MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + MAX_KEYS // 8 + 4096
 MAX_WAIT_MS = 600_000
-MAX_REPLY_BYTES = 8 << 20  # limit of the blocks in one message; a single block may be larger
-_MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
+PIECE_BYTES = 1 << 20  # at most, of a piece; a larger block is sent in several
+CREDIT_BYTES = 32 << 20  # that an asker gives a server: what may be under way or unread at once
+LEASE_MS = 10_000  # for which a server remembers a want without a word from its asker
+MAX_REPLY_BYTES = MAX_REQUEST_BYTES + (16 << 20)  # of one message; `Found` with the states of a hybrid is the largest
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class Layout(Struct, frozen=True, array_like=True):
+    """What must be equal on both ends. `version` comes first in every version of the protocol."""
+
+    version: int
+    model_key: bytes
+    block_size: int  # positions
+    block_bytes: int  # of a page
+    num_groups: int
+
+    @classmethod
+    def of(cls, facts: ConnectorFacts) -> "Layout":
+        return cls(VERSION, facts.model_key, facts.block_size, facts.block_bytes, facts.num_groups)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes."""
+        return sha256(msgspec.msgpack.encode(self)).digest()[:16]
+
+    def difference(self, theirs: "Layout") -> str | None:
+        """Why blocks of the other instance are of no use here; None: they are."""
+        if theirs.version != self.version:
+            return f"it speaks version {theirs.version} of the protocol, this instance version {self.version}"
+        if theirs.block_size != self.block_size:
+            return f"its blocks have {theirs.block_size} positions, this instance's {self.block_size}"
+        if (theirs.block_bytes, theirs.num_groups) != (self.block_bytes, self.num_groups):
+            return (
+                f"its cache has {theirs.num_groups} groups with pages of {theirs.block_bytes} bytes, this instance's "
+                f"{self.num_groups} with {self.block_bytes}: another model, or another --kv-cache-dtype"
+            )
+        if theirs.model_key != self.model_key:
+            return "it serves another model, or the same one with another type of KV"
+        return None
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=True):
+    """Asks who is there."""
+
+    layout: Layout
 
 
 class Lookup(Struct, frozen=True, array_like=True, tag=True):
     """Asks how many of these blocks the peer has."""
 
     id: int
-    model_key: bytes
-    block_bytes: int
+    layout: bytes  # `Layout.digest`
     keys: bytes
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]  # how long to wait for blocks that are being computed
     behind: bytes = b""  # the key before the first of `keys`, or the root, if states are asked for
     is_expected: bool = False  # the peer is about to compute the blocks, if it does not already
 
 
-class Fetch(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for these blocks, or items of several groups."""
+class Want(Struct, frozen=True, array_like=True, tag=True):
+    """Asks for these blocks, or items of several groups. `id` is the asker's; a second one with it replaces it."""
 
     id: int
-    model_key: bytes
-    block_bytes: int
-    keys: bytes
+    layout: bytes
+    names: bytes
+    have: bytes  # a bit for each name, the lowest of the first byte first: what the asker has already; may be shorter
+    credit: _Count  # bytes, added to that of the connection
+    lease_ms: Annotated[int, Meta(ge=1, le=MAX_WAIT_MS)]
+
+
+class Credit(Struct, frozen=True, array_like=True, tag=True):
+    """The asker has read so many bytes more. It renews all leases of the connection."""
+
+    num_bytes: _Count
+
+
+class Have(Struct, frozen=True, array_like=True, tag=True):
+    """Renews the lease of a want."""
+
+    id: int
+
+
+class Done(Struct, frozen=True, array_like=True, tag=True):
+    """The asker wants nothing more of this."""
+
+    id: int
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=True):
+    """Answers `Hello`, and every message of an asker whose layout differs."""
+
+    layout: Layout
 
 
 class Found(Struct, frozen=True, array_like=True, tag=True):
     """Answers `Lookup`: the peer has the first `num` blocks. With `is_coming` the next one is being computed, and
-    another answer follows within `wait_ms`."""
+    another answer follows within `wait_ms`. `num_coming` more blocks are being computed, and progress was seen."""
 
     id: int
     num: int
     is_coming: bool = False
     names: bytes = b""  # of the items of other groups that it has, if there are some, and of beginnings of blocks
     states: tuple[tuple[bytes, bytes, int], ...] = ()  # key that it stands behind, its key, positions between
+    num_coming: int = 0
 
 
-class Blocks(Struct, frozen=True, array_like=True, tag=True):
-    """Answers `Fetch` with the first of the blocks, as many as fit into one message."""
+class Coming(Struct, frozen=True, array_like=True, tag=True):
+    """Answers `Want`: how many items the peer has, how many more it is computing."""
 
     id: int
-    checksums: bytes  # of each block, see `checksum`
-    content: bytes  # whole blocks, concatenated
+    num_there: int
+    num_coming: int
 
 
-Request = Lookup | Fetch
-Reply = Found | Blocks
+class Piece(Struct, frozen=True, array_like=True, tag=True):
+    """The head of a piece: whole items, or a part of one that is larger than a piece. Its content is the next frame."""
+
+    id: int  # of the want
+    first: int  # number of the first item in the want's names
+    num: int  # items
+    offset: int  # bytes before it of the item, if it is a part of one
+    checksum: int  # see `checksum`
+
+
+class Gone(Struct, frozen=True, array_like=True, tag=True):
+    """The peer has sent all it could: the rest of the items is neither there nor being computed."""
+
+    id: int
+
+
+Request = Hello | Lookup | Want | Credit | Have | Done
+Reply = Welcome | Found | Coming | Piece | Gone
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # the last two: bad UTF-8, deep nesting
 
 
-def checksum(key: bytes, content: bytes | memoryview) -> bytes:
-    """BLAKE2b over a block's key and bytes, which detects damaged and mistaken blocks."""
-    digest = blake2b(key, digest_size=CHECKSUM_BYTES)
-    digest.update(content)
-    return digest.digest()
+def checksum(names: bytes, offset: int, content: bytes | memoryview) -> int:
+    """CRC-32 over the names of a piece's items, its offset and its bytes: finds damaged and mistaken blocks. It is no
+    protection against an attacker, which the keys are."""
+    return crc32(content, crc32(names + offset.to_bytes(8, "little")))
 
 
 def split_keys(keys: bytes) -> list[bytes]:
@@ -91,68 +180,13 @@ def split_keys(keys: bytes) -> list[bytes]:
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """The values of the options."""
-
-    serve: str | None  # address on which this instance answers
-    capacity: int  # blocks that it keeps to serve
-    peer: str | None  # address at which this instance asks
-    timeout_s: float  # how long a request waits for the answer to `Lookup`
-    wait_s: float  # how much longer if the peer is computing the blocks
-    fetch_timeout_s: float  # how long a request waits for its blocks
+def bitmap(numbers: "set[int]", num: int) -> bytes:
+    """A bit for each of `num` items: whether its number is in the set."""
+    bits = bytearray(-(-num // 8))
+    for number in numbers:
+        bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)
 
 
-_NAMES = ("serve", "size", "peer", "timeout_ms", "wait_ms", "fetch_timeout_ms")
-
-
-def read_settings(options: Options, block_bytes: int = 1) -> Settings:
-    """Opens nothing. Raises ConfigError."""
-    check_names("p2p", options, required=(), optional=_NAMES)
-    if "serve" not in options and "peer" not in options:
-        raise ConfigError("--kv-connector p2p needs serve=PATH, peer=PATH, or both.")
-    if "size" in options and "serve" not in options:
-        raise ConfigError("--kv-connector p2p: size is the memory for serve=PATH; give serve as well.")
-    size = size_of("p2p", {"size": "1G", **options})
-    return Settings(
-        serve=_address("serve", options["serve"]) if "serve" in options else None,
-        capacity=num_blocks_of("p2p", size, block_bytes) if "serve" in options else 0,
-        peer=_address("peer", options["peer"]) if "peer" in options else None,
-        timeout_s=_milliseconds("timeout_ms", options.get("timeout_ms", "100")) / 1000,
-        wait_s=_milliseconds("wait_ms", options.get("wait_ms", "500")) / 1000,
-        fetch_timeout_s=_milliseconds("fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,
-    )
-
-
-def check_free(address: str) -> None:
-    """Raises ConfigError if a socket cannot be bound there: the folder is missing or not writable, the path is another
-    file, or another instance answers there. The socket of a dead instance is no obstacle."""
-    path = Path(address.removeprefix("ipc://"))
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--kv-connector p2p: {path.parent} is not a folder in which a socket can be created.")
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"--kv-connector p2p: {path} exists and is not a socket; choose another path.")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ConfigError(f"--kv-connector p2p: another instance serves on {path}; choose another path.")
-
-
-def _address(option: str, text: str) -> str:
-    if not text or "://" in text:
-        raise ConfigError(f"--kv-connector p2p: {option}={text} should be the path of a socket on this machine.")
-    path = os.path.abspath(text)
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise ConfigError(
-            f"--kv-connector p2p: {path} is too long; a socket's path has at most {_MAX_PATH_BYTES} bytes."
-        )
-    return f"ipc://{path}"
-
-
-def _milliseconds(option: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WAIT_MS:
-        raise ConfigError(f"--kv-connector p2p: {option}={text} should be a number of milliseconds, 1 to 600000.")
-    return int(text)
+def has_bit(bits: bytes, number: int) -> bool:
+    return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)

@@ -18,12 +18,25 @@ _SUM_KINDS: dict[torch.dtype, sums.Kind] = {torch.float32: "float32", torch.bflo
 _ONE_SHOT_BYTES = 1 << 20  # largest one-shot sum; above, bandwidth matters more than latency
 
 
+class NoMemoryElsewhere(MemoryError):
+    """Another rank had no memory for its part of the step."""
+
+
 class Group(Protocol):
     """This rank's side of its group. A rank leaves the group only when its process ends: then the supervisor names the
     rank that failed first, and leaving NCCL would wait for all ranks."""
 
     rank: int
     size: int
+    can_give_up: bool  # a step that one rank has no memory for can be given up by all
+
+    def agree(self) -> None:
+        """The last call of a step: after it, the step has succeeded on all ranks. Raises NoMemoryElsewhere; so do the
+        other methods, during the step."""
+
+    def give_up(self) -> None:
+        """After an error of the step, this rank's or NoMemoryElsewhere: returns when all ranks have given the step up.
+        Only if `can_give_up`. Raises RuntimeError if another rank has ended, or does not take part in time."""
 
     def all_reduce(self, x: Tensor) -> None:
         """Replaces x, which is contiguous, by the sum over the ranks, with the same bits on each rank."""
@@ -37,6 +50,13 @@ class Alone:
 
     rank = 0
     size = 1
+    can_give_up = True
+
+    def agree(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> None:
         pass
@@ -49,12 +69,15 @@ class SharedMemoryGroup:
     """Processes of one machine that compute on CPUs with the C kernels. Sums are added in float32 in the order of the
     ranks, and rounded once if they are bfloat16."""
 
+    can_give_up = True
+
     def __init__(self, memory: SharedMemory, exchange: sums.Exchange, rank: int, size: int) -> None:
         """memory: where all ranks have met."""
         self.rank, self.size = rank, size
         self._memory, self._exchange = memory, exchange
         self._waited = (-1, 0.0)  # the round that this rank waits in, and since when
-        self._failure: str | None = None
+        self._failure: Exception | None = None  # why this rank waits no longer
+        self._own = torch.zeros(1)  # which `agree` sums
         self.sum_in_c = exchange.in_c(self._gives_up)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -65,8 +88,21 @@ class SharedMemoryGroup:
         self._run(x, out, x.nbytes, "copy")
         return out
 
+    def agree(self) -> None:
+        self.all_reduce(self._own)
+
+    def give_up(self) -> None:
+        self._exchange.leave()
+        self._failure = None
+        for is_last in (False, True):  # no rank begins a round before all have come back
+            self._waited = -1, time.monotonic()
+            if not self._memory.pass_gate(self._is_lost):
+                self.check()
+            if not is_last:
+                self._exchange.come_back()
+
     def _run(self, x: Tensor, out: Tensor, stride: int, kind: sums.Kind) -> None:
-        """Raises RuntimeError if another rank has ended, or does not take part in time."""
+        """Raises RuntimeError if another rank has ended, or does not take part in time, and NoMemoryElsewhere."""
         assert x.is_contiguous(), x.stride()
         at, to = x.data_ptr(), out.data_ptr()
         for start in range(0, x.nbytes, sums.SLOT_BYTES):
@@ -80,23 +116,37 @@ class SharedMemoryGroup:
     def check(self) -> None:
         """After a call of the C program with `sum_in_c`. Raises RuntimeError as `all_reduce` does."""
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            raise self._failure
 
     def _gives_up(self) -> bool:
-        """Whether to wait no longer for the others; called about once a second."""
-        number, now = self._exchange.number, time.monotonic()
+        """Whether to wait no longer for the others; called about once a second, and when one of them has left."""
+        number = self._exchange.number
         if number != self._waited[0]:
-            self._waited = number, now
+            self._waited = number, time.monotonic()
+        if self._exchange.others_left:
+            self._failure = NoMemoryElsewhere("another rank has no memory for this step")
+        return self._failure is not None or self._is_lost()
+
+    def _is_lost(self) -> bool:
+        """Whether another rank will not come any more."""
         if (ended := self._memory.ended()) is not None:
-            self._failure = f"rank {ended} has ended"
-        elif now - self._waited[1] > _TIMEOUT.total_seconds():
-            self._failure = f"another rank has not taken part in a sum within {_TIMEOUT}"
+            self._failure = RuntimeError(f"rank {ended} has ended")
+        elif time.monotonic() - self._waited[1] > _TIMEOUT.total_seconds():
+            self._failure = RuntimeError(f"another rank has not taken part in a sum within {_TIMEOUT}")
         return self._failure is not None
 
 
 class GlooGroup:
     """Processes that compute on CPUs. The sum of an element does not depend on the batch: gloo's own all-reduce assigns
     elements to ranks by position and adds in a different order for each."""
+
+    can_give_up = False
+
+    def agree(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        raise AssertionError("ranks that share no memory cannot give a step up")
 
     def __init__(self, rank_info: RankInfo, size: int) -> None:
         """Waits for all ranks. Raises StartError."""
@@ -115,6 +165,14 @@ class GlooGroup:
 
 class NcclGroup:
     """Processes with a CUDA device each. Neither NCCL nor the one-shot sum has been tested on a GPU so far."""
+
+    can_give_up = False
+
+    def agree(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        raise AssertionError("ranks on GPUs cannot give a step up")
 
     def __init__(self, rank_info: RankInfo, size: int, device: torch.device) -> None:
         """Waits for all ranks. Raises StartError."""

@@ -12,10 +12,11 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Callable
 
 from ...errors import StartError
 
-_HEADER = 4096  # one 32-bit word for each rank: how it arrived
+_HEADER = 4096  # 32-bit words, one for each rank: how it arrived; then how often it was at a gate
 _ARRIVED, _UNABLE = 1, 2
 _POLL_S = 0.001
 
@@ -34,7 +35,7 @@ class SharedMemory:
     def __init__(self, fd: int, *, rank: int, size: int, num_bytes: int) -> None:
         """num_bytes: all zero at first, at `address`. The same on every rank. Raises OSError if there is too little
         memory for the mapping."""
-        assert size <= _HEADER // 4, size
+        assert 2 * size <= _HEADER // 4, size
         self._fd, self._rank, self._size = fd, rank, size
         os.ftruncate(fd, _HEADER + num_bytes)
         self._map = mmap.mmap(fd, _HEADER + num_bytes)
@@ -53,6 +54,17 @@ class SharedMemory:
                 raise StartError(f"The {self._size} ranks did not meet: rank {missing[0]} did not come.")
             time.sleep(_POLL_S)
         return all(self._words[rank] == _ARRIVED for rank in range(self._size))
+
+    def pass_gate(self, gives_up: Callable[[], bool]) -> bool:
+        """Waits until all ranks have called this equally often. gives_up: asked while they have not, whether to wait no
+        longer; then the answer is False."""
+        own = self._size + self._rank
+        self._words[own] = number = (self._words[own] + 1) & 0xFFFFFFFF
+        while any((self._words[self._size + rank] - number) & 0x80000000 for rank in range(self._size)):
+            if gives_up():
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def ended(self) -> int | None:
         """A rank that was there and has ended."""

@@ -8,7 +8,8 @@ other state of a request is the core's.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -38,7 +39,7 @@ from ..executors.base import DescribedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
-from ..parallel.collectives import Group, join
+from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
 from ..parallel.stage_memory import StageMemory
 from ..steps.base import Steps
@@ -78,7 +79,7 @@ class Runner:
         kept: KeptWeights | None = None,
         rank_info: RankInfo = _ALONE,
     ) -> None:
-        self._stage = rank_info.stage
+        self._rank, self._stage = rank_info.rank, rank_info.stage
         self._input = self._output = None
         if isinstance(model, HostModel) and config.pipeline_parallel_size > 1:
             self._input = _memory(config, rank_info.input_fd, model.received_width)
@@ -227,9 +228,10 @@ class Runner:
             num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
         return offered_pages(self._config, memory.groups, num_pages)
 
-    def open_cache(self, num_pages: int) -> None:
+    def open_cache(self, num_pages: int, rank_bytes: tuple[int, ...] = ()) -> None:
         """Allocates the KV cache and starts the KV connector and the extension, before the first `launch`. Does nothing
-        if it is open, as after a restart of the core. Raises ConfigError."""
+        if it is open, as after a restart of the core. rank_bytes: `block_bytes` of each rank; empty: there is one.
+        Raises ConfigError."""
         if self._steps is not None:
             assert num_pages == self._num_pages, (num_pages, self._num_pages)
             return
@@ -245,7 +247,7 @@ class Runner:
         self._num_pages = num_pages
         self._cache = cache
         if config.kv_connector:
-            facts = ConnectorFacts.of(config, self.block_bytes, self.groups)
+            facts = ConnectorFacts.of(config, rank_bytes or (self.block_bytes,), self.groups, rank=self._rank)
             self._connector = worker_connector(config.kv_connector, facts)
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)
@@ -265,6 +267,7 @@ class Runner:
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
             domain=model.domain,
+            agree=(lambda: None) if model.domain is not None else self._group.agree,
         )
         if config.pipeline_parallel_size > 1:
             self._stage_steps = StageSteps(
@@ -290,25 +293,32 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Starts the plan; `collect` gives its result. A plan that does not fit into memory is dropped, and so are the
         plans that the core made before it knew."""
-        connector = self._connector if plan.kv else None
         with torch.inference_mode():
-            if connector is not None:
-                self._device.synchronize()  # the connector reads blocks that earlier steps write
-                connector.bind_connector_metadata(plan.kv)
-                connector.start_load_kv()
-                self._for_layers(connector.wait_for_layer_load)
-            self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
-            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
-                plan, lambda: self._opened().launch(plan)
-            )
-            self._order.append(_out_of_memory(plan) if self._is_faulted else None)
-            if connector is not None:
-                self._device.synchronize()
-                self._for_layers(connector.save_kv_layer)
-                connector.wait_for_save()
+            with self._transferring(plan):
+                self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
+                self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
+                    plan, lambda: self._opened().launch(plan)
+                )
+                self._order.append(_out_of_memory(plan) if self._is_faulted else None)
             if plan.late_rows and not self._is_faulted:
                 self._waiting = plan
                 self._sample()
+
+    @contextmanager
+    def _transferring(self, plan: StepPlan) -> Iterator[None]:
+        """Around the pass over a plan, which may not be run at all: what its `kv` asks of the connector."""
+        connector = self._connector if plan.kv else None
+        if connector is None:
+            yield
+            return
+        self._device.synchronize()  # the connector reads blocks that earlier steps write
+        connector.bind_connector_metadata(plan.kv)
+        connector.start_load_kv()
+        self._for_layers(connector.wait_for_layer_load)
+        yield
+        self._device.synchronize()
+        self._for_layers(connector.save_kv_layer)
+        connector.wait_for_save()
 
     def tell(self, message: LateMasks) -> None:
         """Some masks of a plan, which may not be launched yet. The plan samples when it has all of them."""
@@ -354,7 +364,8 @@ class Runner:
         """This stage's part of a plan: what the next stage needs, or the result in the last stage. It is a fault if
         there is no memory for the step, here or in an earlier stage, or if the plan was made before the core knew of
         such a step. hidden: from the stage before; None in the first stage. The caller knows the times."""
-        found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
+        with torch.inference_mode(), self._transferring(plan):
+            found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
         if isinstance(found, Passed):
             return found.message(plan.step, self._output)
         if found is not None:
@@ -369,16 +380,17 @@ class Runner:
             self._is_faulted, self._unfaulted_at = False, plan.step
         if self._is_faulted or (received is None and self._stage > 0):
             return None
-        try:
-            with torch.inference_mode():
-                found = self._stages().run(plan, received)
-        except Exception as error:
-            if self._group.size > 1 or not is_out_of_memory(error):
-                raise
-            self._is_faulted = True
-            self._warn_of(plan)
-            return None
-        return found
+        found: Passed | Sampled | None = None
+
+        def run() -> None:
+            nonlocal found
+            found = self._stages().run(plan, received)
+            self._group.agree()
+
+        if self._has_memory_for(plan, run):
+            return found
+        self._is_faulted = True
+        return None
 
     def forget(self) -> None:
         """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
@@ -394,20 +406,21 @@ class Runner:
                     time.sleep(_TRANSFER_WAIT_S)
 
     def _has_memory_for(self, plan: StepPlan, part: Callable[[], None]) -> bool:
-        """Runs a part of the plan. False: out of memory. With several ranks this error ends the worker, because the
-        ranks would no longer do the same."""
+        """Runs a part of the plan. False: out of memory, on this rank or on another one of its group. Where ranks
+        cannot tell each other, this error ends the worker, because they would no longer do the same."""
         try:
             part()
         except Exception as error:
-            if self._group.size > 1 or not is_out_of_memory(error):
+            # The steps of KV domains may be different, so what one of them drops the others would have to drop as well.
+            can_give_up = self._group.can_give_up and self._config.kv_domains == 1
+            if not is_out_of_memory(error) or not can_give_up:
                 raise
-            self._warn_of(plan)
+            self._group.give_up()
+            if not isinstance(error, NoMemoryElsewhere):
+                num_tokens = sum(bytes_to_ids(plan.counts))
+                log.warning("step %d: no memory for %d tokens; the next steps will be smaller", plan.step, num_tokens)
             return False
         return True
-
-    def _warn_of(self, plan: StepPlan) -> None:
-        num_tokens = sum(bytes_to_ids(plan.counts))
-        log.warning("step %d: no memory for %d tokens; the next steps will be smaller", plan.step, num_tokens)
 
     def is_done(self) -> bool:
         """Whether `collect` has a result and would not have to wait for it."""
@@ -465,7 +478,7 @@ class Runner:
             return False
 
     def take_transferred(self) -> Transferred | None:
-        """The KV transfers that ended since the last call; None if there are none."""
+        """The KV transfers that ended on this rank since the last call; None if there are none."""
         connector = self._connector
         if connector is None:
             return None
@@ -475,7 +488,9 @@ class Runner:
         self._device.synchronize()  # later steps see the loaded blocks
         failed = sorted(connector.get_block_ids_with_load_errors())
         num_blocks, load_ms = connector.take_load_cost()
-        return Transferred(tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms)
+        return Transferred(
+            tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms, self._rank
+        )
 
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all

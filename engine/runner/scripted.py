@@ -53,6 +53,8 @@ class Script:
         """end: the id of the token that ends a text. Raises ConfigError."""
         self._tokenizer = tokenizer
         self._end = end
+        closing = (tokenizer.encode(each, add_special_tokens=False) for each in ('"', "}", "]", "\n"))
+        self.closing = (end, *(ids[0] for ids in closing if len(ids) == 1))  # tokens that end something
         self._entries = [self._entry(path, number, entry) for number, entry in enumerate(_entries(path), 1)]
 
     def _entry(self, path: Path, number: int, entry: Any) -> _Entry:
@@ -117,6 +119,7 @@ class _Row:
 
     def __init__(self, opened: RowOpen, script: Script) -> None:
         ids = bytes_to_ids(opened.ids)
+        self._closing = script.closing
         self.is_pooled = opened.pooling is not None
         self.answer = () if self.is_pooled else script.answer(ids[: opened.num_prompt])
         self.at = len(ids) - opened.num_prompt
@@ -125,15 +128,20 @@ class _Row:
         self.wants_logprobs = opened.sampling.logprobs is not None
 
     def next_token(self, mask: NDArray[np.int32] | None) -> int:
-        """mask: the tokens that may come next, a bit each; None: all. A token that may not come is replaced by the
-        first that may, so that an answer follows its grammar."""
+        """mask: the tokens that may come next, a bit each; None: all. A token that may not come is replaced by one that
+        may, so that an answer follows its grammar, and preferably ends what has begun."""
         token = self.answer[min(self.at, len(self.answer) - 1)]
         if token in self.ends and self.at < self.least:
             token = self.answer[self.at % max(len(self.answer) - 1, 1)]
         self.at += 1
-        if mask is not None and not mask[token // 32] >> token % 32 & 1:
-            token = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
-        return token
+        if mask is None or _allows(mask, token):
+            return token
+        first = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
+        return next((each for each in self._closing if _allows(mask, each)), first)
+
+
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    return bool(mask[token // 32] >> token % 32 & 1)
 
 
 class ScriptedSteps(ImmediateSteps):

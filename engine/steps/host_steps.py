@@ -55,10 +55,13 @@ class HostSteps(ImmediateSteps):
         ops: Ops,
         synchronize: Callable[[], None],
         domain: Domain | None = None,
+        agree: Callable[[], None] = lambda: None,
     ) -> None:
-        """domain: of this rank, of a model that can be divided; None: there is one domain."""
+        """domain: of this rank, of a model that can be divided; None: there is one domain. agree: called at the end of
+        a pass, and of sampling; raises an error if another rank has failed there."""
         super().__init__()
         self._domain = domain
+        self._agree = agree
         self._config = config
         self._model = model
         self._cache = cache
@@ -82,6 +85,7 @@ class HostSteps(ImmediateSteps):
         self._passed = self._pass(plan, started)
         if plan.late_rows:
             self._synchronize()
+            self._agree()
             self._passed.ended = time.perf_counter()
         else:
             self.sample({})
@@ -93,6 +97,7 @@ class HostSteps(ImmediateSteps):
         wait_s = time.perf_counter() - passed.ended if passed.plan.late_rows else 0.0
         sampled = self._sample(passed)
         self._synchronize()
+        self._agree()
         device_s = time.perf_counter() - passed.started - wait_s
         self._results.append(sampled.result(passed.plan.step, 1000 * device_s, 1000 * wait_s))
 

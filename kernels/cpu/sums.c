@@ -8,6 +8,10 @@
 
    A slot is written by its own rank only, so its pages are on that rank's NUMA node.
 
+   A rank that cannot go on leaves: it sets its flag LEFT rounds before the last round that it has done. Whoever waits for
+   it in a later round is told at once. The ranks agree elsewhere that all have left, and begin again with
+   round 0 (`collectives.py`).
+
    A rank that waits first spins for SPIN_NS and lets others have its CPU in between, then it sleeps (futex). It returns
    after WAIT_S so that the caller can look whether the other ranks still exist; the caller then calls again for the same
    round, and the rank sleeps at once. The supervisor takes a rank for hung that uses no CPU time, so a rank that waits
@@ -24,7 +28,7 @@
 #endif
 
 enum { COPY, SUM_FLOAT32, SUM_BFLOAT16 };
-enum { SPINS = 64, SPIN_NS = 100000, WAIT_S = 1 };
+enum { SPINS = 64, SPIN_NS = 100000, WAIT_S = 1, LEFT = 1 << 30 };
 
 /* On two cache lines of its own, because processors fetch lines in pairs. */
 typedef struct {
@@ -56,9 +60,20 @@ static void pause_cpu(void)
 #endif
 }
 
+/* seen: a flag's value, read by a rank that has begun `round`, or is about to. */
+static int is_left(uint32_t seen, uint32_t round)
+{
+    return (int32_t)(seen - round) < -(LEFT / 2);
+}
+
+static int is_begun(uint32_t seen, uint32_t round)
+{
+    return (int32_t)(seen + (is_left(seen, round) ? LEFT : 0) - round) >= 0;
+}
+
 static int has_begun(const Flag *flag, uint32_t round)
 {
-    return (int32_t)(__atomic_load_n(&flag->round, __ATOMIC_ACQUIRE) - round) >= 0;
+    return is_begun(__atomic_load_n(&flag->round, __ATOMIC_ACQUIRE), round);
 }
 
 static void begin(Flag *flag, uint32_t round)
@@ -76,7 +91,7 @@ static void sleep_until_changed(Flag *flag, uint32_t round)
     struct timespec most = {WAIT_S, 0};
     __atomic_add_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
     uint32_t seen = __atomic_load_n(&flag->round, __ATOMIC_SEQ_CST);
-    if ((int32_t)(seen - round) < 0)
+    if (!is_begun(seen, round) && !is_left(seen, round))
         syscall(SYS_futex, &flag->round, FUTEX_WAIT, seen, &most, NULL, 0);
     __atomic_sub_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
 #else
@@ -85,7 +100,7 @@ static void sleep_until_changed(Flag *flag, uint32_t round)
 #endif
 }
 
-/* Whether the rank has begun the round; if not, WAIT_S have passed or a signal has come. */
+/* Whether the rank has begun the round; if not, it has left, WAIT_S have passed, or a signal has come. */
 static int wait_for(Flag *flag, uint32_t round, int may_spin)
 {
     long started = now_ns();
@@ -132,18 +147,18 @@ static void add(const Ranks *ranks, const char *slots, char *out, long count, in
 }
 
 /* One round. x: this rank's `bytes`, at most a slot. out: for COPY the bytes of all ranks, `stride` bytes apart; else
-   their sum, and it may be x. is_begun: an earlier call for this round has returned 0. Returns 1 when the round is
-   done, 0 if another rank has not begun it yet. */
-int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long stride, int kind, int is_begun)
+   their sum, and it may be x. is_again: an earlier call for this round has returned 0. Returns 1 when the round is
+   done, 0 if another rank has not begun it yet or has left. */
+int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long stride, int kind, int is_again)
 {
     char *slots = ranks->slots + (ranks->round & 1) * ranks->size * ranks->slot_bytes;
     uint32_t round = ranks->round + 1;
-    if (!is_begun) {
+    if (!is_again) {
         memcpy(slots + ranks->rank * ranks->slot_bytes, x, bytes);
         begin(ranks->flags + ranks->rank, round);
     }
     for (long rank = 0; rank < ranks->size; rank++)
-        if (!wait_for(ranks->flags + rank, round, !is_begun))
+        if (!wait_for(ranks->flags + rank, round, !is_again))
             return 0;
     if (kind == COPY)
         for (long rank = 0; rank < ranks->size; rank++)
@@ -154,13 +169,37 @@ int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long s
     return 1;
 }
 
+void pagewire_leave(Ranks *ranks)
+{
+    begin(ranks->flags + ranks->rank, ranks->round - LEFT);
+}
+
+/* Whether another rank has left without having begun the next round. */
+int pagewire_others_left(const Ranks *ranks)
+{
+    uint32_t round = ranks->round + 1;
+    for (long rank = 0; rank < ranks->size; rank++) {
+        uint32_t seen = __atomic_load_n(&ranks->flags[rank].round, __ATOMIC_ACQUIRE);
+        if (rank != ranks->rank && is_left(seen, round) && !is_begun(seen, round))
+            return 1;
+    }
+    return 0;
+}
+
+/* After all ranks have left, and before any of them begins a round. */
+void pagewire_come_back(Ranks *ranks)
+{
+    ranks->round = 0;
+    begin(ranks->flags + ranks->rank, 0);
+}
+
 int pagewire_sum(const Sum *a, float *x, long count)
 {
     long most = a->ranks->slot_bytes / 4;
     for (long i = 0; i < count; i += most) {
-        long bytes = 4 * (count - i < most ? count - i : most), is_begun = 0;
-        while (!pagewire_exchange(a->ranks, x + i, x + i, bytes, 0, SUM_FLOAT32, is_begun)) {
-            is_begun = 1;
+        long bytes = 4 * (count - i < most ? count - i : most), is_again = 0;
+        while (!pagewire_exchange(a->ranks, x + i, x + i, bytes, 0, SUM_FLOAT32, is_again)) {
+            is_again = 1;
             if (a->gives_up())
                 return 0;
         }

@@ -44,10 +44,29 @@ class Exchange:
         self._call.argtypes, self._call.restype = (_P, _P, _P, _L, _L, _I, _I), _I
         self._ranks = _Ranks(address, address + size * FLAG_BYTES, rank, size, SLOT_BYTES, 0)
         self._at = ctypes.addressof(self._ranks)
+        self._leave, self._others_left, self._come_back = (
+            library.pagewire_leave, library.pagewire_others_left, library.pagewire_come_back
+        )  # fmt: skip
+        for call in (self._leave, self._others_left, self._come_back):
+            call.argtypes = (_P,)
+        self._others_left.restype = _I
 
     def round(self, x: int, out: int, num_bytes: int, stride: int, kind: Kind, *, is_begun: bool) -> bool:
         """`pagewire_exchange`: whether the round is done. If not, call again with `is_begun`."""
         return bool(self._call(self._at, x, out, num_bytes, stride, _KINDS[kind], is_begun))
+
+    def leave(self) -> None:
+        """Tells the other ranks that this one takes part in no further round."""
+        self._leave(self._at)
+
+    @property
+    def others_left(self) -> bool:
+        """Whether another rank takes part in no further round."""
+        return bool(self._others_left(self._at))
+
+    def come_back(self) -> None:
+        """Begins again with round 0. All ranks have left, and none begins a round before all have come back."""
+        self._come_back(self._at)
 
     @property
     def number(self) -> int:

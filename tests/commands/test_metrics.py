@@ -12,6 +12,7 @@ from pagewire.commands.metrics import quantile, rate, read
 from pagewire.commands.top import Screen, curve, duration
 from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
+from pagewire.ipc.messages import Reset, Snapshot
 
 FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32")
 
@@ -37,6 +38,21 @@ def test_vllm_names_are_read_and_models_are_added_up() -> None:
     text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="a",engine="0"} 2\n'
     text += 'vllm:num_requests_running{model_name="b",engine="1"} 3\n'
     assert read(text, 0.0).get("num_requests_running") == 5
+
+
+def test_shares_of_engines_are_averaged_and_the_screen_says_which_are_down() -> None:
+    gateway = Gateway(*[lambda message: None] * 3)
+    gateway.handle(
+        [Snapshot(0, 2, 0, 100, used, 0, 0, 0, 0, 0.0, engine=number) for number, used in enumerate((90, 0))]
+    )
+    gateway.handle([Reset(2, 1, ("core",), "It died.", 2)])
+    text = Metrics(gateway, resolve(Config(), FACTS, MachineFacts(num_cores=1))).render().decode()
+    reading = read(text, 0.0)
+    assert reading.get("num_requests_running") == 4 and reading.mean("kv_cache_usage_perc") == pytest.approx(0.3)
+    screen, shown = Screen("http://x", "m"), io.StringIO()
+    screen.add(reading)
+    Console(file=shown, width=100).print(screen.render())
+    assert "of 3; not 2" in shown.getvalue() and "30.0 %" in shown.getvalue()
 
 
 def test_quantiles_are_those_of_the_new_samples() -> None:

@@ -18,11 +18,12 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
         decide(make_config(speculative="ngram", extension="module:Class"))
 
 
-@pytest.mark.parametrize("flags", [{"kv_connector": ("host,size=1G",)}, {"extension": "module:Class"}])
-def test_features_for_one_rank_are_refused_with_several(flags: dict[str, object]) -> None:
+def test_a_connector_for_one_rank_is_refused_with_several() -> None:
+    flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x")}
     decide(make_config(**flags))
-    with pytest.raises(ConfigError, match="knows the KV of one rank only"):
-        decide(make_config(**flags, tensor_parallel_size=2))
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "device": "cpu"}):
+        with pytest.raises(ConfigError, match="p2p serves the KV of one rank only"):
+            decide(make_config(**flags, **sizes))
 
 
 _RANKS: dict[str, object] = {"tensor_parallel_size": 2, "device": "cpu"}
@@ -249,7 +250,6 @@ def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
     [
         ({}, GPU, {}, "--pipeline-parallel-size 2 is for --device cpu: stages on GPUs are not there yet"),
         ({"speculative": "ngram"}, {}, {"has_states": True}, "--speculative is not there for m with --pipeline-par"),
-        ({"extension": "module:Extension"}, {}, {}, "--extension knows the KV of one rank only"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +151,9 @@ def test_a_checkpoint_that_changed_is_packed_anew(folder: Path, start: Start) ->
 
 def test_engines_of_one_launch_share_their_weights(folder: Path, start: Start) -> None:
     launch = start(str(folder), "--kv-cache-memory", "64M", "--data-parallel-size", "2").wait_ready()
-    engines = launch.supervisor.children()
 
     def workers() -> list[psutil.Process]:
-        found = []
-        for process in (process for engine in engines for process in engine.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                found += [process] if "pagewire: worker" in " ".join(process.cmdline()) else []
-        return found
+        return [process for name, process in sorted(launch.children().items()) if name.startswith("worker")]
 
     until(lambda: len(workers()) == 2 and all(map(mapped, workers())), "both have their weights", 60)
     first, second = workers()

@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from pagewire.ipc.epochs import Epochs, Link, counter_of, first_epoch
-from pagewire.ipc.messages import Cancel, Ping, Reset, StepPlan, ToCore, ToWorker
+from pagewire.ipc.messages import Accepted, Cancel, Ping, Reset, StepPlan, ToApi, ToCore, ToWorker
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 
 
@@ -118,6 +118,29 @@ def test_a_reset_of_the_chain_alone_keeps_frames_of_the_device(address: str) -> 
         core.send(plan)
         supervisor.send(Ping())
         assert ends.drain(1) == [Ping()]
+    finally:
+        ends.close()
+
+
+def test_each_engine_of_an_api_process_has_its_own_epochs(address: str) -> None:
+    ends = Ends(address, ToApi)
+    try:
+        ends.epochs.join(1, 5, 5)
+        first, second, third = (ends.sender(Epochs(chain, engine=number)) for number, chain in enumerate((1, 5, 1)))
+        supervisor = ends.sender(Epochs(engine=1), Link.CONTROL)
+        supervisor.send(Reset(6, 5, ("core",), "It died.", 1))
+        assert ends.drain(1) == [Reset(6, 5, ("core",), "It died.", 1)]
+        second.send(Accepted(2, 1))
+        third.send(Accepted(3, 1))  # of an engine that this process does not serve
+        first.send(Accepted(1, 1))
+        assert ends.drain(1) == [Accepted(1, 1)]
+        until(
+            lambda: ends.inbox.drain() == [] and ends.epochs.num_stale == ends.inbox.num_undecodable == 1,
+            "the frames of the old epoch and of the other engine are dropped",
+        )
+        own = ends.context.outbox(address, engine=1)
+        own.send(Accepted(4, 1))
+        assert ends.drain(1) == [Accepted(4, 1)], "what is sent to an engine has its epoch"
     finally:
         ends.close()
 

@@ -73,7 +73,7 @@ def test_a_model_with_several_groups_is_served_and_its_trace_replays(tmp_path: P
 
     core.start(post)
     core.handle([CacheOffer(0, 0, page_bytes=64, num_pages=150, groups=SHAPES)])
-    assert opened == [OpenCache(150)]
+    assert opened == [OpenCache(150, (0,))]
     prompts = [[*range(20), rid, rid + 1, rid] for rid in range(6)]
     for rid, prompt in enumerate(prompts):
         core.handle([enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True)])

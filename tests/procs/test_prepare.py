@@ -13,7 +13,7 @@ from pagewire.procs.prepare import prepare
     [
         (make_config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
         (make_config(kv_connector=("host,size=much",)), "is not a number or a size"),
-        (make_config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "should be the path of a socket on this machine"),
+        (make_config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "give key-file=FILE"),
         (make_config(tensor_parallel_size=64), "attention heads cannot be divided evenly"),
         (make_config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
     ],

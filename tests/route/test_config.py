@@ -1,15 +1,11 @@
-"""Settings of a router, and settings that several engines of one launch cannot have."""
+"""Settings of a router."""
 
 import argparse
-from typing import Any
 
 import pytest
-from harness import split_settings
 
-from pagewire.config.config import ServerConfig
 from pagewire.errors import ConfigError
 from pagewire.route.config import RouteConfig, add_route_flags, read_route
-from pagewire.route.replicas import Replicas
 
 
 def read(*argv: str) -> RouteConfig:
@@ -38,18 +34,3 @@ def test_a_router_has_the_network_flags_of_a_server() -> None:
 def test_invalid_settings_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
         read(*argv)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("client_address", "ipc:///x"),
-        ("record_trace", "x"),
-        ("enable_model_swap", True),
-        ("kv_connector", ("host,size=1G", "disk,path=x")),
-    ],
-)
-def test_settings_for_one_engine_are_refused_for_several(field: str, value: Any) -> None:
-    engine, http = split_settings({field: value})
-    with pytest.raises(ConfigError, match=field.replace("_", "-")):
-        Replicas(ServerConfig(engine=engine, http=http))

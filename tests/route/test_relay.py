@@ -448,3 +448,85 @@ def test_a_router_that_stops_ends_streams_with_an_error_event(stack: ExitStack) 
         stream = stack.enter_context(router.begin("/v1/completions", {"prompt": "abc", **STREAM}))
     answer = Answered(stream.status, dict(stream.headers), stream.read())
     assert answer.status == 200 and answer.events[-1]["error"]["code"] == "shutting_down"
+
+
+KEYS = "p2p,{},key-file=/tmp/keys,role={}"
+PREFILL = {"kv_connector": (KEYS.format("serve=tcp://127.0.0.1:7100", "prefill"),)}
+DECODE = {"kv_connector": (KEYS.format("peer=named", "decode"),), "kv_peers": ("127.*",)}
+LONG: dict[str, Any] = {"prompt": "a long prompt " * 200, "max_tokens": 50}
+
+
+def wait_for_roles(router: Routed) -> None:
+    engines = router.server.fleet.engines
+    until(lambda: {engine.role for engine in engines} == {"prefill", "decode"}, "the router knows the roles")
+
+
+def busy(router: Routed) -> None:
+    """A stream at the decode engine, so that a prompt beside it is better computed elsewhere."""
+    (decode,) = [engine for engine in router.server.fleet.engines if engine.role == "decode"]
+    decode.num_open += 3
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_long_prompt_goes_to_both_engines(stack: ExitStack, streams: bool) -> None:
+    (prefill,) = serve(stack, FakeEngine(PIECES), **PREFILL)
+    (decode,) = serve(stack, FakeEngine(PIECES), **DECODE)
+    router = stack.enter_context(Routed(prefill, decode))
+    wait_for_roles(router)
+    busy(router)
+    decode.engine.hold = True  # as if it waited for the KV
+    answers: list[Answered] = []
+    client = threading.Thread(target=lambda: answers.append(router.complete(**LONG, stream=streams)))
+    client.start()
+    until(lambda: prefill.engine.submits and decode.engine.submits, "both have their leg")
+    assert decode.engine.loop is not None
+    decode.engine.loop.call_soon_threadsafe(decode.engine.go)
+    client.join(20)
+    (answer,) = answers
+    assert (answer.text if streams else answer.json["choices"][0]["text"]) == TEXT
+    (leg,), (own,) = prefill.engine.submits, decode.engine.submits
+    assert leg.limits.max_tokens == 1 and own.limits.max_tokens == 50
+    assert own.awaits_kv and own.kv_peer == "tcp://127.0.0.1:7100" and leg.prompt == own.prompt
+    assert router.complete(prompt="short").status == 200
+    assert num_submits([prefill, decode]) == [1, 2]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("trouble", ["refused", "dead"])
+def test_a_prefill_engine_that_fails_is_not_waited_for(stack: ExitStack, streams: bool, trouble: str) -> None:
+    (prefill,) = serve(stack, FakeEngine(PIECES), **PREFILL)
+    (decode,) = serve(stack, FakeEngine(PIECES), **DECODE)
+    router = stack.enter_context(Routed(prefill, decode))
+    wait_for_roles(router)
+    busy(router)
+    decode.engine.hold = True  # as if it waited for the KV
+    if trouble == "refused":
+        prefill.engine.refuse = ("queue_full", "full")
+    else:
+        prefill.engine.hold = True
+    answers: list[Answered] = []
+    client = threading.Thread(target=lambda: answers.append(router.complete(**LONG, stream=streams)))
+    client.start()
+    if trouble == "dead":
+        until(lambda: prefill.engine.submits and decode.engine.submits, "both have their leg")
+        assert prefill.engine.loop is not None
+        prefill.engine.loop.call_soon_threadsafe(prefill.abort)
+    until(lambda: len(decode.engine.submits) == 2 and decode.engine.cancels, "it is asked again")
+    assert [submit.awaits_kv for submit in decode.engine.submits] == [True, False]
+    assert decode.engine.loop is not None
+    decode.engine.loop.call_soon_threadsafe(decode.engine.go)
+    client.join(20)
+    (answer,) = answers
+    assert router.metric("prefill_legs_failed_total") == 1
+    assert (answer.text if streams else answer.json["choices"][0]["text"]) == TEXT
+
+
+def test_an_engine_that_takes_no_kv_from_there_computes_itself(stack: ExitStack) -> None:
+    (prefill,) = serve(stack, FakeEngine(PIECES), **PREFILL)
+    (decode,) = serve(stack, FakeEngine(PIECES), **{**DECODE, "kv_peers": ("10.*",)})
+    router = stack.enter_context(Routed(prefill, decode))
+    wait_for_roles(router)
+    busy(router)
+    assert router.complete(**LONG).json["choices"][0]["text"] == TEXT
+    (own,) = decode.engine.submits
+    assert not own.awaits_kv and own.kv_peer == ""

@@ -157,3 +157,60 @@ def test_no_engine_may_be_left(num: int) -> None:
     for member in choice.members:
         choice.lost(member)
     assert choice.choose([1], Conversation(1, 1), NOW) is None
+
+
+def with_roles(**roles: str) -> tuple[Choice[Member], dict[str, Member]]:
+    choice: Choice[Member] = Choice(seed=0)
+    found = {}
+    for name, role in roles.items():
+        found[name] = member = Member(name)
+        choice.add(member)
+        choice.turned(member, Condition.ABLE)
+        choice.described(member, role, 1.0, 0.1)
+    return choice, found
+
+
+def test_a_long_prompt_beside_streams_is_computed_elsewhere() -> None:
+    choice, of = with_roles(p="prefill", d="decode")
+    blocks = list(range(40))
+    assert choice.legs(blocks, None, 2560, NOW) == (of["d"], None), "nothing runs beside it"
+    choice.opened(of["d"])
+    others = list(range(100, 140))
+    assert choice.legs(others, None, 2560, NOW) == (of["d"], of["p"])
+    assert choice.legs([-2], None, 255, NOW) == (of["d"], None), "a short one is not worth it"
+    assert choice.legs([*others, 99], None, 2624, NOW) == (of["d"], None), "the rest is short"
+
+
+def test_a_queue_of_prompts_or_a_slow_link_keeps_a_prompt_at_home() -> None:
+    choice, of = with_roles(p="prefill", q="prefill", d="decode")
+    choice.opened(of["d"])
+    of["p"].num_due_tokens = 5000
+    assert choice.legs([1, 2], None, 2000, NOW) == (of["d"], of["q"])
+    of["q"].num_due_tokens = 5000
+    assert choice.legs([3, 4], None, 2000, NOW) == (of["d"], None)
+    of["p"].num_due_tokens = of["q"].num_due_tokens = 0
+    choice.described(of["d"], "decode", 1.0, 1.5)
+    assert choice.legs([5, 6], None, 2000, NOW) == (of["d"], None)
+    choice.described(of["d"], "decode", 0.0, 0.0)
+    for one in "pq":
+        choice.described(of[one], "prefill", 0.0, 0.0)
+    assert choice.legs([7, 8], None, 2000, NOW)[1] is not None, "prices are not known yet"
+    assert choice.legs([9, 8], None, 2000, NOW, avoid=(of["p"], of["q"])) == (of["d"], None)
+
+
+def test_roles_are_preferences() -> None:
+    choice, of = with_roles(p="prefill", d="decode")
+    assert {choice.choose([i], None, NOW) for i in range(9)} == {of["d"]}
+    choice.turned(of["d"], Condition.OUT)
+    assert choice.legs([1, 2], None, 2000, NOW) == (of["p"], None)
+    choice.turned(of["d"], Condition.ABLE)
+    choice.opened(of["d"])
+    choice.turned(of["p"], Condition.SILENT)
+    assert choice.legs([3, 4], None, 2000, NOW) == (of["d"], None)
+    choice.turned(of["p"], Condition.ABLE)
+    choice.leaves(of["p"], True)
+    assert choice.legs([5, 6], None, 2000, NOW) == (of["d"], None)
+    choice.leaves(of["p"], False)
+    assert choice.legs([17, 18], None, 2000, NOW) == (of["d"], of["p"])
+    choice.described(of["p"], "both", 1.0, 0.1)
+    assert {choice.choose([i], None, NOW) for i in range(20, 29)} == {of["p"]}, "the idler one"

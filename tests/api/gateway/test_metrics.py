@@ -11,7 +11,9 @@ from metrics_page import MODEL, families, page
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import OLD_NAMES, Metrics
-from pagewire.ipc.messages import Snapshot
+from pagewire.ipc.epochs import NO_ENGINE
+from pagewire.ipc.messages import Pulse, Snapshot
+from pagewire.ipc.reports import SECONDS, Histogram
 from pagewire.tools.reference import full_name
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -66,10 +68,26 @@ def test_a_reported_histogram_is_complete() -> None:
     assert mine["sum", None] == pytest.approx(99.5003)
 
 
+def test_each_engine_has_series_of_its_own() -> None:
+    gateway = Gateway(lambda message: None, lambda message: None)
+    lag = Histogram(SECONDS).report()
+    gateway.handle([Snapshot(0, running, 0, 0, 0, 0, 0, 0, 0, 0.0, engine=running - 3) for running in (3, 4)])
+    gateway.handle([Pulse("core", lag, num, engine) for num, engine in ((5, 0), (6, 1))])
+    gateway.handle([Pulse("api", lag, 7, NO_ENGINE)])
+    found = families(Metrics(gateway, CONFIG).render().decode())
+    running = found["pagewire:num_requests_running"].samples
+    assert [(s.labels["engine"], s.value) for s in running] == [("0", 3), ("1", 4)]
+    stale = {(s.labels.get("engine"), s.labels["process"]): s.value for s in found["pagewire:stale_frames"].samples}
+    assert stale == {("0", "core"): 5, ("1", "core"): 6, (None, "api"): 7}
+    (ended,) = {s.labels.get("engine") for s in found["pagewire:request_success"].samples}
+    assert ended is None, "what the api counts is of all engines"
+    assert all("engine" not in s.labels for family in families(page()).values() for s in family.samples)
+
+
 def test_the_document_names_the_metrics_that_vllm_lacks() -> None:
     own = (DOCS / "metrics.md").read_text().partition("which vLLM does not have")[2].partition("\n\n")[2]
     listed = re.findall(r"`(\w+)`", own.partition("\n\n")[0])
-    found = {full_name(family).removeprefix("pagewire:") for family in families(page()).values()}
+    found = {full_name(family).removeprefix("pagewire:") for family in families(page(num_engines=2)).values()}
     shared = {re.sub("_(bucket|sum)$", "", name) for name in VLLM_HAS.split()}
     assert len(listed) == len(set(listed)) and set(listed) == found - shared
 
@@ -89,6 +107,9 @@ def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
 
 # Metric → the panel that shows the same, or why it has none.
 NO_PANEL = {
+    "engine_ready": "only with several engines; /health and `pagewire top` show it",
+    "engine_open_requests": "only with several engines",
+    "engine_requests_total": "only with several engines",
     "cache_config_info": "it never changes",
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
@@ -103,7 +124,7 @@ def test_every_metric_has_a_panel() -> None:
     dashboard = json.loads((DOCS / "grafana.json").read_text())
     panels = dashboard["panels"]
     asked = set(re.findall(r"\{prefix\}:(\w+)", " ".join(t["expr"] for p in panels for t in p.get("targets", ()))))
-    found = {full_name(family).removeprefix("pagewire:") for family in families(page()).values()}
+    found = {full_name(family).removeprefix("pagewire:") for family in families(page(num_engines=2)).values()}
     assert found - {re.sub("_(bucket|sum|count)$", "", name) for name in asked} == NO_PANEL.keys()
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len({*places}) == len({panel["id"] for panel in panels}) == len(panels), "panels on top of each other"

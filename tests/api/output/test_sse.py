@@ -61,7 +61,7 @@ def test_a_disconnect_before_admission_cancels() -> None:
     async def work() -> None:
         engine = FakeEngine()
         client = Client(make_app(engine))
-        engine.gateway._post = lambda message: engine.cancels.extend(
+        engine.gateway.engines[0].post = lambda message: engine.cancels.extend(
             message.rids if isinstance(message, Cancel) else ()
         )
         task = asyncio.create_task(client.call("POST", "/v1/chat/completions", STREAM))

@@ -24,6 +24,7 @@ class FakeRequest:
     num_computed: int = 8
     root: bytes = b""
     awaits_kv: bool = False
+    kv_peer: str = ""
 
     def block_keys(self, num, block_size):
         return [bytes([i]) * 32 for i in range(num)]

@@ -2,149 +2,39 @@
 
 import os
 import random
-import shutil
 import socket
 import stat
-import tempfile
 import threading
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import zmq
 from kv_instance import Asked
-from waiting import until
+from msgspec import structs
+from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
 
-from pagewire.engine.attention.kv_cache import KvCache, KvShape
-from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.kv_connector import p2p
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p import P2pConnector
+from pagewire.engine.kv_connector.p2p_settings import read_settings
 from pagewire.engine.kv_connector.p2p_wire import (
-    Blocks,
-    Fetch,
+    Coming,
     Found,
+    Gone,
+    Hello,
+    Layout,
     Lookup,
+    Piece,
+    Want,
+    Welcome,
     checksum,
     decode_request,
     encode,
-    read_settings,
 )
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import Transferred, ids_to_bytes
-
-SHAPE = KvShape.uniform(num_layers=3, kv_heads=2, head_dim=4, dtype=torch.float32)
-SIZE = 4  # positions a block
-BLOCK_BYTES = SHAPE.groups(SIZE).page_bytes
-FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=bytes(32))
-DEADLINE_S = 10.0
-
-
-@dataclass
-class FakeRequest:
-    """A `KvRequest`."""
-
-    rid: int
-    ids: "array[int]"
-    num_computed: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    root: bytes = root_key(b"model", b"")
-    awaits_kv: bool = False
-
-    def block_keys(self, num: int, block_size: int) -> list[bytes]:
-        while len(self.keys) < num:
-            start = len(self.keys) * block_size
-            parent = self.keys[-1] if self.keys else root_key(b"model", b"")
-            self.keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
-        return self.keys[:num]
-
-
-def prompt(rid: int, num: int, seed: int = 0) -> FakeRequest:
-    rng = random.Random(seed)
-    return FakeRequest(rid, array("i", [rng.randrange(100) for _ in range(num)]))
-
-
-class Instance:
-    """Both halves of one engine's connector, and the cache that they work on."""
-
-    def __init__(self, facts: ConnectorFacts = FACTS, **options: str) -> None:
-        self.core = Asked(P2pConnector.core(options, facts))
-        self.worker = P2pConnector.worker(options, facts)
-        self.cache = KvCache(shape=SHAPE, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
-        self.worker.register_kv_caches(self.cache)
-
-    def step(self) -> None:
-        """Runs a plan without rows."""
-        if metadata := self.core.build_connector_meta():
-            self.worker.bind_connector_metadata(metadata)
-            self.worker.start_load_kv()
-            self.worker.wait_for_save()
-
-    def content(self, blocks: list[int]) -> torch.Tensor:
-        return torch.stack([torch.stack([page[blocks] for page in pair]) for pair in self.cache.pages])
-
-    def serve(self, request: FakeRequest, blocks: list[int]) -> None:
-        """Ends the request, with random numbers in its blocks."""
-        for pair in self.cache.pages:
-            for page in pair:
-                page[blocks] = torch.randn(len(blocks), *page.shape[1:])
-        request.num_computed = len(request.ids)
-        assert not self.core.request_finished(request, blocks)
-        self.step()
-
-    def matched(self, request: FakeRequest, num_computed: int = 0) -> int:
-        """The answer of `get_num_new_matched_tokens`, once there is one."""
-        return int(wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0]))
-
-    def load(self, request: FakeRequest, blocks: list[int], num_blocks: int) -> set[int]:
-        """Loads the last `num_blocks` of these blocks. Returns those that failed."""
-        self.core.update_state_after_alloc(request, blocks, num_blocks * SIZE)
-        self.step()
-        assert self.worker.num_pending == 1
-        assert wait_for(self.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {request.rid})
-        assert self.worker.num_pending == 0 and self.worker.get_finished() == (set(), set())
-        failed = self.worker.get_block_ids_with_load_errors()
-        num_loaded, ms = self.worker.take_load_cost()
-        assert num_loaded == num_blocks - len(failed) and ms >= 0 and self.worker.take_load_cost() == (0, 0.0)
-        self.core.update_connector_output(Transferred((request.rid,), ids_to_bytes(sorted(failed)), ()))
-        return failed
-
-    def close(self) -> None:
-        self.core.close()
-        self.worker.close()
-
-
-def wait_for(ask: Callable[[], object], wanted: Callable[[object], bool] = lambda x: x is not None):
-    def answer() -> tuple[object] | None:
-        found = ask()
-        return (found,) if wanted(found) else None
-
-    (found,) = until(answer, "the wanted answer is given", DEADLINE_S)
-    return found
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="pw-"))  # sockets need short paths
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def instance() -> Iterator[Callable[..., Instance]]:
-    started: list[Instance] = []
-
-    def start(**options: str) -> Instance:
-        started.append(Instance(**{"timeout_ms": "5000", **options}))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
 
 
 def test_blocks_arrive_bit_by_bit(folder, instance):
@@ -221,8 +111,8 @@ def test_a_request_stops_waiting_for_announced_blocks_that_never_come(end, folde
     assert decode.core.get_num_new_matched_tokens(prompt(4, 30, seed=3), 0) == (None, True), "the peer is asked again"
 
 
-def test_many_replies_make_one_load(folder, instance, monkeypatch):
-    monkeypatch.setattr("pagewire.engine.kv_connector.p2p_worker.MAX_REPLY_BYTES", 3 * BLOCK_BYTES)
+def test_many_pieces_make_one_load(folder, instance, monkeypatch):
+    monkeypatch.setattr("pagewire.engine.kv_connector.p2p_server.PIECE_BYTES", 3 * BLOCK_BYTES)
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     blocks = random.Random(1).sample(range(64), 20)
     prefill.serve(prompt(1, 81), blocks)
@@ -232,13 +122,21 @@ def test_many_replies_make_one_load(folder, instance, monkeypatch):
     assert torch.equal(decode.content(blocks[::-1]), prefill.content(blocks))
 
 
-def test_blocks_of_another_model_are_not_found(folder, instance):
+def test_an_engine_beside_a_peer_of_another_model_does_not_start(folder, instance):
     prefill = instance(serve=f"{folder}/kv")
-    decode = instance(
-        peer=f"{folder}/kv", facts=ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"x" * 32)
-    )
     prefill.serve(prompt(1, 30), list(range(8)))
-    assert decode.matched(prompt(2, 30)) == 0
+    others = [
+        (ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"x" * 32), "serves another model"),
+        (ConnectorFacts(block_size=8, block_bytes=2 * BLOCK_BYTES, model_key=bytes(32)), "blocks have 4 positions"),
+        (ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES // 2, model_key=bytes(32)), "pages of"),
+    ]
+    for facts, sentence in others:
+        with pytest.raises(ConfigError, match=sentence):
+            P2pConnector.core({"peer": f"{folder}/kv"}, facts)
+        # Where it must not fail, as after the core's death, it asks in vain.
+        core = Asked(P2pConnector.core({"peer": f"{folder}/kv"}, structs.replace(facts, may_refuse=False)))
+        assert wait_for(lambda core=core: core.get_num_new_matched_tokens(prompt(2, 30), 0)[0]) == 0
+        core.close()
 
 
 def test_core_and_worker_agree_on_the_stored_blocks(folder, instance):
@@ -312,9 +210,9 @@ def test_blocks_evicted_before_they_are_fetched_fail_to_load(folder, instance):
 
 
 class BadPeer:
-    """Finds all blocks, and answers a `Fetch` with the given bytes, or not at all for None."""
+    """Finds all blocks, and answers a `Want` with the given messages of frames."""
 
-    def __init__(self, path: Path, answer: Callable[[Fetch], bytes | None]) -> None:
+    def __init__(self, path: Path, answer: Callable[[Want], list[list[bytes]]]) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -328,15 +226,16 @@ class BadPeer:
             try:
                 while True:
                     sender, message = self._socket.recv_multipart()
-                    request = decode_request(message)
-                    if isinstance(request, Lookup):
-                        self._socket.send_multipart([sender, b"\xff nonsense"])
-                        self._socket.send_multipart([sender, encode(Found(request.id + 1000, 3))])
-                        reply: bytes | None = encode(Found(request.id, 1 << 60))
-                    else:
-                        reply = self._answer(request)
-                    if reply is not None:
-                        self._socket.send_multipart([sender, reply])
+                    match decode_request(message):
+                        case Hello():
+                            self._socket.send_multipart([sender, encode(Welcome(Layout.of(FACTS)))])
+                        case Lookup(number):
+                            self._socket.send_multipart([sender, b"\xff nonsense"])
+                            self._socket.send_multipart([sender, encode(Found(number + 1000, 3))])
+                            self._socket.send_multipart([sender, encode(Found(number, 1 << 60))])
+                        case Want() as want:
+                            for frames in self._answer(want):
+                                self._socket.send_multipart([sender, *frames])
             except zmq.ContextTerminated:
                 pass
 
@@ -345,33 +244,53 @@ class BadPeer:
         self._thread.join()
 
 
-def _blocks(request: Fetch, change: Callable[[bytes], bytes] = lambda x: x, *, num: int | None = None) -> bytes:
-    keys = [request.keys[i : i + 32] for i in range(0, len(request.keys), 32)]
-    content = os.urandom(BLOCK_BYTES * (len(keys) if num is None else num))
-    parts = [content[i : i + BLOCK_BYTES] for i in range(0, len(content), BLOCK_BYTES)]
-    sums = b"".join(checksum(key, part) for key, part in zip(keys, parts, strict=False))
-    return encode(Blocks(request.id, sums, change(content)))
+def _piece(
+    want: Want, first: int = 0, num: int = 7, *, change: Callable[[bytes], bytes] = lambda x: x, offset: int = 0
+) -> list[bytes]:
+    content = os.urandom(BLOCK_BYTES * max(0, num))
+    names = want.names[32 * first : 32 * (first + num)]
+    return [encode(Piece(want.id, first, num, offset, checksum(names, 0, content))), change(content)]
 
 
-BAD_ANSWERS: dict[str, Callable[[Fetch], bytes | None]] = {
-    "silence": lambda request: None,
-    "noise": lambda request: b"\x93\xa5garbage",
-    "nothing": lambda request: b"",
-    "another type of message": lambda request: encode(Found(request.id, 7)),
-    "another request's": lambda request: encode(Blocks(request.id + 1, b"", b"")),
-    "no blocks": lambda request: _blocks(request, num=0),
-    "too many blocks": lambda request: _blocks(request, num=50),
-    "a part of a block": lambda request: _blocks(request, lambda content: content[:-1]),
-    "no checksums": lambda request: encode(Blocks(request.id, b"", bytes(7 * BLOCK_BYTES))),
-    "one flipped bit": lambda request: _blocks(request, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
-    "blocks in another order": lambda request: _blocks(request, lambda c: c[BLOCK_BYTES:] + c[:BLOCK_BYTES]),
-    "too much": lambda request: bytes(64 << 20),
+def _half(want: Want, offset: int, size: int) -> list[bytes]:
+    """A part of the first block."""
+    content = os.urandom(size)
+    return [encode(Piece(want.id, 0, 1, offset, checksum(want.names[:32], offset, content))), content]
+
+
+BAD_ANSWERS: dict[str, Callable[[Want], list[list[bytes]]]] = {
+    "silence": lambda want: [],
+    "only promises": lambda want: [[encode(Coming(want.id, 7, 0))]],
+    "noise": lambda want: [[b"\x93\xa5garbage"]],
+    "nothing": lambda want: [[b""]],
+    "another type of message": lambda want: [[encode(Found(want.id, 7))]],
+    "another layout": lambda want: [[encode(Welcome(Layout(2, bytes(32), SIZE, BLOCK_BYTES + 8, 1)))]],
+    "a piece without content": lambda want: [_piece(want)[:1]],
+    "no blocks": lambda want: [_piece(want, num=0)],
+    "fewer than none": lambda want: [_piece(want, num=-3)],
+    "too many blocks": lambda want: [_piece(want, num=50)],
+    "blocks before the first": lambda want: [_piece(want, first=-2, num=2)],
+    "blocks behind the last": lambda want: [_piece(want, first=7, num=1)],
+    "a part of the blocks": lambda want: [_piece(want, change=lambda content: content[:-1])],
+    "more than the blocks": lambda want: [_piece(want, change=lambda content: content + b"x")],
+    "an offset": lambda want: [_piece(want, offset=8)],
+    "an offset before the block": lambda want: [_piece(want, num=1, offset=-8)],
+    "one flipped bit": lambda want: [_piece(want, change=lambda content: content[:-1] + bytes([content[-1] ^ 1]))],
+    "blocks in another order": lambda want: [_piece(want, change=lambda c: c[BLOCK_BYTES:] + c[:BLOCK_BYTES])],
+    "the second half first": lambda want: [_half(want, BLOCK_BYTES // 2, BLOCK_BYTES // 2)],
+    "overlapping parts": lambda want: [_half(want, 0, BLOCK_BYTES - 8), _half(want, BLOCK_BYTES - 8, 16)],
+    "an empty part": lambda want: [_half(want, 0, 0)],
+    "it is gone": lambda want: [[encode(Gone(want.id))]],
+    "too much": lambda want: [[bytes(64 << 20)]],
 }
+
+
+SILENT = ("silence", "only promises", "too much")
 
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
 def test_blocks_of_an_invalid_answer_fail_to_load_and_are_not_written(kind, folder, instance):
-    decode = instance(peer=f"{folder}/kv", fetch_timeout_ms="60" if kind in ("silence", "too much") else "9000")
+    decode = instance(peer=f"{folder}/kv", fetch_timeout_ms="60" if kind in SILENT else "9000")
     for pair in decode.cache.pages:
         for page in pair:
             page.zero_()
@@ -402,8 +321,9 @@ def test_closing_during_a_fetch_ends_all_threads(folder):
 
 def test_closing_after_a_connection_that_failed_does_not_wait(folder):
     decode = Instance(peer=f"{folder}/nobody")
-    decode.worker._fetcher._address = "ipc://" + "x" * 300  # longer than a socket's name may be
-    decode.core.update_state_after_alloc(prompt(1, 30), list(range(7)), 28)
+    request = prompt(1, 30)
+    request.kv_peer = "ipc://" + "x" * 300  # longer than a socket's name may be
+    decode.core.update_state_after_alloc(request, list(range(7)), 28)
     decode.step()
     assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {1})
     assert decode.worker.get_block_ids_with_load_errors() == set(range(7))
@@ -416,10 +336,10 @@ def test_the_server_survives_malformed_messages(folder, instance):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 5000
         stranger.connect(f"ipc://{folder}/kv")
-        for message in (b"", b"\xff" * 100, encode(Lookup(1, bytes(32), BLOCK_BYTES, b"seven..", 0))):
+        for message in (b"", b"\xff" * 100, encode(Lookup(1, DIGEST, b"seven..", 0))):
             stranger.send(message)
         stranger.send_multipart([b"a", b"b", b"c"])
-        stranger.send(encode(Lookup(2, bytes(32), BLOCK_BYTES, b"", 0)))
+        stranger.send(encode(Lookup(2, DIGEST, b"", 0)))
         assert stranger.poll(DEADLINE_S * 1000)
         assert stranger.recv() == encode(Found(2, 0))
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -465,9 +385,20 @@ def test_the_socket_of_a_dead_instance_is_replaced(folder, instance):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "needs serve=PATH, peer=PATH, or both"),
+        ({}, "needs serve=PATH or tcp://HOST:PORT, peer=…, or both"),
         ({"pear": "x"}, "has no option 'pear'"),
-        ({"peer": "tcp://10.0.0.1:5"}, "should be the path of a socket"),
+        ({"peer": "tcp://10.0.0.1:5"}, "give key-file=FILE"),
+        ({"serve": "tcp://*:5"}, "give key-file=FILE"),
+        ({"peer": "named"}, "give key-file=FILE as well"),
+        ({"peer": "tcp://10.0.0.1", "key-file": "k"}, "should be tcp://HOST:PORT"),
+        ({"peer": "tcp://10.0.0.1:70000", "key-file": "k"}, "should be tcp://HOST:PORT"),
+        ({"peer": "tcp://a;b:5", "key-file": "k"}, "should be tcp://HOST:PORT"),
+        ({"peer": "tcp://*:5", "key-file": "k"}, "should be tcp://HOST:PORT"),
+        ({"peer": "udp://a:5"}, "should be the path of a socket"),
+        ({"peer": "/x", "key-file": ""}, "should be the path of a file"),
+        ({"peer": "/x", "role": "cook"}, "role=cook should be one of"),
+        ({"peer": "/x", "role": "prefill"}, "role=prefill needs serve"),
+        ({"serve": "/x", "role": "decode"}, "role=decode needs peer"),
         ({"peer": ""}, "should be the path of a socket"),
         ({"peer": "/tmp/" + "x" * 120}, "at most 107 bytes"),
         ({"peer": "/x", "size": "1G"}, "give serve as well"),

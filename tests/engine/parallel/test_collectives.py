@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tensor_files import load_tensors, save_tensors
 from waiting import until
 
 from pagewire.config.machine import machine_facts
-from pagewire.engine.parallel.collectives import GlooGroup, OneShot, SharedMemoryGroup, join
+from pagewire.engine.parallel.collectives import GlooGroup, NoMemoryElsewhere, OneShot, SharedMemoryGroup, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import SharedMemory, make_memory
 from pagewire.kernels.cpu import build, levels
@@ -99,6 +100,52 @@ def sum_in_c_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
         if not add(ctypes.addressof(group.sum_in_c), x.data_ptr(), len(x)):
             group.check()
         assert x.eq(size).all()
+
+
+def give_up_steps(rank: int, size: int, fd: int, folder: Path) -> None:
+    """Steps of a few sums each. In some of them one rank or several have no memory, before a sum, or before the end:
+    then none has done the step. Every rank knows what each of them is to do."""
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    assert isinstance(group, SharedMemoryGroup)
+    add = build.find().load().pagewire_sum
+    add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)
+    rng = random.Random(5)
+    for step in range(400):
+        num_sums = rng.randrange(4)
+        failing = {} if rng.random() < 0.5 else {rng.randrange(size): rng.randrange(num_sums + 1) for _ in range(2)}
+        lengths = [rng.choice([1, 40, 70_000]) for _ in range(num_sums)]
+        late = rng.randrange(2 * size)  # this rank is slow
+        try:
+            for number, length in enumerate([*lengths, 0]):
+                if rank == late:
+                    sleep_a_moment()
+                if failing.get(rank) == number:
+                    raise MemoryError
+                if number == num_sums:
+                    group.agree()
+                    continue
+                x = torch.full((length,), float(rank + step))
+                if number % 2:
+                    group.all_reduce(x)
+                elif not add(ctypes.addressof(group.sum_in_c), x.data_ptr(), length):
+                    group.check()
+                assert x.eq(sum(range(size)) + size * step).all(), step
+        except MemoryError as error:
+            assert failing and (rank in failing or isinstance(error, NoMemoryElsewhere)), step
+            group.give_up()
+        else:
+            assert not failing, step
+
+
+def sleep_a_moment() -> None:
+    """Lets the other ranks go on and wait."""
+    signal.sigtimedwait([signal.SIGUSR1], 0.0005)
+
+
+def give_up_alone(rank: int, size: int, fd: int, folder: Path) -> None:
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    if rank == 0:
+        group.give_up()
 
 
 def sum_once(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -214,6 +261,19 @@ def test_ranks_add_with_the_kernels_of_the_engine(tmp_path: Path) -> None:
         for process in processes:
             _, text = process.communicate(timeout=60)
             assert process.returncode == 0, text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_give_up_a_step_that_one_of_them_cannot_do(size: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, *["give_up_steps"] * size) as processes:
+        for process in processes:
+            _, text = process.communicate(timeout=120)
+            assert process.returncode == 0, text
+
+
+def test_a_rank_that_ends_is_not_waited_for_after_a_step(tmp_path: Path) -> None:
+    with ranks(tmp_path, "give_up_alone", "give_up_alone") as processes:
+        ends_with(processes[0], "RuntimeError: rank 1 has ended")
 
 
 @pytest.mark.parametrize("role", ["sum_for_ever", "sum_in_c_for_ever"])

@@ -1,0 +1,327 @@
+"""Answers peers in a thread of its own: what there is, and the pieces that they want, as far as they have given credit.
+
+A want is served in the order of its names. An item that is neither there nor being computed is left out, and the asker
+is told at the end. Nothing of an asker outlives its leases.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ...errors import ConfigError
+from ...ipc.zmq_channel import Keys, admit_only
+from .base import ConnectorFacts
+from .p2p_settings import check_free, secure
+from .p2p_store import BlockStore
+from .p2p_wire import (
+    CREDIT_BYTES,
+    KEY_BYTES,
+    MALFORMED,
+    MAX_REQUEST_BYTES,
+    PIECE_BYTES,
+    Coming,
+    Credit,
+    Done,
+    Found,
+    Gone,
+    Have,
+    Hello,
+    Layout,
+    Lookup,
+    Piece,
+    Reply,
+    Request,
+    Want,
+    Welcome,
+    checksum,
+    decode_request,
+    encode,
+    has_bit,
+    split_keys,
+)
+
+_MAX_WAITING = 4096  # limit of lookups that wait for blocks; further ones time out at the asker
+_MAX_ASKERS = 1024  # with wants; the one that was heard of longest ago is forgotten
+_MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
+_MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
+_MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
+_SWEEP_S = 1.0  # between looks for leases that have ended
+
+
+@dataclass
+class _Waiting:
+    """A lookup that was answered with `is_coming`."""
+
+    sender: bytes
+    question: Lookup
+    until: float  # monotonic s
+    num_changes: int  # of the store at the last check
+    num_at_first: int  # blocks that were there when it came
+
+
+@dataclass
+class _Want:
+    """What is left to send of one want."""
+
+    names: list[bytes]
+    left: deque[int]  # numbers of items
+    until: float  # monotonic s, of its lease
+    lease_s: float
+    offset: int = 0  # bytes of the first item that were sent
+    lacks_some: bool = False
+
+
+@dataclass
+class _Asker:
+    credit: int = 0  # bytes
+    wants: OrderedDict[int, _Want] = field(default_factory=OrderedDict)
+
+
+class Server:
+    """Serves on one address."""
+
+    def __init__(self, address: str, store: BlockStore, facts: ConnectorFacts, keys: Keys | None) -> None:
+        """Raises ConfigError if the address cannot be bound."""
+        check_free(address)
+        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        self._store = store
+        self._layout = Layout.of(facts)
+        self._digest = self._layout.digest
+        self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
+        self._waiting: list[_Waiting] = []
+        self._swept_at = time.monotonic()
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        if keys is not None and self._path is None:
+            self._authenticator = admit_only(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_REQUEST_BYTES
+        self._socket.sndhwm = _MAX_QUEUED
+        self._socket.router_mandatory = True  # so that what an asker that has left wanted is forgotten at once
+        secure(self._socket, address, keys, is_server=True)
+        umask = os.umask(0o177)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._stop_authenticator()
+            self._context.destroy(linger=0)
+            raise ConfigError(f"--kv-connector p2p: cannot serve on {address}: {error}.") from error
+        finally:
+            os.umask(umask)
+        self.address = address
+        self._end, self._ended = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._ended.bind("inproc://end")
+        self._end.connect("inproc://end")
+        self._thread = threading.Thread(target=self._run, name="p2p server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and removes the socket. A second call does nothing."""
+        if self._context.closed:
+            return
+        self._end.send(b"")
+        self._thread.join()
+        self._end.close()
+        self._stop_authenticator()
+        self._context.term()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _stop_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._ended, zmq.POLLIN)
+        with self._socket, self._ended:
+            while True:
+                num_changes = self._store.num_changes
+                is_waiting = bool(self._waiting) or any(asker.wants for asker in self._askers.values())
+                ready = dict(poller.poll(1 if is_waiting else None))
+                if self._ended in ready:
+                    return
+                if self._socket in ready:
+                    sender, *frames = self._socket.recv_multipart()
+                    if (request := _read(frames)) is not None:
+                        self._hear(sender, request, num_changes)
+                self._waiting = [one for one in self._waiting if not self._settle(one)]
+                for sender in list(self._askers):
+                    self._serve(sender)
+                self._sweep()
+
+    # ── what askers say ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, sender: bytes, request: Request, num_changes: int) -> None:
+        match request:
+            case Hello():
+                self._send(sender, Welcome(self._layout))
+            case Lookup(layout=layout) | Want(layout=layout) if layout != self._digest:
+                self._send(sender, Welcome(self._layout))
+            case Lookup():
+                self._answer(sender, request, num_changes)
+            case Want():
+                self._begin(sender, request)
+            case Credit(num_bytes):
+                if (asker := self._askers.get(sender)) is not None:
+                    asker.credit = min(_MAX_CREDIT, asker.credit + num_bytes)
+                    for want in asker.wants.values():
+                        want.until = time.monotonic() + want.lease_s
+            case Have(number):
+                if (asker := self._askers.get(sender)) is not None and (held := asker.wants.get(number)) is not None:
+                    held.until = time.monotonic() + held.lease_s
+            case Done(number):
+                if (asker := self._askers.get(sender)) is not None:
+                    asker.wants.pop(number, None)
+
+    def _answer(self, sender: bytes, question: Lookup, num_changes: int) -> None:
+        reply = self._store.look_up(question)
+        is_kept = reply.is_coming and len(self._waiting) < _MAX_WAITING
+        # Until progress is seen, what is announced does not count.
+        self._send(sender, Found(reply.id, reply.num, reply.is_coming, reply.names, reply.states))
+        if is_kept:
+            until = time.monotonic() + question.wait_ms / 1000
+            self._waiting.append(_Waiting(sender, question, until, num_changes, reply.num))
+
+    def _settle(self, one: _Waiting) -> bool:
+        """Sends the final answer if the blocks are there, or half of them are and the others come, or the time is up.
+        Returns whether it did."""
+        num_changes = self._store.num_changes
+        is_late = time.monotonic() >= one.until
+        if num_changes == one.num_changes and not is_late:
+            return False
+        one.num_changes = num_changes
+        reply = self._store.look_up(one.question)
+        progresses = reply.num > one.num_at_first
+        is_half = progresses and 0 < reply.num_coming <= reply.num
+        if reply.is_coming and not is_late and not is_half:
+            return False
+        num_coming = reply.num_coming if progresses else 0
+        self._send(one.sender, Found(reply.id, reply.num, False, reply.names, reply.states, num_coming))
+        return True
+
+    def _begin(self, sender: bytes, want: Want) -> None:
+        asker = self._askers.get(sender)
+        if asker is None:
+            while len(self._askers) >= _MAX_ASKERS:
+                self._askers.popitem(last=False)
+            asker = self._askers[sender] = _Asker()
+        self._askers.move_to_end(sender)
+        asker.credit = min(_MAX_CREDIT, asker.credit + want.credit)
+        if len(asker.wants) >= _MAX_WANTS and want.id not in asker.wants:
+            self._send(sender, Gone(want.id))
+            return
+        names = split_keys(want.names)
+        left = deque(i for i in range(len(names)) if not has_bit(want.have, i))
+        num_there = sum(self._store.get(names[i]) is not None for i in left)
+        num_coming = sum(self._store.is_coming(names[i]) for i in left if self._store.get(names[i]) is None)
+        lease_s = want.lease_ms / 1000
+        asker.wants[want.id] = _Want(names, left, time.monotonic() + lease_s, lease_s)
+        self._send(sender, Coming(want.id, num_there, num_coming))
+
+    # ── what they get ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _serve(self, sender: bytes) -> None:
+        """Sends what its credit allows. Wants are served in turn, but none waits for one that lacks blocks."""
+        asker = self._askers[sender]
+        for number, want in list(asker.wants.items()):
+            if not self._send_pieces(sender, asker, number, want):
+                return
+            if not want.left:
+                del asker.wants[number]
+                if want.lacks_some:
+                    self._send(sender, Gone(number))
+
+    def _send_pieces(self, sender: bytes, asker: _Asker, number: int, want: _Want) -> bool:
+        """False: its credit is used up, or it has left."""
+        while want.left:
+            first = want.left[0]
+            is_coming = self._store.is_coming(want.names[first])  # asked first: it is kept before it stops to come
+            block = self._store.get(want.names[first])
+            if block is None:
+                if is_coming:
+                    return True
+                want.left.popleft()
+                want.offset, want.lacks_some = 0, True
+                continue
+            if len(block) <= PIECE_BYTES:
+                blocks = self._following(want, block)
+                piece = b"".join(blocks)
+                num, offset = len(blocks), 0
+            else:
+                num, offset = 1, want.offset
+                piece = block[offset : offset + PIECE_BYTES]
+            if asker.credit < len(piece):
+                return False
+            names = b"".join(want.names[first : first + num])
+            head = Piece(number, first, num, offset, checksum(names, offset, piece))
+            if not self._send(sender, head, piece):
+                return False
+            asker.credit -= len(piece)
+            if offset + len(piece) < len(block) and num == 1:
+                want.offset = offset + len(piece)
+            else:
+                want.offset = 0
+                for _ in range(num):
+                    want.left.popleft()
+        return True
+
+    def _following(self, want: _Want, block: bytes) -> list[bytes]:
+        """This block, the first that is left, and those next to it that fit into the same piece."""
+        blocks, size = [block], len(block)
+        first = want.left[0]
+        for place in range(1, len(want.left)):
+            if want.left[place] != first + place or (more := self._store.get(want.names[first + place])) is None:
+                break
+            size += len(more)
+            if size > PIECE_BYTES:
+                break
+            blocks.append(more)
+        return blocks
+
+    def _sweep(self) -> None:
+        """Forgets wants whose lease has ended."""
+        now = time.monotonic()
+        if now < self._swept_at + _SWEEP_S:
+            return
+        self._swept_at = now
+        for asker in self._askers.values():
+            for number, want in list(asker.wants.items()):
+                if now > want.until:
+                    del asker.wants[number]
+
+    def _send(self, receiver: bytes, reply: Reply, content: bytes | None = None) -> bool:
+        """False: the receiver has left, and is forgotten, or its queue is full."""
+        frames = [receiver, encode(reply)]
+        try:
+            if content is None:
+                self._socket.send_multipart(frames, zmq.DONTWAIT)
+            else:
+                self._socket.send_multipart([*frames, content], zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._askers.pop(receiver, None)
+            return False
+        return True
+
+
+def _read(frames: list[bytes]) -> Request | None:
+    """The message of a peer; None if it is malformed."""
+    try:
+        request = decode_request(frames[0])
+    except MALFORMED:
+        return None
+    keys = request.keys if isinstance(request, Lookup) else request.names if isinstance(request, Want) else b""
+    return request if len(frames) == 1 and len(keys) % KEY_BYTES == 0 else None

@@ -1,0 +1,29 @@
+"""Instances with the p2p connector, and a folder for their sockets."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from p2p_instance import Instance
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="pw-"))  # sockets need short paths
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def instance() -> Iterator[Callable[..., Instance]]:
+    started: list[Instance] = []
+
+    def start(**options: str) -> Instance:
+        started.append(Instance(**{"timeout_ms": "5000", **options}))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()

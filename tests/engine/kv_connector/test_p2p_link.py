@@ -1,0 +1,241 @@
+"""Instances over loopback TCP with CURVE keys: who is admitted, which peers requests name, what is streamed, and what
+happens when connections break."""
+
+import random
+import socket
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kv_instance import Asked, held
+from p2p_instance import BLOCK_BYTES, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
+from proxy import Proxy
+
+from pagewire.engine.kv_connector import p2p_server
+from pagewire.engine.kv_connector.p2p import P2pConnector
+from pagewire.errors import ConfigError
+
+Start = Callable[..., Instance]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    return {"key-file": str(tmp_path / "keys")}
+
+
+@pytest.fixture
+def served(instance: Start, keys: dict[str, str]) -> Iterator[tuple[Instance, int]]:
+    """A prefill instance, and its port."""
+    port = free_port()
+    yield instance(serve=f"tcp://127.0.0.1:{port}", **keys), port
+
+
+def begin(prefill: Instance, request: FakeRequest) -> None:
+    """The request is admitted: its blocks are announced."""
+    prefill.core.get_num_new_matched_tokens(request, 0)
+    prefill.step()
+
+
+def compute(prefill: Instance, request: FakeRequest, blocks: list[int], first: int, last: int) -> None:
+    """A chunk fills these blocks."""
+    for pair in prefill.cache.pages:
+        for page in pair:
+            page[blocks[first:last]] = torch.randn(last - first, *page.shape[1:])
+    request.num_computed = last * SIZE
+    prefill.core.filled(request, held(request, blocks[:last]))
+    prefill.step()
+
+
+def ask_early(decode: Instance, request: FakeRequest) -> None:
+    """Asks, until the peer has said that the blocks are coming."""
+
+    def is_coming() -> bool:
+        assert decode.core.get_num_new_matched_tokens(request, 0) == (None, True)
+        return bool(decode.core._questions[request.rid].is_coming)
+
+    wait_for(is_coming, bool)
+
+
+def test_blocks_travel_over_tcp(served: tuple[Instance, int], instance: Start, keys: dict[str, str]) -> None:
+    prefill, port = served
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="20000", **keys)
+    prefill.serve(prompt(1, 201), random.Random(1).sample(range(64), 51))
+    request = prompt(2, 201)
+    assert decode.matched(request) == 200
+    assert decode.load(request, list(range(50)), 50) == set()
+    assert torch.equal(decode.content(list(range(50))), prefill.content(random.Random(1).sample(range(64), 51)[:50]))
+
+
+def test_other_keys_are_one_sentence_at_the_start(served: tuple[Instance, int], tmp_path: Path) -> None:
+    options = {"peer": f"tcp://127.0.0.1:{served[1]}", "key-file": str(tmp_path / "others")}
+    with pytest.raises(ConfigError, match="has other keys; give both the same key-file"):
+        P2pConnector.core(options, FACTS)
+
+
+def test_a_key_file_that_others_may_read_is_refused(tmp_path: Path, keys: dict[str, str]) -> None:
+    options = {"peer": "tcp://127.0.0.1:5", **keys}
+    P2pConnector.check(options)
+    (tmp_path / "keys").chmod(0o644)
+    with pytest.raises(ConfigError, match="may be read by other users"):
+        P2pConnector.check(options)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        P2pConnector.check({"peer": "tcp://127.0.0.1:5", "key-file": str(tmp_path / "no" / "keys")})
+
+
+def test_a_port_that_is_taken_is_one_sentence(served: tuple[Instance, int], keys: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="cannot serve on tcp:"):
+        Instance(serve=f"tcp://127.0.0.1:{served[1]}", **keys)
+
+
+def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict[str, str]) -> None:
+    port = free_port()
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", timeout_ms="200", **keys)
+    assert decode.matched(prompt(1, 30)) == 0
+    instance(serve=f"tcp://127.0.0.1:{port}", **keys).serve(prompt(1, 30), list(range(8)))
+    wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+
+
+def test_requests_name_their_peers(instance: Start, keys: dict[str, str]) -> None:
+    ports = [free_port(), free_port()]
+    prefills = [instance(serve=f"tcp://127.0.0.1:{port}", **keys) for port in ports]
+    decode = instance(peer="named", fetch_timeout_ms="20000", **keys)
+    assert decode.core.get_num_new_matched_tokens(prompt(1, 30), 0) == (0, False), "it names none"
+    for seed, (prefill, port) in enumerate(zip(prefills, ports, strict=True)):
+        prefill.serve(prompt(1, 30, seed), list(range(8)))
+        request = prompt(10 + seed, 30, seed)
+        request.kv_peer = f"tcp://127.0.0.1:{port}"
+        assert decode.matched(request) == 28
+        assert decode.load(request, list(range(20, 27)), 7) == set()
+        assert torch.equal(decode.content(list(range(20, 27))), prefill.content(list(range(7))))
+        other = prompt(20 + seed, 30, 7)
+        other.kv_peer = request.kv_peer
+        assert decode.matched(other) == 0
+    nowhere = prompt(30, 30)
+    nowhere.kv_peer = "tcp://:"
+    assert decode.core.get_num_new_matched_tokens(nowhere, 0) == (0, False)
+
+
+def test_a_dead_peer_does_not_stop_the_others(
+    served: tuple[Instance, int], instance: Start, keys: dict[str, str]
+) -> None:
+    prefill, port = served
+    prefill.serve(prompt(1, 30), list(range(8)))
+    decode = instance(peer="named", timeout_ms="5000", fetch_timeout_ms="5000", **keys)
+    dead = prompt(2, 30)
+    dead.kv_peer = f"tcp://127.0.0.1:{free_port()}"
+    decode.core.update_state_after_alloc(dead, list(range(30, 37)), 28)
+    decode.step()
+    request = prompt(3, 30)
+    request.kv_peer = f"tcp://127.0.0.1:{port}"
+    assert decode.matched(request) == 28
+    decode.core.update_state_after_alloc(request, list(range(20, 27)), 28)
+    decode.step()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {3}), "not after the dead one"
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    assert decode.worker.get_block_ids_with_load_errors() == set(range(30, 37))
+
+
+def test_a_prompt_is_streamed_while_it_is_computed(
+    served: tuple[Instance, int], instance: Start, keys: dict[str, str]
+) -> None:
+    prefill, port = served
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", wait_ms="20000", fetch_timeout_ms="20000", **keys)
+    computing, blocks = prompt(1, 41), random.Random(2).sample(range(64), 11)
+    request = FakeRequest(2, array("i", computing.ids))
+    begin(prefill, computing)
+    ask_early(decode, request)
+    compute(prefill, computing, blocks, 0, 6)
+    assert decode.matched(request) == 40, "half of it exists"
+    decode.core.update_state_after_alloc(request, list(range(10)), 40)
+    decode.step()
+    wait_for(lambda: torch.equal(decode.content(list(range(6))), prefill.content(blocks[:6])), bool)
+    assert decode.worker.get_finished() == (set(), set()), "the rest is not there yet"
+    compute(prefill, computing, blocks, 6, 9)
+    wait_for(lambda: torch.equal(decode.content(list(range(9))), prefill.content(blocks[:9])), bool)
+    compute(prefill, computing, blocks, 9, 10)
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    assert decode.worker.get_block_ids_with_load_errors() == set()
+    assert torch.equal(decode.content(list(range(10))), prefill.content(blocks[:10]))
+    num_timed, _ = decode.worker.take_load_cost()
+    assert num_timed <= 6, "waiting for the prompt is no cost of loading"
+    computing.num_computed = 40
+    prefill.core.request_finished(computing, blocks)
+    prefill.step()
+    assert not prefill.worker._store._coming and not prefill.core._num_streamed
+
+
+def test_a_prompt_that_is_cancelled_is_computed_from_there(
+    served: tuple[Instance, int], instance: Start, keys: dict[str, str]
+) -> None:
+    prefill, port = served
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", wait_ms="20000", fetch_timeout_ms="20000", **keys)
+    computing, blocks = prompt(1, 41), list(range(30, 41))
+    request = FakeRequest(2, array("i", computing.ids))
+    begin(prefill, computing)
+    ask_early(decode, request)
+    compute(prefill, computing, blocks, 0, 6)
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, list(range(10)), 40)
+    decode.step()
+    prefill.core.request_finished(computing, blocks[:6])
+    prefill.step()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    assert decode.worker.get_block_ids_with_load_errors() == {6, 7, 8, 9}
+    assert torch.equal(decode.content(list(range(6))), prefill.content(blocks[:6]))
+
+
+@pytest.fixture
+def proxy(served: tuple[Instance, int]) -> Iterator[Proxy]:
+    with Proxy(served[1]) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("trouble", ["cut for a moment", "cut for ever", "silent"])
+def test_a_connection_that_breaks_in_the_middle(
+    trouble: str, served: tuple[Instance, int], proxy: Proxy, instance: Start, keys: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES)
+    prefill, _ = served
+    timeout_ms = "30000" if trouble == "cut for a moment" else "700"
+    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms=timeout_ms, **keys)
+    computing, blocks = prompt(1, 41), list(range(30, 41))
+    request = FakeRequest(2, array("i", computing.ids))
+    begin(prefill, computing)
+    ask_early(decode, request)
+    compute(prefill, computing, blocks, 0, 6)
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, list(range(10)), 40)
+    decode.step()
+    wait_for(lambda: torch.equal(decode.content(list(range(6))), prefill.content(blocks[:6])), bool)
+    if trouble == "silent":
+        proxy.partition()
+    else:
+        proxy.cut()
+    compute(prefill, computing, blocks, 6, 10)
+    if trouble == "cut for a moment":
+        proxy.heal()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    failed = decode.worker.get_block_ids_with_load_errors()
+    assert failed == (set() if trouble == "cut for a moment" else {6, 7, 8, 9})
+    good = [i for i in range(10) if i not in failed]
+    assert torch.equal(decode.content(good), prefill.content([blocks[i] for i in good]))
+
+
+def test_streamed_blocks_beyond_the_store_are_evicted(instance: Start, folder: Path) -> None:
+    prefill = instance(serve=f"{folder}/kv", size=str(4 * BLOCK_BYTES))
+    computing, blocks = prompt(1, 41), list(range(11))
+    begin(prefill, computing)
+    for first in range(0, 10, 2):
+        compute(prefill, computing, blocks, first, first + 2)
+        assert len(prefill.worker._store._blocks) <= 4
+        assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
+    assert isinstance(prefill.core, Asked)

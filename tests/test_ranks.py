@@ -1,0 +1,160 @@
+"""Two tensor-parallel ranks do what one does: tiers of KV, extensions, sleep, draft tokens, deterministic mode, and
+steps without memory. The first rank is in this process, the other one in a process of its own."""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import vocabulary
+from short_memory import ShortMemory
+
+from pagewire import LLM, SamplingParams
+from pagewire.config.machine import machine_facts
+from pagewire.engine.core.loads import Loads
+from pagewire.errors import ConfigError, StartError
+from pagewire.ipc.messages import Sleep, TierSnapshot, Wake
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not machine_facts().has_compiler, reason="ranks with torch's kernels share no memory"),
+]
+
+MAX_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+SEEDED = SamplingParams(
+    temperature=0.9, top_p=0.9, seed=7, frequency_penalty=0.4, max_tokens=MAX_TOKENS, ignore_eos=True
+)
+# The random model repeats itself now and then if it has few tokens to choose from.
+FEW = SamplingParams(temperature=4.0, seed=3, max_tokens=60, ignore_eos=True, logit_bias={40: 100.0, 41: 100.0})
+
+
+def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(num)] for num in lengths]
+
+
+PROMPTS = make_prompts(1, 5, 17, 40, 90, 3, 64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    checkpoints.make_checkpoint(folder, "qwen3")
+    return vocabulary.add_tokenizer(folder)
+
+
+def engine(folder: Path, ranks: int = 2, **options: Any) -> LLM:
+    common = {"dtype": "float32", "max_model_len": 256, "threads": 1, "tensor_parallel_size": ranks}
+    return LLM(str(folder), **common | options)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[LLM]:
+    with engine(folder, 1) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def tier(llm: LLM, name: str) -> TierSnapshot:
+    connector = llm._engine.scheduler.connector
+    assert connector is not None
+    return next(tier for tier in connector.tiers() if tier.name == name)
+
+
+def sleep_in_between(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """The engine sleeps and wakes up while it generates."""
+    inline = llm._engine
+    scheduler, run = inline.scheduler, inline.run
+
+    def run_with_sleep(*, until: Callable[[], bool] = lambda: False) -> None:
+        run(until=partial(lambda step: scheduler.step >= step, scheduler.step + 9))
+        inline.post("core", Sleep())
+        run()
+        assert scheduler.is_paused and scheduler.num_waiting == len(PROMPTS)
+        inline.post("core", Wake())
+        run(until=until)
+
+    patch.setattr(inline, "run", run_with_sleep)
+
+
+def test_tiers_of_kv_in_deterministic_mode_and_across_a_sleep(
+    alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the KV of each block is on each rank, in each tier."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    expected, others = tokens(alone, GREEDY), make_prompts(3, *[60] * 12)
+    disk = f"disk,path={tmp_path},size=4M"
+    flags: dict[str, Any] = {"kv_cache_memory": "64K", "deterministic": True}
+    with engine(folder, kv_connector=["host,size=2M", disk], **flags) as llm:
+        assert tokens(llm, GREEDY) == expected
+        tokens(llm, GREEDY, others)  # they take the memory of the KV
+        assert tokens(llm, GREEDY) == expected
+        assert tier(llm, "host").num_hit_tokens > 0
+        with pytest.MonkeyPatch.context() as patch:
+            sleep_in_between(llm, patch)
+            assert tokens(llm, SEEDED) == tokens(alone, SEEDED)
+        scheduler = llm._engine.scheduler
+        assert scheduler.pool.num_free == scheduler.pool.num_pages
+    files = [{path.relative_to(folder) for path in folder.rglob("*.*")} for folder in sorted(tmp_path.iterdir())]
+    assert len(files) == 2 and files[0] == files[1] and len(files[0]) > 8
+    for damaged in (tmp_path / "rank-1-of-2").rglob("*.1"):  # every second block of a prompt
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with engine(folder, kv_connector=[disk], **flags) as llm:
+        assert tokens(llm, GREEDY) == expected
+        found = tier(llm, "disk")
+        assert found.num_hit_tokens > 0 and found.num_failed > 0  # of what the other rank could not read
+
+
+def test_a_folder_that_engines_share_and_draft_tokens(
+    alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    options: dict[str, Any] = {"kv_connector": [f"shared,path={tmp_path},size=2M"], "speculative": "ngram,tokens=3"}
+    for is_second in (False, True):
+        with engine(folder, **options) as llm:
+            for params in (FEW, GREEDY):
+                assert tokens(llm, params) == tokens(alone, params)
+            counters = llm._engine.scheduler.counters
+            assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+            assert (tier(llm, "shared").num_hit_tokens > 0) is is_second
+
+
+@pytest.mark.parametrize("short", ["worker", "worker-1"])
+def test_a_rank_without_memory_changes_no_token(short: str, folder: Path) -> None:
+    """Both ranks give the step up, whichever of them lacks memory, and an extension runs on both of them."""
+    with engine(folder, 1, extension="short_memory:ShortMemory,every=1000000000") as llm:
+        expected = tokens(llm, SEEDED)
+    with engine(folder, extension=f"short_memory:ShortMemory,every=7,where={short}") as llm:
+        ShortMemory.calls = 0
+        for _ in range(2):
+            assert tokens(llm, SEEDED) == expected
+        assert ShortMemory.calls > 100
+        scheduler = llm._engine.scheduler
+        assert scheduler.counters.num_out_of_memory > 3
+        assert scheduler.pool.num_free == scheduler.pool.num_pages
+
+
+def test_a_rank_that_cannot_start_or_ends_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank-1-of-2").write_text("not a folder")
+    with pytest.raises(ConfigError, match="path="):
+        engine(folder, kv_connector=[f"disk,path={tmp_path},size=2M"])
+    with engine(folder) as llm:
+        ranks = llm._engine._ranks
+        assert ranks is not None
+        ranks._processes["worker-1"].kill()
+        with pytest.raises(StartError, match="worker-1 has ended with code -9"):
+            tokens(llm, GREEDY)
+
+
+def test_what_llm_cannot_do_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="LLM has stages of one rank each"):
+        engine(folder, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="--kv-connector p2p serves the KV of one rank only"):
+        engine(folder, kv_connector=["p2p,peer=/nowhere"])
