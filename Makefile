@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser test-deploy lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -19,9 +19,10 @@ help:
 	@echo "make test          run ruff, mypy and all tests but the longest: six minutes"
 	@echo "make test-long     run the longest tests"
 	@echo "make test-clients  install third-party clients and run the tests with them"
-	@echo "make test-agents   install coding agents (640 MB) and run the tests with them"
+	@echo "make test-agents   install coding agents (2 GB) and run the tests with them"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
+	@echo "make test-ray      install Ray (250 MB), and run the tests with clusters of several nodes on this machine"
 	@echo "make bench         run the benchmarks and write bench/results/"
 	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
 	@echo "make kernels       compile the Triton kernels that make dist puts into the wheel"
@@ -63,7 +64,7 @@ test: lint types
 	$(PYTEST) --durations=10 $(ARGS)
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m "long and not clients and not browser" --durations=10 $(ARGS)
+	$(PYTEST) -m "long and not clients and not browser and not ray" --durations=10 $(ARGS)
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt
@@ -73,6 +74,8 @@ test-clients: $(VENV)/.dev
 
 test-agents: $(VENV)/.dev
 	cd tests/e2e/agents && npm ci --ignore-scripts
+	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv && .venv/bin/pip install -r ../requirements-agents.txt
+	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-aider && .venv-aider/bin/pip install aider-chat
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
 
 test-browser: $(VENV)/.dev
@@ -83,8 +86,12 @@ test-deploy: $(VENV)/.dev
 	$(PIP) install -r tests/requirements-deploy.txt
 	$(BIN)/python -m pytest -rs tests/test_chart.py $(ARGS)
 
+test-ray: $(VENV)/.dev
+	$(PIP) install -e '.[dev,ray]'
+	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
+
 bench: $(VENV)/.dev
-	for bench in serve serve.frontend serve.route serve.startup serve.metrics engine.offline engine.invariance \
+	for bench in serve serve.frontend serve.engines serve.route serve.startup serve.metrics engine.offline engine.invariance \
 		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
 		engine.embeddings engine.sums engine.stages; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 

@@ -123,6 +123,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     from .procs.prepare import prepare_server
 
     config = read_settings(arguments)[0]
+    if config.service.backend == "ray":
+        from .ray.lead import serve
+
+        return uvloop.run(serve(prepare_server(config)))
     if config.service.nnodes > 1:
         from .procs.launch import run
         from .procs.lead import make_lead

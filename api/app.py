@@ -22,8 +22,10 @@ from ..config.config import EngineConfig, HttpConfig
 from ..errors import PagewireError
 from .admin.about import AboutEndpoints
 from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
+from .admin.invocations import InvocationsEndpoint
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
+from .anthropic.message_batches import MessageBatches
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
 from .gateway.gateway import Gateway
@@ -31,11 +33,13 @@ from .gateway.request_end import Observer
 from .gateway.stats import Stats
 from .http.admission_throttle import AdmissionThrottle
 from .http.exchange import ClientGone, send_body, too_large
-from .http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
+from .http.http_error import HttpError, as_http_error, error_body_at, speaks_anthropic
 from .http.keys import Caller, Keys
 from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
+from .llamacpp.endpoints import LlamaCppEndpoints
+from .ollama.endpoints import OllamaEndpoints
 from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
@@ -46,7 +50,7 @@ from .responses.endpoints import ResponsesEndpoints
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", *PAGE_FILES})
 FILES_PATH = "/v1/files"
 _POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # logged only if they fail
 _ONCE = frozenset(
@@ -55,6 +59,17 @@ _ONCE = frozenset(
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLOSE = ((b"connection", b"close"),)
+_ABSENT = {
+    "/v1/moderations": "pagewire serves text models and has no model for moderation",
+    "/v1/audio": "pagewire serves text models, which neither read nor speak audio",
+    "/v1/images": "pagewire serves text models, which make no images",
+    "/v1/videos": "pagewire serves text models, which make no videos",
+    "/v1/realtime": "pagewire has no realtime sessions; /v1/responses can be streamed",
+    "/v1/assistants": "assistants were replaced by /v1/responses and /v1/conversations",
+    "/v1/threads": "threads were replaced by /v1/responses and /v1/conversations",
+    "/v1/vector_stores": "pagewire stores no vectors; /v1/embeddings makes them",
+    "/v1/fine_tuning": "pagewire serves models and does not train them",
+}
 _CLIENT_LEFT = 499  # in the access log, as in nginx's
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -78,10 +93,14 @@ def create_app(
     service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
     router = Router(redirect_slashes=False)
     batches = BatchEndpoints(service, router)
+    responses = ResponsesEndpoints(service)
+    message_batches = MessageBatches(service, router)
     sections = {
         "Chat and completions": OpenAIEndpoints(service).routes(),
-        "Responses": ResponsesEndpoints(service).routes(),
-        "Anthropic's messages": AnthropicEndpoints(service).routes(),
+        "Responses": responses.routes(),
+        "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
+        "Ollama's API": OllamaEndpoints(service).routes(),
+        "llama-server's API": LlamaCppEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
         "Tokens": [
             *TokenizeEndpoints(service).routes(),
@@ -89,7 +108,7 @@ def create_app(
             *GenerateEndpoints(service).routes(),
         ],
         "Files and batches": batches.routes(),
-        "The server": AboutEndpoints(service).routes(),
+        "The server": AboutEndpoints(service).routes() + InvocationsEndpoint(service, router).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
     }
     description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
@@ -98,7 +117,13 @@ def create_app(
         Route("/openapi.json", Description(description), methods=["GET"]),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    return Edge(router, batches, config=http, stats=gateway.stats, retry_after_s=lambda: gateway.retry_after_s)
+    return Edge(
+        router,
+        _All([batches, responses, message_batches]),
+        config=http,
+        stats=gateway.stats,
+        retry_after_s=lambda: gateway.retry_after_s,
+    )
 
 
 def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
@@ -111,6 +136,21 @@ class Background(Protocol):
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+class _All:
+    """Several background works as one."""
+
+    def __init__(self, works: Sequence[Background]) -> None:
+        self._works = works
+
+    def start(self) -> None:
+        for work in self._works:
+            work.start()
+
+    async def stop(self) -> None:
+        for work in self._works:
+            await work.stop()
 
 
 class Edge:
@@ -169,7 +209,7 @@ class Edge:
             if request.status:
                 raise
             self._stats.refused[http_error.code or str(http_error.status)] += 1
-            body = anthropic_error_body(http_error) if request.is_anthropic else error_body(http_error)
+            body = error_body_at(scope["path"], http_error)
             headers = (*http_error.headers, *self._when_to_retry(http_error))
             await send_body(request.send, http_error.status, body, headers=headers)
         finally:
@@ -252,8 +292,16 @@ class Edge:
         matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
         if not allowed:
-            return HttpError(404, "There is nothing at this path.", code="not_found")
+            return HttpError(404, _absent(scope["path"]), code="not_found")
         return HttpError(405, "This method is not allowed here.", headers=((b"allow", ", ".join(allowed).encode()),))
+
+
+def _absent(path: str) -> str:
+    """What a 404 says: more than usual about endpoints of OpenAI that no text model can have."""
+    for beginning, what in _ABSENT.items():
+        if path == beginning or path.startswith(beginning + "/"):
+            return f"There is nothing at this path: {what}."
+    return "There is nothing at this path."
 
 
 class _Request:

@@ -84,7 +84,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
     ] = None
-    chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
+    chat_template: Annotated[str | None, _doc("model", "a jinja file or its text, to replace the model's template")] = (
         None
     )
     default_chat_template_kwargs: Annotated[
@@ -433,6 +433,10 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         _doc("server", "machines among which the ranks are divided; the others run `pagewire launch --join`", ge=1),
     ] = 1
+    backend: Annotated[
+        Literal["local", "ray"],
+        _doc("server", "who starts the ranks: this machine and those of --nnodes, or the nodes of a Ray cluster"),
+    ] = "local"
     join_address: Annotated[
         str | None,
         _doc("server", "tcp://HOST:PORT of this machine, where the other machines of --nnodes join"),
@@ -441,6 +445,11 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         _doc("server", "shared key of tcp:// addresses between machines; made if it does not exist"),
     ] = None
+
+
+def num_machines(service: ServiceOptions, num_stages: int) -> int:
+    """The machines that run ranks; without --nnodes Ray places each stage by itself."""
+    return num_stages if service.backend == "ray" and service.nnodes == 1 else service.nnodes
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -492,6 +501,17 @@ class Purpose(Struct, frozen=True, kw_only=True):
     default_prompt: str | None = None  # the name of one of them
 
 
+class Infill(Struct, frozen=True, kw_only=True):
+    """The special tokens by which a model writes what belongs between two texts."""
+
+    prefix: str  # before the text that comes first
+    suffix: str  # before the text that comes last
+    middle: str  # before what the model writes; may be empty
+    is_suffix_first: bool = False  # in the prompt
+    stop_ids: tuple[int, ...] = ()  # tokens with which it ends besides the model's ends
+    file: str = ""  # before the name of another file
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What `engine.checkpoint.spec` reads in a checkpoint's config files, and processes are given."""
 
@@ -513,6 +533,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
+    infill: Infill | None = None  # None: the tokenizer has no tokens for it
 
 
 class NumaNode(Struct, frozen=True):

@@ -80,12 +80,14 @@ def _parse_object(flag: str, text: str) -> object:
         raise ConfigError(f'{flag}: {text[:80]!r} is no JSON object such as {{"name": 1}}.') from error
 
 
-def from_options(caller: str, options: Mapping[str, object], *, base: Config | None = None) -> Config:
+def from_options(
+    caller: str, options: Mapping[str, object], *, base: Config | None = None, strict: bool = True
+) -> Config:
     """The Config of Python callers' keyword arguments. A setting that is not given is as in `base`, or has its default.
-    Raises ConfigError."""
+    `strict`: numbers are no text. Raises ConfigError."""
     values: dict[str, object] = {} if base is None else {name: get_setting(base, name) for name in SETTINGS}
     try:
-        return convert({**values, **options})
+        return convert({**values, **options}, strict=strict)
     except msgspec.ValidationError as error:
         what, at, path = str(error).partition(" - at `$.")
         raise ConfigError(f"{caller}: {what}{at}{path.partition('.')[2]}.") from error

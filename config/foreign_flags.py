@@ -136,9 +136,7 @@ def translate_options(options: Settings, flags: Mapping[str, Flag]) -> tuple[dic
         if flag is None or (isinstance(flag.answer, Taken) and flag.answer.convert is None):
             settings[name] = value
         elif value is not None and value != {} and value != []:
-            is_switch = flag.kind in ("", "=?") and isinstance(value, bool)
-            plain = value if is_switch or isinstance(value, Mapping | list | tuple) else str(value)
-            settings |= _answer(flag, name, plain, notes)
+            settings |= _answer(flag, name, value, notes)
     return settings, notes
 
 

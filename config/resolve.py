@@ -24,6 +24,7 @@ from .config import (
     MachineFacts,
     ModelFacts,
     SamplingDefaults,
+    num_machines,
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
@@ -71,10 +72,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    nnodes = _check_nnodes(config)
+    nnodes = _check_machines(config)
+    is_alone = nnodes == 1 and config.service.backend == "local"
     of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
     num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
-    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and nnodes == 1 else ()
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu and is_alone else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=replace(model, sampling=_sampling(options, model)),
@@ -118,18 +120,20 @@ _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of t
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
-def _check_nnodes(config: Config) -> int:
-    """The number of machines. Raises ConfigError."""
-    nnodes, num_ranks = config.service.nnodes, config.engine.tensor_parallel_size
-    if num_ranks % nnodes:
+def _check_machines(config: Config) -> int:
+    """The number of machines that run ranks. Raises ConfigError."""
+    service, num_stages = config.service, config.engine.pipeline_parallel_size
+    nnodes, num_ranks = num_machines(service, num_stages), config.engine.tensor_parallel_size
+    if num_stages == 1 and num_ranks % nnodes:
         raise ConfigError(f"--nnodes {nnodes} does not divide the {num_ranks} ranks: each machine runs as many.")
-    if nnodes > 1 and config.engine.pipeline_parallel_size > 1:
+    if num_stages % nnodes and num_stages > 1:
         raise ConfigError(
-            f"--nnodes {nnodes} divides the ranks of --tensor-parallel-size among machines, and not stages: "
-            "start those on their machines by python -m pagewire.procs.launch."
+            f"--nnodes {nnodes} does not divide the {num_stages} stages of --pipeline-parallel-size: each machine runs "
+            "as many whole stages."
         )
-    if nnodes > 1 and config.cpu.cpu_bind not in ("auto", "none"):
-        raise ConfigError("--cpu-bind names CPUs of one machine: leave it out with --nnodes.")
+    if (nnodes > 1 or service.backend == "ray") and config.cpu.cpu_bind not in ("auto", "none"):
+        what = "--nnodes" if nnodes > 1 else "--backend ray"
+        raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
     return nnodes
 
 

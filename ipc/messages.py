@@ -68,6 +68,7 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat"):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str = ""  # replaces the model's (--trust-request-chat-template)
+    add_special_tokens: bool = False  # those that the tokenizer adds to a text, besides those that the template writes
 
 
 class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
@@ -234,6 +235,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     awaits_kv: bool = False
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     kv_peer: str = ""  # as in `Enqueue`
+    keeps_start: bool = False  # `truncate` keeps the first tokens instead
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -695,6 +697,7 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
     rid: int
     special_tokens: dict[str, str]  # bos_token, eos_token …, those that the tokenizer has
     chat_template: str | None  # for conversations without tools
+    tokenizer_class: str = ""  # as tokenizer_config.json has it
 
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────────────────────────

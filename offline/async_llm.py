@@ -30,12 +30,13 @@ from ..ipc.messages import (
     TextBatch,
     TextPrompt,
     TokenBatch,
-    ids_to_bytes,
 )
 from ..procs.detokenizer import DetokenizerActor
 from ..procs.prepare import prepare
 from ..procs.tokenizer import TokenizerActor
-from .llm import CompletionOutput, Conversation, Prompt, RequestOutput, chat_prompt
+from .llm import Conversation, chat_prompt
+from .outputs import CompletionOutput, RequestOutput
+from .prompts import Prompt, parse
 from .sampling_params import SamplingParams, submit
 
 if TYPE_CHECKING:
@@ -86,9 +87,10 @@ class AsyncLLM:
         """Completes one prompt: a text or token ids. Yields the same object each time, with all output so far; the last
         one has `finished` set. Closing the iterator cancels the request. Raises RequestError if it is refused or
         fails."""
-        if isinstance(prompt, str):
-            return self._run(TextPrompt(prompt), prompt, sampling_params, priority)
-        return self._run(IdsPrompt(ids_to_bytes(list(prompt))), None, sampling_params, priority)
+        parsed = parse(prompt)
+        if parsed.cache_salt:
+            raise RequestError("invalid_request", "cache_salt is there in LLM and over HTTP.", param="cache_salt")
+        return self._run(parsed.wire, parsed.text, sampling_params, priority)
 
     def chat(
         self,

@@ -4,125 +4,63 @@ The whole engine runs in the calling process, without other processes or sockets
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
 from ..api.output.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from ..api.output.parsers.registry import find_family
-from ..config.flags import from_options
-from ..errors import RequestError
-from ..ipc.messages import (
-    Cancel,
-    ChatPrompt,
-    Chunk,
-    Failed,
-    IdsPrompt,
-    Limits,
-    PairPrompt,
-    Pooling,
-    Sampling,
-    Submit,
-    TextPrompt,
-    TextSpec,
-    TokenLogprob,
-    bytes_to_ids,
-    ids_to_bytes,
+from ..ipc.messages import ChatPrompt, Chunk, IdsPrompt, PairPrompt, Pooling, TextPrompt, bytes_to_ids
+from .engine_args import EngineArgs
+from .llm_engine import LLMEngine, Request
+from .metrics import Metric
+from .outputs import RequestOutput
+from .pooled import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    classification,
+    embedding,
+    plain,
+    score,
 )
-from ..procs.inline import Inline
-from ..procs.prepare import prepare
-from .pooled import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput, embedding, hidden_states, score
-from .sampling_params import SamplingParams, checked, submit
+from .prompts import Parsed, Prompt, as_list, parse
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ..engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # all prompts are queued
-Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, object]]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """One candidate token of one position."""
-
-    logprob: float  # natural log
-    rank: int | None  # 1: most likely; None: not among the top candidates
-    decoded_token: str
-
-
-@dataclass
-class CompletionOutput:
-    """One output of one prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None  # by position: id → candidate
-    cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # "stop" or "length"
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
-
-
-@dataclass
-class RequestOutput:
-    """One prompt and its outputs."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
-    finished: bool = False
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Appends more of one output."""
-        output = self.outputs[index]
-        output.text += chunk.text
-        output.token_ids.extend(bytes_to_ids(chunk.ids))
-        if chunk.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + [_candidates(position) for position in chunk.logprobs]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(
-                p.chosen.logprob for p in chunk.logprobs
-            )
-        if chunk.prompt is not None:
-            self.prompt_token_ids = list(bytes_to_ids(chunk.prompt.ids))
-            if self.prompt is None:
-                self.prompt = chunk.prompt.text
-            if chunk.prompt.logprobs is not None:
-                self.prompt_logprobs = [None if p is None else _candidates(p) for p in chunk.prompt.logprobs]
-        if chunk.finish is not None:
-            output.finish_reason, output.stop_reason = chunk.finish, chunk.stop_reason
-            if chunk.usage is not None:
-                self.num_cached_tokens = max(self.num_cached_tokens, chunk.usage.num_cached)
-            self.finished = all(other.finish_reason for other in self.outputs)
+UseTqdm = bool | Callable[..., Any]  # whether to show a progress bar, or what to use for tqdm.tqdm
 
 
 class LLM:
     """A model in this process."""
 
-    def __init__(self, model: str = "", **options: object) -> None:
+    def __init__(self, model: str = "", *, tokenizer: Any = None, seed: Any = None, **options: object) -> None:
         """`model`: a folder or a Hub name; empty: the demo model. `options`: settings by name, such as
-        `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
-        config = from_options("LLM", {**_DEFAULTS, "model": model, **options})
-        self._outputs: dict[int, CompletionOutput] = {}  # by rid
-        self._pooled: dict[int, Chunk] = {}  # by rid: the vector of a pooling request
-        self._requests: dict[int, RequestOutput] = {}  # by rid
-        self._open: set[int] = set()
-        self._failures: list[RequestError] = []
-        self._next_rid = 1
-        self._config = prepare(config)
-        self._reasoning = find_family(self._config.tool_call_parser, self._config.reasoning_parser).reasoning or ()
-        self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
+        `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`, and vLLM's arguments. `seed`: requests without
+        a seed get the same seeds in each run. Raises ConfigError or CheckpointError."""
+        arguments = EngineArgs(model, tokenizer=tokenizer, seed=seed, **options)
+        arguments.caller = "LLM"
+        self._config = arguments.prepare(_DEFAULTS)
+        self.llm_engine = LLMEngine(self._config, seed=seed)
+        self._engine = self.llm_engine.inline
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Raises ConfigError or CheckpointError."""
+        args = engine_args
+        return cls(args.model, tokenizer=args.tokenizer, seed=args.seed, **args.options)
 
     def close(self) -> None:
         """Closes the engine, which `kv_connector` and `record_trace` need. Leaving a `with` block also does it."""
-        self._engine.close()
+        self.llm_engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,52 +72,95 @@ class LLM:
 
     def get_tokenizer(self) -> "Tokenizer":
         """The model's tokenizer."""
-        from ..engine.text.tokenizer import load_tokenizer
+        return self.llm_engine.get_tokenizer()
 
-        return load_tokenizer(Path(self._config.model.path))
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's authors recommend, which requests without parameters get."""
+        return SamplingParams(**msgspec.structs.asdict(self._config.model.sampling))
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine, with vLLM's names."""
+        return self.llm_engine.get_metrics()
+
+    def sleep(self, level: int = 1) -> None:
+        """Releases the memory of weights and KV cache. `level`: vLLM's, without effect. Raises RequestError."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restores the memory. `tags`: vLLM's, without effect. Raises RequestError."""
+        self.llm_engine.wake_up(tags)
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
-        """Completes one prompt or many (text or token ids); the results are in their order. `priority`: one number for
-        each prompt, the lowest runs first (with `scheduling_policy="priority"`). Raises RequestError if a prompt is
-        refused."""
-        many = _as_list(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        return self._run(_plain_prompts(many), texts, sampling_params, priority, use_tqdm)
+        """Completes one prompt or many (text, token ids, or vLLM's dicts); the results are in their order.
+        `priority`: one number for all prompts or one for each, the lowest runs first (with
+        `scheduling_policy="priority"`). `tokenization_kwargs`: `add_special_tokens` and `truncate_prompt_tokens`.
+        Raises RequestError if a prompt is refused."""
+        _no_lora(lora_request)
+        options = dict(tokenization_kwargs or {})
+        adds, truncate = options.pop("add_special_tokens", True), options.pop("truncate_prompt_tokens", None)
+        if options:
+            raise ValueError(f"tokenization_kwargs: {min(options)} is not there.")
+        parsed = [parse(prompt, add_special_tokens=bool(adds)) for prompt in as_list(prompts)]
+        params = self._params(sampling_params, len(parsed))
+        if truncate is not None:
+            params = [replace(one, truncate_prompt_tokens=cast("int", truncate)) for one in params]
+        return self._run(parsed, params, priority, use_tqdm)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        priority: Sequence[int] | None = None,
-        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`."""
+        """Answers one conversation or many, rendered by the model's chat template or by `chat_template`; otherwise as
+        `generate`. `chat_template_content_format`: vLLM's, without effect."""
+        _no_lora(lora_request)
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         many = cast("Sequence[Conversation]", [messages] if one else messages)
+        variables = {**(self._config.default_chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         wire = [
-            chat_prompt(conversation, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
+            chat_prompt(
+                conversation, tools, variables, add_generation_prompt, continue_final_message, chat_template or ""
+            )
             for conversation in many
         ]
-        return self._run(wire, [None] * len(wire), sampling_params, priority, use_tqdm)
+        parsed = [_Wire(prompt, None, "") for prompt in wire]
+        return self._run(parsed, self._params(sampling_params, len(wire)), priority, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = False,
+    ) -> list[BeamSearchOutput]:
         """The `beam_width` best outputs of each prompt. Raises RequestError if a prompt is refused, ValueError."""
+        _no_lora(lora_request)
         tokenizer = self.get_tokenizer()
         results = []
-        for prompt in _as_list(prompts):
-            ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
+        for prompt in as_list(prompts):
+            wire = parse(prompt).wire
+            ids = [*bytes_to_ids(wire.ids)] if isinstance(wire, IdsPrompt) else tokenizer.encode(wire.text, True)
             ends = frozenset() if params.ignore_eos else frozenset(self._config.model.eos_token_ids)
             room = max(1, self._engine.scheduler.max_model_len - len(ids))
             search = BeamSearch(ids, replace(params, max_tokens=min(room, params.max_tokens)), ends)
@@ -197,29 +178,53 @@ class LLM:
             results.append(result)
         return results
 
+    # ── vectors and scores ───────────────────────────────────────────────────────────────────────────────────────────
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        pooling_params: PoolingParams | None = None,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, pooled as the model's configuration says. `dimensions`: shortens the vectors.
         `truncate_prompt_tokens`: cuts off the end of longer prompts. Raises RequestError if a prompt is refused."""
         purpose = self._config.model.purpose
-        pooling = Pooling(purpose.pooling, purpose.is_normalized, dimensions, truncate_prompt_tokens)
+        given = pooling_params or PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        pooling = replace(given, task="embed").pooling(purpose)
         default = purpose.prompts.get(purpose.default_prompt or "", "")
         return [*map(embedding, self._pool(_plain_prompts(prompts, default), pooling, "embedding", use_tqdm))]
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: str = "token_embed",
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
     ) -> list[PoolingRequestOutput]:
-        """The last hidden state of each token of each prompt. Raises RequestError if a prompt is refused."""
-        pooling = Pooling("all", truncate=truncate_prompt_tokens)
+        """The last hidden state of each token of each prompt, or what `pooling_task` names: embed, classify, score.
+        Raises RequestError if a prompt is refused."""
+        given = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        pooling = replace(given, task=given.task or pooling_task).pooling(self._config.model.purpose)
         size = self._config.model.purpose.size
         chunks = self._pool(_plain_prompts(prompts), pooling, "encoding", use_tqdm)
-        return [hidden_states(chunk, size) for chunk in chunks]
+        return [plain(chunk, pooling.how, size) for chunk in chunks]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the labels for each prompt, by the model's classification head. Raises RequestError if
+        the model has none, or a prompt is refused."""
+        pooling = replace(pooling_params or PoolingParams(), task="classify").pooling(self._config.model.purpose)
+        return [*map(classification, self._pool(_plain_prompts(prompts), pooling, "classifying", use_tqdm))]
 
     def score(
         self,
@@ -227,7 +232,7 @@ class LLM:
         text_2: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[ScoringRequestOutput]:
         """Scores each pair of texts with a cross-encoder. A single `text_1` is paired with every `text_2`. Raises
         RequestError if a pair is refused, ValueError if the numbers of texts differ."""
@@ -241,100 +246,74 @@ class LLM:
         return [*map(score, self._pool(pairs, Pooling("score", truncate=truncate_prompt_tokens), "scoring", use_tqdm))]
 
     def _pool(
-        self, prompts: Sequence[TextPrompt | IdsPrompt | PairPrompt], pooling: Pooling, doing: str, use_tqdm: bool
+        self, prompts: Sequence[TextPrompt | IdsPrompt | PairPrompt], pooling: Pooling, doing: str, use_tqdm: UseTqdm
     ) -> list[Chunk]:
         """The vectors, in the order of the prompts."""
-        text = TextSpec(detokenize=False, prompt=True)
-        first, self._next_rid = self._next_rid, self._next_rid + len(prompts)
-        submits = [
-            checked(Submit(first + i, 1, prompt, Sampling(), Limits(max_tokens=0), text, pooling=pooling))
-            for i, prompt in enumerate(prompts)
-        ]
-        try:
-            self._work(submits, doing, use_tqdm)
-            return [self._pooled[submit.rid] for submit in submits]
-        finally:
-            self._pooled.clear()
+        requests = [self.llm_engine.pooling_request(f"{_OWN}{i}", prompt, pooling) for i, prompt in enumerate(prompts)]
+        self._work(requests, doing, use_tqdm)
+        return [request.vector for request in requests if request.vector is not None]
+
+    # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, num: int) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * num
+        return given
 
     def _run(
         self,
-        prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
-        texts: Sequence[str | None],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        use_tqdm: bool,
+        prompts: Sequence["Parsed | _Wire"],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+        use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        ranks = [0] * len(prompts) if priority is None else priority
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling_params")
+        ranks = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) else priority
         if len(ranks) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(ranks)} priorities")
-        results, submits = [], []
-        for i, (prompt, text, params, rank) in enumerate(zip(prompts, texts, sampling_params, ranks, strict=True)):
-            submits.append(submit(self._next_rid, prompt, params, rank, self._reasoning))
-            self._next_rid += params.n
-            results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
-        for request, result in zip(submits, results, strict=True):  # only now: `submit` raises for an invalid one
-            for output in result.outputs:
-                rid = request.rid + output.index
-                self._outputs[rid], self._requests[rid] = output, result
-        try:
-            self._work(submits, "generating", use_tqdm)
-        finally:
-            self._outputs.clear()
-            self._requests.clear()
+        requests, results = [], []
+        for i, (prompt, one, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
+            request = self.llm_engine.request(f"{_OWN}{i}", prompt.wire, prompt.text, one, rank, prompt.cache_salt)
+            assert request.result is not None, request
+            request.result.request_id = str(i)
+            requests.append(request)
+            results.append(request.result)
+        self._work(requests, "generating", use_tqdm)
         return results
 
-    def _work(self, submits: Sequence[Submit], doing: str, use_tqdm: bool) -> None:
+    def _work(self, requests: Sequence[Request], doing: str, use_tqdm: UseTqdm) -> None:
         """Runs the engine until all have ended. If one is refused, cancels the others and raises RequestError."""
-        self._open = {submit.rid + i for submit in submits for i in range(submit.n)}
-        self._failures.clear()
         from tqdm import tqdm
 
-        with tqdm(total=len(self._open), desc=doing, unit="output", disable=not use_tqdm, file=sys.stderr) as bar:
-            self._bar = bar
-            for request in submits:
-                self._engine.post("tokenizer", request)
-            self._engine.run(until=lambda: bool(self._failures))
-        if self._failures:
-            self._engine.post("tokenizer", Cancel(tuple(self._open)))
-            self._engine.run()
-            raise self._failures[0]
-        assert not self._open, "the engine became idle with open requests"
-
-    def _on_failed(self, failed: Failed) -> None:
-        self._open.discard(failed.rid)
-        error = RequestError(failed.kind, failed.detail, param=failed.param, num_tokens=failed.num_tokens)
-        self._failures.append(error)
-
-    def _on_chunk(self, chunk: Chunk) -> None:
-        if chunk.vector:
-            self._pooled[chunk.rid] = chunk
-            self._end(chunk.rid)
-            return
-        if chunk.rid not in self._outputs:
-            return  # the end of a cancelled pooling request
-        self._requests[chunk.rid].add(self._outputs[chunk.rid].index, chunk)
-        if chunk.finish is not None:
-            self._end(chunk.rid)
-
-    def _end(self, rid: int) -> None:
-        self._open.discard(rid)
-        self._bar.update(1)
+        show = use_tqdm if callable(use_tqdm) else tqdm
+        num = sum(request.submit.n for request in requests)
+        with show(total=num, desc=doing, unit="output", disable=use_tqdm is False, file=sys.stderr) as bar:
+            for request in requests:
+                request.on_end = bar.update
+                self.llm_engine.add(request)
+            self.llm_engine.run(requests)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast("Sequence[Prompt]", [prompts] if one else prompts)
+_OWN = "\0"  # begins the ids of our own requests, which no caller's does
+
+
+class _Wire(NamedTuple):
+    """A rendered conversation in the place of a `Parsed`."""
+
+    wire: ChatPrompt
+    text: None
+    cache_salt: str
+
+
+def _no_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ValueError("lora_request is not there: give the adapter's folder as the model.")
 
 
 def _plain_prompts(prompts: Prompt | Sequence[Prompt], prefix: str = "") -> list[TextPrompt | IdsPrompt]:
     """`prefix`: put before each text."""
-    return [
-        TextPrompt(prefix + p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in _as_list(prompts)
-    ]
+    return [parse(prompt, prefix=prefix).wire for prompt in as_list(prompts)]
 
 
 def chat_prompt(
@@ -343,6 +322,7 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, object] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    template: str = "",
 ) -> ChatPrompt:
     encode = msgspec.json.encode
     return ChatPrompt(
@@ -351,10 +331,5 @@ def chat_prompt(
         encode(chat_template_kwargs) if chat_template_kwargs else b"",
         add_generation_prompt,
         continue_final_message,
+        template,
     )
-
-
-def _candidates(position: TokenLogprob) -> dict[int, Logprob]:
-    found = {c.id: Logprob(c.logprob, rank, c.token) for rank, c in enumerate(position.top, start=1)}
-    chosen = position.chosen
-    return {chosen.id: found.get(chosen.id, Logprob(chosen.logprob, None, chosen.token))} | found

@@ -3,7 +3,7 @@ curl command to try."""
 
 from collections.abc import Mapping, Sequence
 
-from ..config.config import EngineConfig
+from ..config.config import EngineConfig, Task
 from ..config.cpus import show_cpus
 
 
@@ -38,10 +38,20 @@ def announcement(
         key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if has_keys else ""
         is_file = url.startswith("unix:")
         base = f"--unix-socket {url.removeprefix('unix:')} http://localhost" if is_file else url
+        path, fields = _example(config.model.purpose.tasks)
         lines += [
             f"listening on {url} — try:",
-            f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-            f"""-d '{{"model": "{model}", "stream": true, """
-            """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
+            f"  curl -N {base}{path} -H 'Content-Type: application/json'{key} "
+            f"""-d '{{"model": "{model}", {fields}}}'""",
         ]
     return "\n".join(lines)
+
+
+def _example(tasks: Sequence[Task]) -> tuple[str, str]:
+    """A path and the fields, in JSON, of a request that a model for these tasks answers."""
+    if "generate" in tasks:
+        messages = '"messages": [{"role": "user", "content": "Count from 1 to 10"}]'
+        return "/v1/chat/completions", f'"stream": true, {messages}'
+    if "embed" in tasks:
+        return "/v1/embeddings", '"input": "Count from 1 to 10"'
+    return "/v1/score", '"text_1": "How many?", "text_2": ["Ten", "Blue"]'

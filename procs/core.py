@@ -91,6 +91,7 @@ class CoreActor:
         self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
         self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
         self._asks_again = False  # a call of `_advance` is due
+        self._was_busy = False  # a sequence ran or waited after the last `_advance`
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
         self._mask_times = MaskTimes()
@@ -388,6 +389,10 @@ class CoreActor:
             pass
         if self._has_workers:
             self._sleep.settle(scheduler)
+        is_busy = bool(scheduler.num_running or scheduler.num_waiting)
+        if self._was_busy and not is_busy:
+            self._tell_counters(scheduler)  # before the last output, so that /metrics shows a request that has ended
+        self._was_busy = is_busy
         outputs = scheduler.take_outputs()
         for item in outputs if self._clients is None else self._clients.sort(outputs):
             if isinstance(item, Opened):
@@ -469,6 +474,14 @@ class CoreActor:
         if self._idle_check.is_due(scheduler) and (flaw := scheduler.mend()) is not None:
             self._record(trace.Mended())
             log.error("rows and KV blocks did not add up and were counted again: %s", flaw)
+        snapshot = self._tell_counters(scheduler)
+        if self._has_workers and not scheduler.is_paused and (change := self._balancer.next(self._expert_loads)):
+            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
+            self._tell_workers(change)
+        for cancel in () if self._clients is None else self._clients.beat(snapshot):
+            self._cancel(cancel)
+
+    def _tell_counters(self, scheduler: Scheduler) -> Snapshot:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
@@ -508,8 +521,4 @@ class CoreActor:
             },
         )
         self._post("api", snapshot)
-        if self._has_workers and not scheduler.is_paused and (change := self._balancer.next(self._expert_loads)):
-            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
-            self._tell_workers(change)
-        for cancel in () if self._clients is None else self._clients.beat(snapshot):
-            self._cancel(cancel)
+        return snapshot

@@ -90,6 +90,8 @@ class Engines:
     """The engines of one launch and its api processes. `run` is called once; the other methods are those of a
     supervisor."""
 
+    make_part = EnginePart
+
     def __init__(
         self,
         config: ServerConfig,
@@ -195,7 +197,7 @@ class Engines:
 
     def _begin(self, number: int) -> EnginePart:
         """Starts an engine in its next epoch."""
-        part = EnginePart(
+        part = self.make_part(
             replace(self._config, engine=of_engine(self._config.engine, number)),
             folder=self._folders[number],
             apis=self._apis.addresses,

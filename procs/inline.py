@@ -73,6 +73,7 @@ class Inline:
             name: Worker(config, rank_info=info, progress=None if info.rank else progress)
             for name, info in zip(workers(config.num_ranks), infos, strict=False)
         }
+        self.slept: Slept | None = None  # the answer to the last `Sleep` or `Wake`
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._worker = self._workers["worker"]
@@ -107,12 +108,24 @@ class Inline:
         assert isinstance(scheduler, Scheduler), "KV domains need several ranks"
         return scheduler
 
+    @property
+    def sleep_problem(self) -> str:
+        """Why the last `Sleep` or `Wake` failed; empty: it did not."""
+        return "" if self.slept is None else self.slept.problem
+
     def post(self, receiver: str, message: Message) -> None:
         """The caller posts `Submit` and `Cancel` to the tokenizer."""
         if receiver in self._mail:
             self._mail[receiver].append(message)
         elif self._ranks is not None:
             self._ranks.send(receiver, message)
+
+    def read_prompts(self) -> None:
+        """Lets the tokenizer read what was posted, so that a refusal is known; nothing is computed."""
+        messages, self._mail["tokenizer"] = [*self._mail["tokenizer"]], deque()
+        self._actors["tokenizer"].handle(messages)
+        while self._mail["api"]:
+            self._hear(self._mail["api"].popleft())
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Runs until no messages are left and nothing is pending, or until `until()` is true, which is called after
@@ -197,5 +210,7 @@ class Inline:
                     self._on_chunk(chunk)
             case Failed():
                 self._on_failed(message)
+            case Slept():
+                self.slept = message
             case _:
-                assert isinstance(message, Accepted | Snapshot | Slept), message
+                assert isinstance(message, Accepted | Snapshot), message

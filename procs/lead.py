@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..config.config import ServerConfig
+from ..config.config import ServerConfig, num_machines
 from ..errors import ConfigError, StartError
 from ..ipc.channel import ChannelFull
 from ..ipc.codec import DecodeError, Decoder, encode
@@ -73,11 +73,13 @@ def _was_killed(child: Child) -> bool:
 class Lead(Supervisor):
     """`run` is called once, as of every supervisor."""
 
-    def __init__(self, config: ServerConfig, *, keys: Keys | None) -> None:
+    def __init__(self, config: ServerConfig, *, keys: Keys | None, works: bool = True) -> None:
+        """`works`: this machine runs the first ranks; else all ranks are of other machines."""
         super().__init__(config, keys=keys)
         ranks = [name for name in self._names if kind(name) == "worker"]
-        size = len(ranks) // self._service.nnodes
-        groups = [tuple(ranks[i : i + size]) for i in range(size, len(ranks), size)]
+        size = len(ranks) // num_machines(self._service, config.engine.pipeline_parallel_size)
+        groups = [tuple(ranks[i : i + size]) for i in range(size if works else 0, len(ranks), size)]
+        self._num_stages = config.engine.pipeline_parallel_size
         self._remote = tuple(name for group in groups for name in group)
         self._actors = [name for name in self._names if name not in self._remote]
         self._fleet = Fleet(groups, term=int(time.time()), hang_timeout_s=self._service.hang_timeout_s)
@@ -99,7 +101,7 @@ class Lead(Supervisor):
         self._router = context.router(self._join_address)
         self._router.subscribe(asyncio.get_running_loop(), self._read)
         for name in self._actors:  # those that other machines send to
-            if any(name in receivers(one, len(self._ranks), self._service.api_processes) for one in self._remote):
+            if any(name in self._receivers(one) for one in self._remote):
                 listener = listen(self._host)
                 self._listeners.append(listener)
                 self._given[name] = f"tcp://{self._host}:{listener.getsockname()[1]}"
@@ -114,6 +116,14 @@ class Lead(Supervisor):
     @property
     def _ranks(self) -> list[str]:
         return [name for name in self._names if kind(name) == "worker"]
+
+    def _receivers(self, name: str) -> tuple[str, ...]:
+        return receivers(name, len(self._ranks), self._service.api_processes, self._num_stages)
+
+    def _call_for(self, waiting: str) -> str:
+        """What the operator is told while no machine has these actors."""
+        key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
+        return f"waiting for a follower for {waiting}; run there: pagewire launch --join {self._join_address}{key}"
 
     async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
         """Waits until followers have all actors of other machines. `drains`: also after the first signal. Raises
@@ -132,22 +142,17 @@ class Lead(Supervisor):
                 )
             if now > next_report and waiting:
                 next_report = now + START_REPORT_S
-                key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
-                print(
-                    f"pagewire: waiting for a follower for {waiting}; run there: "
-                    f"pagewire launch --join {self._join_address}{key}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"pagewire: {self._call_for(waiting)}", file=sys.stderr, flush=True)
             await self._next_event(0.1)
-            self._drop_overdue()
+            self._check_followers()
 
     def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
         """Tells the followers of this epoch, and counts their new processes among the children."""
         self._begun = self._epoch
         self._moved.difference_update(lost)
         addresses = self._fleet.addresses
-        if any(name in lost for name in self._ranks):  # a new port, where no rank of an earlier group comes
+        # A new port, where no rank of an earlier group comes; the ranks of a stage are on one machine, and need none.
+        if self._num_stages == 1 and any(name in lost for name in self._ranks):
             first = next((m.bound for m in self._fleet.machines if m.bound and "worker" in m.actors), None)
             addresses[RENDEZVOUS] = unused_address(self._host) if first is None else first.rendezvous
         self._given |= addresses
@@ -173,7 +178,7 @@ class Lead(Supervisor):
             deadline = time.monotonic() + _SAME_DEATH_S
             while not any(_was_killed(child) for child in ranks) and time.monotonic() < deadline:
                 await self._next_event(0.05)
-                self._drop_overdue()
+                self._check_followers()
                 ranks += [one for one in self._dead if kind(one.name) == "worker" and one not in ranks]
             ranks.sort(key=lambda child: (not self._has_broken(child), not _was_killed(child)))
             for child in ranks[1:]:
@@ -190,7 +195,7 @@ class Lead(Supervisor):
         lost = dict.fromkeys(lost_with(name, num_ranks))
         for moved in self._moved & lost.keys():
             for sender in self._names:
-                if moved in receivers(sender, num_ranks, self._service.api_processes):
+                if moved in self._receivers(sender):
                     lost |= dict.fromkeys(lost_with(sender, num_ranks))
         return tuple(lost)
 
@@ -209,9 +214,10 @@ class Lead(Supervisor):
             await super()._spawn(here)
 
     async def _look_elsewhere(self) -> None:
-        self._drop_overdue()
+        self._check_followers()
 
-    def _drop_overdue(self) -> None:
+    def _check_followers(self) -> None:
+        """Called a few times in a second, whatever the lead waits for."""
         for machine in self._fleet.overdue(time.monotonic()):
             silent_s = time.monotonic() - machine.heard_at
             self._lose(machine, f"has not answered for {silent_s:.1f} s")

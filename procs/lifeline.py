@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 
 
@@ -22,9 +23,24 @@ def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
     end_with_parent()
     if os.getppid() != supervisor_pid:
         os._exit(1)  # the supervisor ended before prctl
+    end_with(lifeline_fd)
+
+
+def end_with(lifeline_fd: int) -> None:
+    """Ends this process when nobody holds the other end of a pipe any more."""
 
     def watch() -> None:
         os.read(lifeline_fd, 1)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def read_line(fd: int) -> bytes:
+    """The first line of a pipe, and no byte after it, since that is the lifeline's. Exits if there is none."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        if not (byte := os.read(fd, 1)):
+            sys.exit(1)
+        found += byte
+    return bytes(found)

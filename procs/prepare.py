@@ -19,6 +19,7 @@ from ..engine.kv_connector import registry as kv_connectors
 from ..engine.models.cut import cut
 from ..engine.models.lower import lower
 from ..engine.models.stages import lengths_of
+from ..engine.text.infill import read_infill
 from ..engine.text.template_files import read_templates
 from ..errors import ConfigError
 
@@ -78,7 +79,9 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         if options.pipeline_parallel_size > 1:
             lengths_of(lower(part), len(part.blocks), options.pipeline_parallel_size, options.pipeline_layers)
     facts = model_facts(spec, folder, name, adapter)
-    templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
+    templates = read_templates(folder, options.chat_template or None)
     tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))
-    facts = replace(facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown)
+    facts = replace(
+        facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown, infill=read_infill(folder)
+    )
     return facts, machine_facts()

@@ -187,7 +187,7 @@ class TokenizerActor:
 
     def _tokenized(self, question: Tokenize) -> Tokenized:
         ids = self._within_limits(question.prompt, lambda: self._encode(question.prompt, "all"))
-        pieces = tuple(map(self._tokenizer.token_text, ids)) if question.pieces else ()
+        pieces = tuple(map(self._tokenizer.piece, ids)) if question.pieces else ()
         return Tokenized(question.rid, ids.tobytes(), pieces)
 
     def _detokenized(self, question: Detokenize) -> Detokenized:
@@ -197,7 +197,8 @@ class TokenizerActor:
         return Detokenized(question.rid, text)
 
     def _described(self, question: Describe) -> Described:
-        return Described(question.rid, self._tokenizer.special_tokens, self._template.source)
+        tokenizer = self._tokenizer
+        return Described(question.rid, tokenizer.special_tokens, self._template.source, tokenizer.class_name)
 
     def _encode(
         self, prompt: TextPrompt | ChatPrompt | IdsPrompt, kept: Kept, max_tokens: int | None = None
@@ -207,7 +208,9 @@ class TokenizerActor:
                 text = self._within_reach(text, kept)
                 return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
             case ChatPrompt():
-                return array("i", self._tokenizer.encode_rendered(self._within_reach(self._rendered(prompt), kept)))
+                text = self._within_reach(self._rendered(prompt), kept)
+                more = prompt.add_special_tokens
+                return array("i", self._tokenizer.encode(text, add_special_tokens=more, max_tokens=max_tokens))
             case IdsPrompt(data):
                 return bytes_to_ids(data)[:max_tokens]
             case _:
@@ -216,6 +219,7 @@ class TokenizerActor:
     def _rendered(self, prompt: ChatPrompt) -> str:
         fields = asdict(prompt)
         template = self._template_of(fields.pop("template"))
+        del fields["add_special_tokens"]
         return template.render(**fields, neutralize=self._tokenizer.neutralize)
 
     def _marks(self, prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt, num_ids: int) -> tuple[int, ...]:
@@ -271,7 +275,9 @@ class TokenizerActor:
     def _prompt_ids(self, submit: Submit) -> tuple["array[int]", bytes]:
         """The prompt's ids, and a pair's type ids as bytes. Raises RequestError if the request cannot be served."""
         max_tokens, type_ids = None if submit.pooling is None else submit.pooling.truncate, b""
-        kept: Kept = "start" if max_tokens is not None else "end" if submit.truncate is not None else "all"
+        kept: Kept = "end" if submit.truncate is not None else "all"
+        if max_tokens is not None or (submit.truncate is not None and submit.keeps_start):
+            kept = "start"
         if isinstance(submit.prompt, PairPrompt):
             texts = [self._within_reach(text, kept) for text in (submit.prompt.first, submit.prompt.second)]
             pair = self._tokenizer.encode_pair(*texts, max_tokens=max_tokens)
@@ -284,7 +290,8 @@ class TokenizerActor:
         check_parameters(self._config.model.vocab_size, submit.sampling, submit.limits, submit.constraint)
         check_min_tokens(self._config.model.eos_token_ids, submit.sampling, submit.limits)
         if submit.truncate is not None:
-            ids = ids[-self._num_kept(submit.truncate, submit.limits.max_tokens) :]
+            num_kept = self._num_kept(submit.truncate, submit.limits.max_tokens)
+            ids = ids[:num_kept] if submit.keeps_start else ids[-num_kept:]
         longest, generates = self._config.max_model_len, submit.limits.max_tokens != 0
         if len(ids) > longest - generates:
             more = ", and at least one is to be generated" if generates else ""
@@ -302,8 +309,8 @@ def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
     """The model's tokenizer and its chat template. Raises ConfigError."""
     folder = Path(config.model.path)
     tokenizer = load_tokenizer(folder)
-    operator_file = Path(config.chat_template) if config.chat_template else None
-    return tokenizer, load_chat_template(folder, tokenizer, operator_file, bounds=_bounds(config, tokenizer))
+    operators, bounds = config.chat_template or None, _bounds(config, tokenizer)
+    return tokenizer, load_chat_template(folder, tokenizer, operators, bounds=bounds)
 
 
 def _bounds(config: EngineConfig, tokenizer: Tokenizer) -> ChatBounds:

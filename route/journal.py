@@ -286,6 +286,11 @@ class ChatJournal(Journal):
             if text := delta.get(name):
                 delta[name] = fresh = choice.new_text(name, text)
                 is_new = is_new or bool(fresh)
+        if call := delta.get("function_call"):
+            if _is_new_call({"index": 0, "function": call}, choice):
+                is_new = True
+            else:
+                del delta["function_call"]
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [call for call in calls if _is_new_call(call, choice)]
             is_new = is_new or bool(delta["tool_calls"])
@@ -305,8 +310,9 @@ class ChatJournal(Journal):
 
 def _is_new_call(call: Fields, choice: _Choice) -> bool:
     """Removes from a piece of a tool call what the client has; only its first piece has a name. False: nothing new."""
-    index, function = call["index"], call["function"]
-    function["arguments"] = arguments = choice.new_text(("call", index), function["arguments"])
+    index, function = call["index"], call.get("function") or call["custom"]
+    name = "arguments" if "arguments" in function else "input"
+    function[name] = arguments = choice.new_text(("call", index), function[name])
     if "name" not in function:
         return bool(arguments)
     is_new: bool = index >= choice.num_calls

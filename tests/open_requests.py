@@ -3,11 +3,9 @@
 import http.client
 import json
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from waiting import until
-
-from pagewire.tools.servers import Server
 
 END_S = 60.0  # limit for all waits
 GREEDY = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
@@ -20,10 +18,17 @@ STREAMS: dict[str, Any] = {
 }
 
 
+class Listening(Protocol):
+    """What listens on a port of 127.0.0.1, such as a `Server`."""
+
+    @property
+    def port(self) -> int: ...
+
+
 class OpenRequest:
     """A request whose response is read to its end on a thread."""
 
-    def __init__(self, server: Server, path: str, body: dict[str, object]) -> None:
+    def __init__(self, server: Listening, path: str, body: dict[str, object]) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=END_S)
         self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         self.status = 0
@@ -46,6 +51,10 @@ class OpenRequest:
     def num_events(self) -> int:
         return sum(line.startswith("data: ") for line in list(self._lines))
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def body(self) -> str:
         """The whole body. Fails unless the response ends properly."""
         self._thread.join(END_S)
@@ -59,7 +68,7 @@ class OpenRequest:
         return [line.removeprefix("data: ") for line in self.body().splitlines() if line.startswith("data: ")]
 
 
-def open_stream(server: Server, path: str, **more: object) -> OpenRequest:
+def open_stream(server: Listening, path: str, **more: object) -> OpenRequest:
     """A stream that has begun."""
     request = OpenRequest(server, path, STREAMS[path] | {"stream": True} | more)
     until(lambda: request.num_events > 5, "the stream has begun", END_S)

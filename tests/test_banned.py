@@ -189,6 +189,7 @@ CALLS_FOR_CLIENTS = {
 OWN_ERRORS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
 ALLOWED_MESSAGES = {
     ("api.batches.runner", "ValueError"): "our own message, raised a line above or by `read_request`",
+    ("ray.broker", "Exception"): "received by the operator when the server starts, cut to 300 characters",
     ("client.engine_client", "*DecodeError"): "received by the program that uses the client",
     ("api.openai.translate", "ValidationError"): "names the field and what was expected, cut to 200 characters",
     ("engine.text.chat_template", "TemplateError"): "a template raises errors for the author of the chat",

@@ -15,6 +15,7 @@ from pagewire.ipc import messages
 from pagewire.procs import topology
 
 ROOT = Path(__file__).resolve().parent.parent
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
 
 # Room → the rooms that it may import. A room is a folder, or a module of the root. Every room comes after those that it
@@ -61,15 +62,19 @@ ROOMS: dict[str, str] = {
     "api.output.parsers.families": "api.output.parsers",
     "api.output": "errors config ipc api.http api.gateway api.state api.output.parsers",
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
-    "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.openai",
+    "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.state api.openai",
     "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
     "api.batches": "errors api.http api.output api.openai",
+    "api.llamacpp": "errors ipc api.gateway api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
+    "api.ollama": (
+        "errors config ipc api.gateway api.http api.output api.output.parsers api.openai api.llamacpp api.pooling"
+    ),
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
     "api.web": "api.http api.openai api.admin",
     "api": (
         "errors config api.http api.gateway api.output api.openai api.anthropic api.responses "
-        "api.batches api.pooling api.admin api.web"
+        "api.batches api.pooling api.llamacpp api.ollama api.admin api.web"
     ),
     "procs": (
         "errors version config ipc engine engine.core engine.models engine.text engine.checkpoint engine.kv_connector "
@@ -80,8 +85,9 @@ ROOMS: dict[str, str] = {
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
-    "offline": "errors config ipc engine.text api.output api.output.parsers procs client",
-    "cli": "errors version config engine.core engine.runner procs route commands",
+    "ray": "errors config ipc api procs route commands",
+    "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
+    "cli": "errors version config engine.core engine.runner procs route commands ray",
     "__init__": "version api.output client offline",
     "__main__": "cli",
 }
@@ -250,6 +256,20 @@ def test_grammar_libraries_are_not_imported_before_the_first_grammar() -> None:
     code = f"import sys, pagewire.procs.grammar; print(sorted({libraries} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_only_one_room_imports_ray_and_only_in_functions() -> None:
+    for name, path in sources():
+        tree = ast.parse(path.read_text())
+        lazy = {node for one in ast.walk(tree) if isinstance(one, _FUNCTION) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
+            if any(one.split(".")[0] == "ray" for one in named):
+                assert room_of(name) == "ray" and node in lazy, f"{path}: {named}"
 
 
 def test_our_modules_are_imported_only_inside_the_package() -> None:

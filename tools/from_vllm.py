@@ -36,7 +36,8 @@ What differs although the names are the same: the server listens on 127.0.0.1 un
 `--gpu-memory-utilization` is 0.9 by default; `8k` is 8192; `--config` files are TOML; and parsers of tool calls and
 reasoning are chosen by the chat template unless a flag names them.
 
-Metrics have vLLM's names with `--metrics-prefix vllm`.
+In Python, `from pagewire import LLM, SamplingParams` takes vLLM's arguments; see [In a program](offline.md). Metrics
+have vLLM's names with `--metrics-prefix vllm`.
 """
 
 

@@ -1,8 +1,10 @@
 """Models, health, load and metrics of the server."""
 
 import time
+from pathlib import Path
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -58,6 +60,8 @@ class AboutEndpoints:
             Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
             Operation("GET", "/v1/models/{id:path}", self.model, "One of the models", gives=ModelCard),
             Operation("GET", "/health", self.health, "Whether the engine answers", gives=Status),
+            Operation("GET", "/ping", self.health, "The same, for SageMaker", gives=Status),
+            Operation("POST", "/ping", self.health, "The same, for SageMaker", gives=Status),
             Operation("GET", "/ready", self.ready, "Whether a new request would be accepted", gives=Status),
             Operation("GET", "/load", self.load, "Running and waiting requests, and KV cache usage", gives=Load),
             Operation("GET", "/metrics", self.metrics, "Prometheus metrics", gives=str, gives_as="text/plain"),
@@ -129,11 +133,13 @@ class AboutEndpoints:
         return found
 
     def _card(self, name: str) -> ModelCard:
+        # Folders are the administrators' affair.
+        versions = tuple(replace(one, root=Path(one.root).name) for one in self._service.http.versions)
         return ModelCard(
             id=name,
             created=self._started,
             root=self._service.config.served_model_names[0],
             max_model_len=self._service.config.max_model_len,
             batch_invariance=self._service.config.batch_invariance,
-            versions=self._service.http.versions,
+            versions=versions if len(versions) > 1 else UNSET,
         )

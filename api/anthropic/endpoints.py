@@ -1,13 +1,12 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_json
 from ..http.operation import Operation
 from ..openai.generate_types import GenerateRequest
 from ..openai.render import rendered
-from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn
+from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn, request_decoder
 from ..output.reply import Reply, id_list
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
@@ -19,8 +18,8 @@ from .types import CountTokensRequest, MessageBody, MessageEvent, MessagesReques
 class AnthropicEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._messages_decoder = msgspec.json.Decoder(MessagesRequest)
-        self._count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)
+        self._messages_decoder = request_decoder(MessagesRequest)
+        self._count_tokens_decoder = request_decoder(CountTokensRequest)
 
     def routes(self) -> list[Operation]:
         return [

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
-from ..http.http_error import HttpError, as_http_error, error_body
-from ..http.rate_limit import Account
+from ..http.http_error import HttpError
+from ..output.inner_call import call_endpoint
 from .format import BatchRequest, answer_line, read_request
 from .store import BatchStore
 from .types import BatchBody, BatchError, BatchErrors, RequestCounts
@@ -150,8 +150,8 @@ class BatchRunner:
         request_id = secrets.token_hex(12)
         async with self._slots:
             while True:
-                status, answer = await self._ask(
-                    request.url, body, {"salt": bytes.fromhex(owner), "request_id": request_id}
+                status, answer = await call_endpoint(
+                    self._app, request.url, body, owner=bytes.fromhex(owner), request_id=request_id
                 )
                 if status not in (429, 503):
                     break
@@ -161,43 +161,6 @@ class BatchRunner:
         counts = self._store.batches[id].body.request_counts
         counts = RequestCounts(counts.total, counts.completed + (status == 200), counts.failed + (status != 200))
         self._store.change(id, request_counts=counts)
-
-    async def _ask(self, path: str, body: bytes, state: dict[str, object]) -> tuple[int, bytes]:
-        """Calls an endpoint. Returns status and body."""
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": headers,
-            "state": state | {"account": Account()},  # batches are not rate limited
-            "app": self._app,  # makes the router raise errors
-        }
-        incoming = [body]
-        status, parts = 0, [b""]
-
-        async def receive() -> Message:
-            if incoming:
-                return {"type": "http.request", "body": incoming.pop(), "more_body": False}
-            await asyncio.Event().wait()  # a batch never disconnects; its task is cancelled
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
-
-        try:
-            await self._app(scope, receive, send)
-        except Exception as error:
-            http_error = as_http_error(error)
-            if http_error.status == 500:
-                log.exception("a request of a batch failed")
-            return http_error.status, error_body(http_error)
-        return status, b"".join(parts)
 
     def _path(self, id: str, kind: str) -> Path:
         return self._store.folder / f"{id}.{kind}"

@@ -396,7 +396,7 @@ class Gateway:
         """The engine is whole. The suspects go first, and a few at a time; then all others."""
         if engine.outage is None:
             return
-        if not engine.outage.is_of_apis:
+        if not engine.outage.lost:  # it was restarted; one that has healed within seconds gets its share at once
             self._choice.started(engine, now)
         engine.outage = None
         self._choice.leaves(engine, False)

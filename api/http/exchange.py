@@ -27,10 +27,11 @@ class Endpoint:
         await self._call(scope, receive, send)
 
 
-async def read_json(scope: Scope, receive: Receive) -> bytes:
-    """The body, whose size and time `app` bounds. Raises HttpError if the content type is not JSON, and ClientGone."""
+async def read_json(scope: Scope, receive: Receive, *, any_type: bool = False) -> bytes:
+    """The body, whose size and time `app` bounds. Raises HttpError if the content type is not JSON, unless `any_type`,
+    and ClientGone."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if content_type.partition(b";")[0].strip().lower() != b"application/json":
+    if not any_type and content_type.partition(b";")[0].strip().lower() != b"application/json":
         raise HttpError(400, "The content type must be application/json.", code="invalid_json")
     body = bytearray()
     while True:

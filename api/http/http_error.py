@@ -42,6 +42,10 @@ class ErrorBody(Struct, frozen=True):
     error: ErrorFields
 
 
+class OllamaErrorBody(Struct, frozen=True):
+    error: str
+
+
 class AnthropicErrorFields(Struct, frozen=True):
     type: str
     message: str
@@ -149,6 +153,18 @@ def anthropic_error_body(error: HttpError) -> bytes:
     """The error in Anthropic's shape, which has no `param`: the message names the field."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorFields(kind, str(error))))
+
+
+def ollama_error_body(error: HttpError) -> bytes:
+    """The error in Ollama's shape, a text: the message names the field."""
+    return msgspec.json.encode(OllamaErrorBody(str(error)))
+
+
+def error_body_at(path: str, error: HttpError) -> bytes:
+    """The error in the shape of the API at `path`."""
+    if path.startswith("/api/"):
+        return ollama_error_body(error)
+    return anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
 
 
 def speaks_anthropic(path: str) -> bool:

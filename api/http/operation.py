@@ -25,6 +25,7 @@ class Operation(Route):
         gives: object,
         gives_as: str = "application/json",
         streams: object = None,
+        streams_as: str = "text/event-stream",
     ) -> None:
         """`takes`, `query`, `gives` and `streams`: the types of the body, the query (a struct), the answer and the data
         of a stream's events. `example`: a body that a server with any model answers."""
@@ -38,3 +39,4 @@ class Operation(Route):
         self.gives = gives
         self.gives_as = gives_as
         self.streams = streams
+        self.streams_as = streams_as

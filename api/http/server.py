@@ -3,18 +3,20 @@
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ...config.config import HttpConfig
 from .direct import DIRECT
-from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
+from .http_error import HttpError, error_body_at
 from .tls import tls_context
 
 BACKLOG = 2048
@@ -87,6 +89,19 @@ class HttpServer(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + grace_s
         while self.server_state.connections and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_HANDOVER_LOOK_S)
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Coroutine[Any, Any, None]]:
+    """The `send` of a response to HTTP/1.0, which knows no chunks: the body ends where the connection does."""
+    send_as_usual = cycle.send
+
+    async def send(message: ASGISendEvent) -> None:
+        cycle.chunked_encoding, cycle.keep_alive = False, False
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # the whole length may not be known
+        await send_as_usual(message)
+
+    return send
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -169,7 +184,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._in_body = True
         self._set_timer(self._limits.body_timeout_s)
+        is_old = self.parser.get_http_version() == "1.0"
+        if is_old:
+            self.scope["extensions"] = {}  # the direct writer sends chunks
         super().on_headers_complete()
+        if is_old:
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment]  # uvicorn always sends chunks
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -216,7 +236,7 @@ class BoundedHttp(HttpToolsProtocol):
         ):
             error = self._refusal or HttpError(400, "The request is not valid HTTP.")
             path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._path_prefix)
-            body = anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
+            body = error_body_at(path, error)
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )

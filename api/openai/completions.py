@@ -146,9 +146,9 @@ class CompletionReply(Reply):
             logprobs=_join(choice.logprobs) if choice.has_logprobs else None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=choice.token_ids if self._has_token_ids else msgspec.UNSET,
-            prompt_token_ids=choice.prompt_token_ids if self._has_token_ids else msgspec.UNSET,
-            prompt_logprobs=choice.prompt_logprobs,
+            token_ids=choice.token_ids if self._has_token_ids else None,
+            prompt_token_ids=choice.prompt_token_ids if self._has_token_ids else None,
+            prompt_logprobs=choice.prompt_logprobs or None,
         )
 
 
@@ -168,7 +168,7 @@ class _Choice:
         self.logprobs: list[CompletionLogprobs] = []
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] = []
-        self.prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        self.prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
         self.total_logprob = 0.0  # of the `num_sampled` tokens
         self.num_sampled = 0
         self.finish_reason: FinishReason | None = None
@@ -216,11 +216,11 @@ class _Choice:
 
     def _append(self, rows: CompletionLogprobs, position: TokenLogprob) -> None:
         chosen = position.chosen
-        # Several candidates may have the same text. Clients compare the chosen token's value with the best one's, so it
-        # is written last.
+        # The token itself comes first, as in vLLM. Of several candidates with the same text it counts, then the best.
         name = token_name(chosen, self._names_ids)
-        top = {token_name(candidate, self._names_ids): candidate.logprob for candidate in position.top}
-        top[name] = chosen.logprob
+        top = {name: chosen.logprob}
+        for candidate in position.top:
+            top.setdefault(token_name(candidate, self._names_ids), candidate.logprob)
         self._append_row(rows, name, len(chosen.token), chosen.logprob, top)
 
     def _append_first(self, rows: CompletionLogprobs, prompt: PromptEcho) -> None:

@@ -106,6 +106,9 @@ def _format(request: GenerationRequest, response_format: ResponseFormat | None) 
             value = getattr(source, name if prefix.endswith(".") else prefix + name, None)
             if value is not None:
                 found.append((prefix + name, kind, value))
+    for name, kind in (("regex", "regex"), ("ebnf", "lark"), ("grammar", "lark"), ("json_schema", "json_schema")):
+        if (value := getattr(request, name)) is not None:
+            found.append((name, kind, value))
     if outputs is not None and outputs.json_object:
         found.append(("structured_outputs.json_object", "json_object", None))
     if outputs is not None and not found:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -19,7 +18,16 @@ from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
 from .kv_transfer import read_transfer, with_transfer
-from .translate import chat_submits, completion_submits, decode_body, final_words, num_candidates, output_grammar
+from .plain_tools import with_plain_tools
+from .translate import (
+    chat_submits,
+    completion_submits,
+    decode_body,
+    final_words,
+    num_candidates,
+    read_turn,
+    request_decoder,
+)
 from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
 
 
@@ -28,8 +36,8 @@ class OpenAIEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._chat_decoder = msgspec.json.Decoder(ChatRequest)
-        self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
+        self._chat_decoder = request_decoder(ChatRequest)
+        self._completion_decoder = request_decoder(CompletionRequest)
 
     def routes(self) -> list[Operation]:
         return [
@@ -58,6 +66,8 @@ class OpenAIEndpoints:
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._chat_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
+        has_functions = request.functions is not None
+        request, custom = with_plain_tools(request)
         submits = chat_submits(request, self._service.config, scope["state"]["salt"])
         transfer = read_transfer(request.kv_transfer_params, self._service.config)
         submits = with_transfer(submits, transfer, request.cache_hit_threshold)
@@ -73,9 +83,8 @@ class OpenAIEndpoints:
             names_ids=bool(request.return_tokens_as_token_ids),
             has_token_ids=bool(request.return_token_ids),
             prefix=final_words(request),
-            grammar=output_grammar(request, self._service.config),
-            parallel_tool_calls=request.parallel_tool_calls is not False,
-            include_reasoning=request.include_reasoning is not False,
+            new_turn=lambda: read_turn(request, self._service.config, custom),
+            has_functions=has_functions,
             has_timings=bool(request.return_timings),
             transfer=transfer,
         )

@@ -26,7 +26,7 @@ from .generate_types import (
     OutputMode,
 )
 from .kv_transfer import Transfer, read_transfer, transferred, with_transfer
-from .translate import completion_submits, decode_body
+from .translate import completion_submits, decode_body, request_decoder
 from .types import CompletionRequest
 
 _encode = msgspec.json.Encoder().encode
@@ -39,7 +39,7 @@ _OWN = ("extra_args", "max_tokens", "detokenize", "logits_processors")  # of the
 class GenerateEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._decoder = msgspec.json.Decoder(GenerateRequest)
+        self._decoder = request_decoder(GenerateRequest)
 
     def routes(self) -> list[Operation]:
         return [

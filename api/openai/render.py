@@ -8,7 +8,6 @@ its field's name, so that /inference/v1/generate refuses it rather than ignore i
 import asyncio
 from collections.abc import Sequence
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig
@@ -20,20 +19,21 @@ from ..output.reply import id_list
 from ..output.service import Service
 from ..output.shapes import GenerationRequest
 from .generate_types import GenerateRequest, GenerateSampling
-from .translate import chat_submits, completion_submits, decode_body
+from .plain_tools import with_plain_tools
+from .translate import chat_submits, completion_submits, decode_body, request_decoder
 from .types import ChatRequest, CompletionRequest
 
 _FORMATS = (
     "tool_choice", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "thinking_token_budget", "thinking_budget",
+    "regex", "ebnf", "grammar", "json_schema", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
 
 
 class RenderEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._chat_decoder = msgspec.json.Decoder(ChatRequest)
-        self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
+        self._chat_decoder = request_decoder(ChatRequest)
+        self._completion_decoder = request_decoder(CompletionRequest)
 
     def routes(self) -> list[Operation]:
         return [
@@ -60,6 +60,7 @@ class RenderEndpoints:
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._chat_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
+        request, _ = with_plain_tools(request)
         submits = chat_submits(request, self._service.config, b"")
         await send_json(send, (await rendered(self._service, request, submits[:1], model))[0])
 
@@ -108,7 +109,7 @@ def _truncated(ids: list[int], submit: Submit, config: EngineConfig) -> list[int
     longest = config.max_model_len
     if submit.truncate is not None:
         room = longest - (submit.limits.max_tokens or 1) if submit.truncate == -1 else submit.truncate
-        ids = ids[-max(1, room) :]
+        ids = ids[: max(1, room)] if submit.keeps_start else ids[-max(1, room) :]
     if len(ids) >= longest:
         raise prompt_too_long(longest, f"the prompt has {len(ids)} tokens", num_tokens=len(ids))
     return ids

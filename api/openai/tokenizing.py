@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Raw, Struct, field
 from starlette.types import Receive, Scope, Send
 
@@ -13,7 +12,7 @@ from ..http.operation import Operation
 from ..output.reply import id_list
 from ..output.service import Service
 from ..output.shapes import MessagesJson, TokenId, ToolsJson
-from .translate import chat_prompt, decode_body
+from .translate import chat_prompt, decode_body, request_decoder
 from .types import ChatRequest
 
 
@@ -54,6 +53,7 @@ class TokenizerInfo(Struct, frozen=True):
     eos_token: str | None
     pad_token: str | None
     unk_token: str | None
+    tokenizer_class: str | None
 
 
 class DetokenizeAnswer(Struct, frozen=True):
@@ -63,8 +63,8 @@ class DetokenizeAnswer(Struct, frozen=True):
 class TokenizeEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+        self._tokenize_decoder = request_decoder(TokenizeRequest)
+        self._detokenize_decoder = request_decoder(DetokenizeRequest)
 
     def routes(self) -> list[Operation]:
         return [
@@ -117,9 +117,14 @@ class TokenizeEndpoints:
 
     async def info(self, scope: Scope, receive: Receive, send: Send) -> None:
         described = await self._service.gateway.describe_tokenizer()
-        names = (name for name in TokenizerInfo.__struct_fields__ if name != "chat_template")
+        names = (name for name in TokenizerInfo.__struct_fields__ if name.endswith("_token"))
         tokens = {name: described.special_tokens.get(name) for name in names}
-        await send_json(send, TokenizerInfo(chat_template=described.chat_template, **tokens))
+        await send_json(
+            send,
+            TokenizerInfo(
+                chat_template=described.chat_template, tokenizer_class=described.tokenizer_class or None, **tokens
+            ),
+        )
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._detokenize_decoder, await read_json(scope, receive))

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...config.config import EngineConfig, SamplingDefaults
+from ...config.config import EngineConfig, Infill, SamplingDefaults
 from ...ipc.messages import (
     ChatPrompt,
     Constraint,
@@ -27,9 +27,10 @@ from ..gateway.journal import entries
 from ..http.http_error import HttpError, unsupported
 from ..output.parsers.lexer import Grammar
 from ..output.parsers.registry import find_grammar
-from ..output.shapes import GenerationRequest
+from ..output.shapes import Bias, GenerationRequest, TokenId
 from ..output.turn import Turn
 from .constraints import chat_constraint, completion_constraint
+from .infill import infill_prompt
 from .types import ChatRequest, CompletionRequest, Message, Tool
 
 T = TypeVar("T")
@@ -41,14 +42,22 @@ _GREEDY_BELOW = 1e-5  # a temperature whose inverse overflows or loses all preci
 _MAX_COMPLAINT = 200  # characters of an error message; msgspec quotes a value that is not allowed
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
+_NEED_CONTENT = ("system", "developer", "user")
 _THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSeek's and Granite's
 _REFUSED = (
-    "logits_processors", "prompt_embeds", "guided_decoding_backend", "audio", "functions", "function_call",
-    "web_search_options", "suffix", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "logits_processors", "prompt_embeds", "guided_decoding_backend", "audio",
+    "web_search_options", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "logprob_token_ids", "repetition_detection", "return_prompt_text", "return_token_offsets", "vllm_xargs",
+    "watermarking",
 )  # fmt: skip
 
 _messages_decoder = msgspec.json.Decoder(list[Message])
 _tools_decoder = msgspec.json.Decoder(list[Tool])
+
+
+def request_decoder(type: type[T]) -> "msgspec.json.Decoder[T]":
+    """A decoder of requests. Numbers and booleans may be written as strings, as other servers allow."""
+    return msgspec.json.Decoder(type, strict=False)
 
 
 def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
@@ -57,16 +66,34 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
         text = body.decode()  # msgspec does not check fields that it skips
     except UnicodeDecodeError:
         raise HttpError(400, "The body is not UTF-8.", code="invalid_json") from None
-    return _decode(lambda: decoder.decode(text), "")
+    try:
+        return decode_part(lambda: decoder.decode(text), "")
+    except HttpError as error:
+        if (error.param or "").startswith("logit_bias"):
+            raise _with_key(error, text) from None
+        raise
+
+
+def _with_key(error: HttpError, text: str) -> HttpError:
+    """An error about `logit_bias` that names the entry, which the decoder does not do."""
+    biases = msgspec.json.decode(text, type=dict[str, object])["logit_bias"]
+    for key, value in biases.items() if isinstance(biases, dict) else ():
+        try:
+            msgspec.convert({key: value}, dict[TokenId, Bias], strict=False)
+        except msgspec.ValidationError:
+            return HttpError(400, f"{error} The entry is {key[:40]!r}.", param="logit_bias")
+    return error
 
 
 def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The submits of a chat request: one, or one for each choice that is resumed. Raises HttpError."""
     _check_common(request, config.model.vocab_size)
-    messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
+    messages = decode_part(lambda: _messages_decoder.decode(request.messages), "messages")
     if not messages:
         raise HttpError(400, "messages must not be empty.", param="messages")
-    for message in messages:
+    for i, message in enumerate(messages):
+        if message.content is None and message.role in _NEED_CONTENT:
+            raise HttpError(400, f"messages[{i}] has no content.", param=f"messages[{i}].content")
         for part in message.content if isinstance(message.content, list) else ():
             if not isinstance(part, str) and part.type not in ("text", "refusal"):
                 detail = f"This model takes text only; a content part of type {part.type[:40]!r} was sent."
@@ -96,6 +123,7 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
         add_generation_prompt=add_generation_prompt,
         continue_final_message=goes_on,
         template=request.chat_template or "",
+        add_special_tokens=bool(request.add_special_tokens),
     )
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if max_tokens == 0:
@@ -137,10 +165,16 @@ def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
     return prompt
 
 
-def read_turn(request: ChatRequest, config: EngineConfig) -> Turn:
-    """The reader of the output of a chat request with one choice."""
+def read_turn(request: ChatRequest, config: EngineConfig, custom: frozenset[str] = frozenset()) -> Turn:
+    """The reader of one output of a chat request. `custom`: see `Turn`."""
     grammar = output_grammar(request, config)
-    return Turn(grammar, parallel_tool_calls=request.parallel_tool_calls is not False)
+    return Turn(
+        grammar,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        include_reasoning=request.include_reasoning is not False,
+        must_call=forces_call(request),
+        custom=custom,
+    )
 
 
 def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:
@@ -155,11 +189,16 @@ def final_words(request: ChatRequest) -> str:
     """With `echo`, the text of the final message if it is the assistant's. Raises HttpError."""
     if not request.echo:
         return ""
-    final = _decode(lambda: _messages_decoder.decode(request.messages), "messages")[-1]
+    final = decode_part(lambda: _messages_decoder.decode(request.messages), "messages")[-1]
     if final.role != "assistant" or final.content is None:
         return ""
     parts = [final.content] if isinstance(final.content, str) else final.content
     return "".join(part if isinstance(part, str) else part.text or part.refusal or "" for part in parts)
+
+
+def forces_call(request: ChatRequest) -> bool:
+    """Whether the output must be calls."""
+    return request.tool_choice not in (None, "none", "auto")
 
 
 def shows_tools(request: ChatRequest) -> bool:
@@ -171,9 +210,17 @@ def _sends_tools(request: ChatRequest) -> bool:
     return bytes(request.tools).translate(None, b" \t\r\n") not in (b"", b"null", b"[]")
 
 
-def completion_submits(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
-    """The submits of a completion request in the order of its prompts, or one for each choice that is resumed. Raises
-    HttpError."""
+def completion_submits(
+    request: CompletionRequest,
+    config: EngineConfig,
+    salt: bytes,
+    *,
+    default_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
+) -> list[Submit]:
+    """The submits of a completion request in the order of its prompts, or one for each choice that is resumed.
+    `default_tokens`: the longest output without `max_tokens`, None: as many as fit. Raises HttpError."""
+    if request.suffix:
+        request = _infilled(request, config.model.infill)
     _check_common(request, config.model.vocab_size)
     best_of = num_candidates(request)
     if best_of < (request.n or 1):
@@ -184,7 +231,7 @@ def completion_submits(request: CompletionRequest, config: EngineConfig, salt: b
     if len(prompts) * best_of > MAX_SEQUENCES:
         field = "n" if request.best_of is None else "best_of"
         raise HttpError(400, f"prompts times {field} must be at most {MAX_SEQUENCES}.", param=field)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = default_tokens if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     ranks = best_of > (request.n or 1)  # by log-probability
@@ -228,6 +275,18 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     if texts:
         return [TextPrompt(text, add_special_tokens) for text in texts]
     return [IdsPrompt(ids_to_bytes(part)) for part in lists]
+
+
+def _infilled(request: CompletionRequest, infill: Infill | None) -> CompletionRequest:
+    """The request for what belongs between its prompts and its suffix."""
+    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not all(isinstance(text, str) for text in texts):
+        raise HttpError(400, "suffix is for prompts of text; token ids were sent.", param="suffix")
+    if request.echo:
+        raise HttpError(400, "suffix and echo cannot both be given.", param="suffix")
+    prompts = [infill_prompt(infill, str(text), request.suffix or "", field="suffix") for text in texts]
+    stops = [*(request.stop_token_ids or ()), *(infill.stop_ids if infill is not None else ())]
+    return replace(request, prompt=prompts, suffix=None, stop_token_ids=stops)
 
 
 def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vocab_size: int) -> list[Submit]:
@@ -322,6 +381,7 @@ def _submits(
             tenant=tenant,
             salt=salt,
             truncate=request.truncate_prompt_tokens,
+            keeps_start=request.truncation_side == "right",
             constraint=constraint,
             bad_words=tuple(request.bad_words or ()),
             cache_salt=request.cache_salt or "",
@@ -359,19 +419,16 @@ def _check_chat(request: ChatRequest) -> list[Tool]:
     """Checks the fields of chat alone, and returns the tools."""
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
-    if request.add_special_tokens:
-        detail = "add_special_tokens must be false with messages: the chat template writes them itself."
-        raise unsupported("add_special_tokens", detail)
     if request.modalities not in (None, [], ["text"]):
         raise unsupported("modalities", 'modalities must be ["text"].')
     return _tools(request)
 
 
 def _tools(request: ChatRequest) -> list[Tool]:
-    return _decode(lambda: _tools_decoder.decode(request.tools), "tools") if _sends_tools(request) else []
+    return decode_part(lambda: _tools_decoder.decode(request.tools), "tools") if _sends_tools(request) else []
 
 
-def _decode(decode: Callable[[], T], within: str) -> T:
+def decode_part(decode: Callable[[], T], within: str) -> T:
     """Runs a msgspec decoder. The place that its error names becomes `param`."""
     try:
         return decode()

@@ -52,7 +52,7 @@ class ToolCall(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """The shape that a message must have. The chat template gets the message as it was sent."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[str, Meta(min_length=1, max_length=64)]  # templates may know others than the usual ones
     content: str | list[str | ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -94,12 +94,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     # Needs --trust-request-chat-template.
     chat_template: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None
     verbosity: str | None = None
+    # What came before tools; see `plain_tools`.
+    functions: Annotated[list[FunctionDefinition], Meta(min_length=1)] | None = None
+    function_call: str | dict[str, object] | None = None
     resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of each choice, sampled by another engine
 
     # Refused.
     audio: object = None
-    functions: object = None
-    function_call: object = None
     web_search_options: object = None
 
 
@@ -112,9 +113,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of each choice, sampled by another engine
-
-    # Refused.
-    suffix: object = None
+    suffix: str | None = None  # what follows the output; needs a model with tokens for infilling
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,13 +129,21 @@ class FunctionBody(Struct, frozen=True):
     name: str | UnsetType = UNSET
 
 
+class CustomBody(Struct, frozen=True):
+    """A call of a custom tool, whose input is a text."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCallBody(Struct, frozen=True):
     """A call, without `index` in a message. In a stream only its first delta has id, type and name."""
 
-    function: FunctionBody
+    function: FunctionBody | UnsetType = UNSET
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    custom: CustomBody | UnsetType = UNSET  # in place of `function`
 
 
 class ChatMessage(Struct, frozen=True):
@@ -144,6 +151,7 @@ class ChatMessage(Struct, frozen=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET  # if the request has `functions`
     reasoning: str | UnsetType = UNSET  # under both names, because clients read either
     reasoning_content: str | UnsetType = UNSET
 
@@ -154,7 +162,7 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Struct, frozen=True):
@@ -164,8 +172,8 @@ class ChatCompletion(Struct, frozen=True):
     choices: list[ChatChoice]
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     timings: TimingsBody | UnsetType = UNSET  # with `return_timings`
     kv_transfer_params: TransferAnswer | UnsetType = UNSET  # of a prefill leg
 
@@ -174,6 +182,7 @@ class ChatDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
@@ -215,9 +224,10 @@ class CompletionChoice(Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    # In a stream these are left out, and else null, if they were not asked for.
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class Completion(Struct, frozen=True):
@@ -240,7 +250,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "pagewire"
     parent: None = None
     batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
-    versions: tuple[ModelVersion, ...] = ()  # served before and now; empty if the model was never swapped
+    versions: tuple[ModelVersion, ...] | UnsetType = UNSET  # served before and now, once the model was swapped
 
 
 class ModelList(Struct, frozen=True):

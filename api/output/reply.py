@@ -26,7 +26,14 @@ DONE = b"data: [DONE]\n\n"
 class Reply(Protocol):
     """Turns the chunks of one request into its answer: a stream of events, or one body.
 
-    `ending` and `failure` are OpenAI's unless an API overrides them."""
+    `ending`, `failure` and the stream's type are OpenAI's unless an API overrides them."""
+
+    content_type: bytes = b"text/event-stream; charset=utf-8"  # of a stream
+    keep_alive: bytes = (
+        b": keep-alive\n\n"  # sent when there was nothing to send for a while; empty: nothing is sent then
+    )
+
+    content_type: bytes = b"application/json"  # of the `body`
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """Comes first. `nums_prompt`: tokens of each choice's prompt."""
@@ -59,6 +66,10 @@ class Reply(Protocol):
 
     def body(self) -> bytes:
         """The plain answer."""
+
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """More headers of the plain answer; called after `body`."""
+        return ()
 
 
 class UsageCount:

@@ -82,7 +82,8 @@ class Service:
                         reply.take(index, chunk)
                 reply.ended(stream.request.timeline())
                 await reply.settle()
-                await send_body(send, 200, reply.body())
+                body = reply.body()
+                await send_body(send, 200, body, content_type=reply.content_type, headers=reply.headers())
         except ClientGone:
             stream.cancel()
             raise

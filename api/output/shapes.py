@@ -33,7 +33,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "cache_threshold"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "cache_threshold"]
 
 
 # These stay JSON: the tokenizer process renders them. The schemas are for /openapi.json.
@@ -65,6 +65,14 @@ class JsonSchemaFormat(Struct, frozen=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+
+
+class CustomFormat(Struct, frozen=True):
+    """What the input of a custom tool looks like: any text, or a regular expression or a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Annotated[str, Meta(max_length=1 << 18)] | None = None
 
 
 class ResponseFormat(Struct, frozen=True):
@@ -114,6 +122,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which tokens of the prompt are left out; default: left
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None  # of a beam search, like early_stopping
@@ -135,6 +144,10 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    regex: str | None = None  # SGLang's names of structured_outputs.regex and .grammar
+    ebnf: str | None = None
+    grammar: str | None = None  # llama.cpp's names of structured_outputs.grammar and .json
+    json_schema: JsonSchema | str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
     thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # another name for it
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
@@ -152,7 +165,10 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     request_id: object = None
     safety_identifier: object = None
     service_tier: object = None
+    session_id: object = None
+    spaces_between_special_tokens: object = None
     store: object = None
+    stream_interval: object = None
 
     # Refused: ignoring them would give another answer than the client asked for.
     logits_processors: object = None
@@ -162,6 +178,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     bootstrap_port: object = None
     bootstrap_room: object = None
     guided_decoding_backend: object = None
+    logprob_token_ids: object = None
+    repetition_detection: object = None
+    return_prompt_text: object = None
+    return_token_offsets: object = None
+    vllm_xargs: object = None
+    watermarking: object = None
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Server-sent events over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
+"""Streams over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
 
 Knows how a stream is framed, not what its events say. While a client keeps up, chunks are written to its connection
 as they arrive; otherwise the request's task sends them with ASGI's `send`, which waits.
@@ -6,7 +6,7 @@ as they arrive; otherwise the request's task sends them with ASGI's `send`, whic
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from starlette.types import Send
 
@@ -19,17 +19,7 @@ from ..http.http_error import as_http_error
 from .reply import Reply
 
 KEEP_ALIVE_S = 15.0
-_KEEP_ALIVE = b": keep-alive\n\n"
-
-_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +31,16 @@ def as_event(body: bytes) -> bytes:
 
 async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWriter | None) -> None:
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
-    await send(_START)
+    headers = [(b"content-type", reply.content_type), *_HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     ticker = _Ticker(stream)
     try:
         await _send_all(send, reply.opening())
         if writer is not None:
             stream.consumer = _ToConnection(reply, writer, ticker)
         async for chunks in stream:
-            if not chunks:
-                await _send_all(send, [_KEEP_ALIVE])
+            if not chunks and reply.keep_alive:
+                await _send_all(send, [reply.keep_alive])
             for index, chunk in chunks:
                 ticker.is_fresh = True
                 await _send_all(send, reply.take(index, chunk))
@@ -68,6 +59,14 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
         ticker.stop()
         stream.consumer = None  # it holds the ticker, which holds the stream
     await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
+    """Sends a stream whose events are made elsewhere."""
+    await send(_START)
+    async for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_all(send: Send, events: Iterable[bytes]) -> None:

@@ -1,1 +1,1 @@
-"""/v1/embeddings, /v1/rerank and /v1/score: answers are vectors or scores."""
+"""Answers that are vectors or scores: embeddings, pooling, classify, rerank and score."""

@@ -1,17 +1,27 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/score; the latter two also at the paths of other servers."""
+"""POST /v1/embeddings, /pooling, /classify, /v1/rerank and /v1/score; the last two also at other servers' paths."""
 
 import time
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json
 from ..http.operation import Operation
-from ..openai.translate import decode_body
+from ..openai.translate import decode_body, request_decoder
 from ..output.service import Service
-from .reply import EmbeddingsReply, RerankReply, ScoreReply
-from .request import document_texts, embedding_submits, pair_submits, rerank_pairs, score_pairs
-from .types import EmbeddingList, EmbeddingsRequest, RerankBody, RerankRequest, ScoreList, ScoreRequest
+from .reply import ClassifyReply, RerankReply, ScoreReply, VectorsReply
+from .request import class_submits, document_texts, embedding_submits, pair_submits, rerank_pairs, score_pairs
+from .types import (
+    ClassifyRequest,
+    ClassList,
+    EmbeddingList,
+    EmbeddingsRequest,
+    PoolingList,
+    PoolRequest,
+    RerankBody,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 
 
 class PoolingEndpoints:
@@ -19,9 +29,11 @@ class PoolingEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._embeddings_decoder = msgspec.json.Decoder(EmbeddingsRequest)
-        self._rerank_decoder = msgspec.json.Decoder(RerankRequest)
-        self._score_decoder = msgspec.json.Decoder(ScoreRequest)
+        self._embeddings_decoder = request_decoder(EmbeddingsRequest)
+        self._pool_decoder = request_decoder(PoolRequest)
+        self._classify_decoder = request_decoder(ClassifyRequest)
+        self._rerank_decoder = request_decoder(RerankRequest)
+        self._score_decoder = request_decoder(ScoreRequest)
 
     def routes(self) -> list[Operation]:
         return [
@@ -34,6 +46,10 @@ class PoolingEndpoints:
                 example={"input": "Count from 1 to 5"},
                 gives=EmbeddingList,
             ),
+            Operation(
+                "POST", "/pooling", self.pool, "What the model makes of texts", takes=PoolRequest, gives=PoolingList
+            ),
+            Operation("POST", "/classify", self.classify, "The class of texts", takes=ClassifyRequest, gives=ClassList),
             *(
                 Operation(
                     "POST",
@@ -55,24 +71,48 @@ class PoolingEndpoints:
         request = decode_body(self._embeddings_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = embedding_submits(request, self._service.config, scope["state"]["salt"])
-        reply = EmbeddingsReply(model=model, num=len(submits), is_base64=request.encoding_format == "base64")
+        reply = VectorsReply(request, model=model, num=len(submits))
         await self._service.answer(submits, reply, False, scope, receive, send)
+
+    async def pool(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The task is, if the request does not say it, the model's own."""
+        request = decode_body(self._pool_decoder, await read_json(scope, receive))
+        model, config, salt = self._service.model_name(request.model), self._service.config, scope["state"]["salt"]
+        task = request.task or ("embed" if "embed" in config.model.purpose.tasks else "score")
+        size: int | None = None
+        if task in ("score", "classify"):
+            submits = class_submits(request, config, salt)
+        elif task == "token_embed":
+            submits = embedding_submits(request, config, salt, how="all")
+            size = request.dimensions or config.model.purpose.size
+        else:
+            submits = embedding_submits(request, config, salt)
+        reply = VectorsReply(request, model=model, num=len(submits), is_pooling=True, size=size)
+        await self._service.answer(submits, reply, False, scope, receive, send)
+
+    async def classify(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._classify_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        submits = class_submits(request, self._service.config, scope["state"]["salt"])
+        await self._service.answer(submits, ClassifyReply(model=model, num=len(submits)), False, scope, receive, send)
 
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._rerank_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        submits = pair_submits(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
+        scoring = pair_submits(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
         reply = RerankReply(
             model=model,
             texts=document_texts(request),
             top_n=request.top_n,
             has_documents=request.return_documents is not False,
+            num=len(scoring.submits),
+            pairs=scoring.pairs,
         )
-        await self._service.answer(submits, reply, False, scope, receive, send)
+        await self._service.answer(scoring.submits, reply, False, scope, receive, send)
 
     async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._score_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        submits = pair_submits(request, score_pairs(request), self._service.config, scope["state"]["salt"])
-        reply = ScoreReply(model=model, num=len(submits), created=int(time.time()))
-        await self._service.answer(submits, reply, False, scope, receive, send)
+        scoring = pair_submits(request, score_pairs(request), self._service.config, scope["state"]["salt"])
+        reply = ScoreReply(model=model, num=len(scoring.submits), created=int(time.time()), pairs=scoring.pairs)
+        await self._service.answer(scoring.submits, reply, False, scope, receive, send)

@@ -1,13 +1,18 @@
-"""The bodies of embeddings (OpenAI's), rerank (Jina's and Cohere's) and score (vLLM's), with the bounds of each field.
+"""The bodies of embeddings (OpenAI's), rerank (Jina's and Cohere's), and score, pooling and classify (vLLM's), with
+the bounds of each field.
 
 The rules are those of `api/openai/types.py`.
 """
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from ..output.shapes import TokenId
+from ..output.shapes import MessagesJson, TokenId
+
+EmbedDtype = Literal["float32", "float16", "bfloat16"]
+Endianness = Literal["native", "little", "big"]
+PoolTask = Literal["embed", "token_embed", "score", "classify"]
 
 
 class PoolingRequest(Struct, frozen=True, kw_only=True):
@@ -18,22 +23,48 @@ class PoolingRequest(Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
+    truncation_side: Literal["right"] | None = None  # the first tokens are kept
+    padding: bool | Literal["longest", "do_not_pad"] | None = None  # ignored: no vector depends on it
 
 
-class EmbeddingsRequest(PoolingRequest, frozen=True, kw_only=True):
-    """POST /v1/embeddings. `input`: a string, a list of strings, token ids, or a list of lists of token ids."""
+class TextsRequest(PoolingRequest, frozen=True, kw_only=True):
+    """Either `input`: a string, a list of strings, token ids, or a list of lists of token ids; or a conversation."""
 
-    input: str | list[str | TokenId | list[TokenId]]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    input: str | list[str | TokenId | list[TokenId]] | None = None
+    messages: MessagesJson = field(default_factory=Raw)
     add_special_tokens: bool | None = None
+    chat_template: str | None = None  # this and the next three: for `messages`, as in chat
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None  # default: false
+    continue_final_message: bool | None = None
+
+
+class VectorsRequest(TextsRequest, frozen=True, kw_only=True):
+    """What the requests for vectors have in common."""
+
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: EmbedDtype | None = None  # of base64 and bytes; default: float32
+    endianness: Endianness | None = None  # the same; default: little
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     normalize: bool | None = None  # default: as the checkpoint says
+    use_activation: bool | None = None  # vLLM's name of `normalize`
     prompt_name: str | None = None  # of the checkpoint's prompt that is put before each text
 
-    # Refused.
-    messages: object = None
-    embed_dtype: object = None
-    endianness: object = None
+
+class EmbeddingsRequest(VectorsRequest, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+
+class PoolRequest(VectorsRequest, frozen=True, kw_only=True):
+    """POST /pooling."""
+
+    task: PoolTask | None = None  # default: what the model is made for
+
+
+class ClassifyRequest(TextsRequest, frozen=True, kw_only=True):
+    """POST /classify."""
+
+    use_activation: bool | None = None  # false is refused: the score is what the model's head gives
 
 
 class ScoreRequest(PoolingRequest, frozen=True, kw_only=True):
@@ -44,8 +75,7 @@ class ScoreRequest(PoolingRequest, frozen=True, kw_only=True):
     queries: str | list[str] | None = None
     items: str | list[str] | None = None
 
-    # Refused.
-    use_activation: bool | None = None
+    use_activation: bool | None = None  # false is refused: the score is what the model's head gives
 
 
 class Document(Struct, frozen=True):
@@ -59,11 +89,11 @@ class RerankRequest(PoolingRequest, frozen=True, kw_only=True):
     documents: list[str | Document]
     top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
+    use_activation: bool | None = None  # false is refused: the score is what the model's head gives
 
     # Refused.
     rank_fields: object = None
     max_chunks_per_doc: int | None = None
-    use_activation: bool | None = None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +108,7 @@ class EmbeddingBody(Struct, frozen=True):
     """One vector; as base64 it is the bytes of little-endian float32."""
 
     index: int
-    embedding: list[float] | str
+    embedding: list[float | list[float]] | str
     object: Literal["embedding"] = "embedding"
 
 
@@ -116,4 +146,56 @@ class RerankBody(Struct, frozen=True):
     id: str
     model: str
     results: list[RerankResult]
+    usage: PoolingUsage
+
+
+class PoolingBody(Struct, frozen=True):
+    """One vector, or one for each token."""
+
+    index: int
+    data: list[float | list[float]] | str
+    object: Literal["pooling"] = "pooling"
+
+
+class PoolingList(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[PoolingBody]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+class ClassBody(Struct, frozen=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[ClassBody]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+class BytesItem(Struct, frozen=True):
+    """Where a vector is in a body of bytes, for the header `metadata`."""
+
+    index: int
+    embed_dtype: EmbedDtype
+    endianness: Endianness
+    start: int
+    end: int
+    shape: list[int]
+
+
+class BytesMetadata(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[BytesItem]
     usage: PoolingUsage

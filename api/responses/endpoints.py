@@ -1,32 +1,68 @@
 """POST /v1/responses, and the stored responses."""
 
 import contextlib
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
-from ..http.exchange import read_json, send_body, send_json
+from ...ipc.messages import Submit
+from ..http.exchange import read_json, send_body, send_json, while_connected
 from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.generate_types import GenerateRequest
 from ..openai.render import rendered
-from ..openai.translate import chat_submits, decode_body, read_turn
-from ..output.reply import Reply
+from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn, request_decoder
+from ..openai.types import ChatRequest
+from ..output.reply import Reply, id_list
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
-from .input_items import InputItemsQuery, ItemList, input_items, page
+from ..output.sse import send_events
+from ..output.turn import Turn
+from .background import BackgroundRuns, Run, stored_events
+from .conversations import ConversationEndpoints, Conversations
+from .input_items import InputItemsQuery, ItemList, decode_items, input_items, page
 from .reply import ResponsesReply, go_on, new_response
-from .request import chat_request, check_response, conversation_of, in_terms_of_responses, wants_logprobs
-from .store import ResponseStore, StoredResponse
-from .types import ResponseBody, ResponseDeleted, ResponseEvent, ResponsesRequest
+from .request import (
+    chat_request,
+    check_response,
+    conversation_of,
+    custom_names,
+    in_terms_of_responses,
+    references,
+    wants_logprobs,
+)
+from .store import ResponseStore, StoredResponse, conversation_store
+from .types import (
+    ConversationName,
+    InputItem,
+    InputTokens,
+    ResponseBody,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponsesRequest,
+)
+
+_OPEN = ("queued", "in_progress")
 
 
 class ResponsesEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._decoder = request_decoder(ResponsesRequest)
         self._store = ResponseStore(service.state)
+        self._conversations = Conversations(conversation_store(service.state))
+        self._runs = BackgroundRuns(service)
+
+    def start(self) -> None:
+        """Nothing goes on from an earlier server."""
+
+    async def stop(self) -> None:
+        """Ends what is made in the background."""
+        await self._runs.stop()
 
     def routes(self) -> list[Operation]:
         return [
@@ -49,6 +85,16 @@ class ResponsesEndpoints:
                 example={"input": "Count from 1 to 5", "temperature": 0},
                 gives=GenerateRequest,
             ),
+            Operation(
+                "POST",
+                "/v1/responses/input_tokens",
+                self.input_tokens,
+                "How many tokens a response's input is",
+                takes=ResponsesRequest,
+                example={"input": "Count from 1 to 5"},
+                gives=InputTokens,
+            ),
+            Operation("POST", "/v1/responses/{id}/cancel", self.cancel, "Cancel a response", gives=ResponseBody),
             Operation("GET", "/v1/responses/{id}", self.response, "A stored response", gives=ResponseBody),
             Operation("DELETE", "/v1/responses/{id}", self.forget, "Forget a response", gives=ResponseDeleted),
             Operation(
@@ -59,6 +105,7 @@ class ResponsesEndpoints:
                 query=InputItemsQuery,
                 gives=ItemList,
             ),
+            *ConversationEndpoints(self._conversations).routes(),
         ]
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,47 +113,130 @@ class ResponsesEndpoints:
         model = self._service.model_name(request.model)
         owner = scope["state"]["salt"]
         check_response(request)
-        conversation = conversation_of(request, await self._earlier_messages(owner, request.previous_response_id))
+        conversation_id = _conversation_id(request)
+        earlier = await self._earlier_messages(owner, request)
+        referred = {id: await self._find_item(owner, id) for id in references(request)}
+        conversation = conversation_of(request, earlier, referred.get)
         chat = chat_request(request, conversation.json())
         with in_terms_of_responses(request):
             submits = chat_submits(chat, self._service.config, owner)
         sampling = submits[0].sampling
-        response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
+        response = new_response(
+            request,
+            model=model,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            conversation=conversation_id,
+        )
+        items = input_items(conversation.json())
+        num_earlier = len(decode_items(input_items(earlier)))
 
         async def keep(ended: ResponseBody) -> None:
-            if ended.store:
-                items = input_items(conversation.json())
-                stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended), items)
-                # The answer has been made: the client gets it also where the database, which has logged why, fails.
-                with contextlib.suppress(HttpError):
-                    await self._store.put(owner, ended.id, stored)
+            # The answer has been made: the client gets it also where the database, which has logged why, fails.
+            with contextlib.suppress(HttpError):
+                if conversation_id is not None:
+                    added = [*decode_items(items)[num_earlier:], *ended.output]
+                    await self._conversations.extend(owner, conversation_id, msgspec.json.encode(added))
+                if ended.store:
+                    body, messages = msgspec.json.encode(ended), go_on(conversation, ended)
+                    record = StoredResponse(body, messages, items, is_background=ended.background)
+                    await self._store.put(owner, ended.id, record)
 
-        turn = read_turn(chat, self._service.config)
-        reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        turn = read_turn(chat, self._service.config, custom_names(request))
+        has_logprobs = wants_logprobs(request)
+        if request.background:
+            self._runs.check_room()
+            await self._begin(request, response, submits, turn, items, keep, scope, receive, send)
+            return
+        reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=has_logprobs, on_end=keep)
         if request.return_token_ids:
             reply = WithTokenIds(reply)
         with in_terms_of_responses(request):
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
+    async def _begin(
+        self,
+        request: ResponsesRequest,
+        response: ResponseBody,
+        submits: list[Submit],
+        turn: Turn,
+        items: bytes,
+        keep: Callable[[ResponseBody], Awaitable[None]],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Makes the response in the background, and answers with it as it is now, or with its stream."""
+        key = (scope["state"]["salt"], response.id)
+        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        run = Run(reply, keeps_events=bool(request.stream))
+
+        async def note() -> None:
+            body = reply.response
+            record = StoredResponse(msgspec.json.encode(body), b"[]", items, True, body.status not in _OPEN)
+            await self._store.put(*key, record)
+
+        async def note_end() -> None:
+            with contextlib.suppress(HttpError):
+                if reply.response.status in ("failed", "cancelled"):
+                    await note()
+                if events := b"".join(run.events):
+                    await self._store.change(*key, lambda record: replace(record, events=events))
+
+        async def note_begin() -> None:
+            with contextlib.suppress(HttpError):
+                await note()
+
+        await note()
+        self._runs.start(key, run, submits, scope, on_begin=note_begin, on_end=note_end)
+        if request.stream:
+            await while_connected(receive, send_events(send, run.follow(0)))
+        else:
+            await send_json(send, response)
+
     async def render(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = decode_body(self._decoder, await read_json(scope, receive))
-        model = self._service.model_name(request.model)
-        check_response(request)
-        earlier = await self._earlier_messages(scope["state"]["salt"], request.previous_response_id)
-        chat = chat_request(request, conversation_of(request, earlier).json())
-        with in_terms_of_responses(request):
-            submits = chat_submits(chat, self._service.config, b"")
-            await send_json(send, (await rendered(self._service, chat, submits[:1], model))[0])
+        chat, model = await self._chat(scope, receive)
+        with in_terms_of_responses(chat.request):
+            submits = chat_submits(chat.chat, self._service.config, b"")
+            await send_json(send, (await rendered(self._service, chat.chat, submits[:1], model))[0])
+
+    async def input_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        chat, _ = await self._chat(scope, receive)
+        with in_terms_of_responses(chat.request):
+            tokenized = await self._service.gateway.tokenize(chat_prompt(chat.chat, self._service.config))
+        await send_json(send, InputTokens(len(id_list(tokenized.ids))))
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stored = await self._stored(scope["state"]["salt"], scope["path_params"]["id"])
-        if b"stream=true" in scope["query_string"]:
-            raise unsupported("stream", "A stored response is not streamed.")
-        await send_body(send, 200, stored.body)
+        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
+        stored = await self._stored(owner, id)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        if query.get("stream") != "true":
+            await send_body(send, 200, stored.body)
+            return
+        after = query.get("starting_after", "-1")
+        if not (after.removeprefix("-").isdecimal() and after.isascii() and len(after) < 10):
+            raise HttpError(400, "starting_after must be the sequence_number of an event.", param="starting_after")
+        first = max(0, int(after) + 1)
+        run = self._runs.find((owner, id))
+        if run is not None and run.keeps_events:
+            await while_connected(receive, send_events(send, run.follow(first)))
+        elif stored.events:
+            await send_events(send, stored_events(stored.events, first))
+        else:
+            detail = "Only a response that was made with background and stream can be streamed again."
+            raise unsupported("stream", detail)
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
+        if not (await self._stored(owner, id)).is_background:
+            raise HttpError(400, "Only a response that is made in the background can be cancelled.")
+        await self._runs.cancel((owner, id))
+        await send_body(send, 200, (await self._stored(owner, id)).body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        id = scope["path_params"]["id"]
-        if not await self._store.delete(scope["state"]["salt"], id):
+        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
+        await self._runs.cancel((owner, id))
+        if not await self._store.delete(owner, id):
             raise _no_response(id)
         await send_json(send, ResponseDeleted(id))
 
@@ -115,14 +245,28 @@ class ResponsesEndpoints:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         await send_json(send, page(stored.input_items, query))
 
+    async def _chat(self, scope: Scope, receive: Receive) -> tuple["_Asked", str]:
+        """(a request and what it asks of chat, the model's name). Raises HttpError."""
+        request = decode_body(self._decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        check_response(request)
+        owner = scope["state"]["salt"]
+        earlier = await self._earlier_messages(owner, request)
+        referred = {id: await self._find_item(owner, id) for id in references(request)}
+        conversation = conversation_of(request, earlier, referred.get)
+        return _Asked(request, chat_request(request, conversation.json())), model
+
     async def _stored(self, owner: bytes, id: str) -> StoredResponse:
         stored = await self._store.get(owner, id)
         if stored is None:
             raise _no_response(id)
         return stored
 
-    async def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
-        """The messages up to and including the response with this id. Raises HttpError 400."""
+    async def _earlier_messages(self, owner: bytes, request: ResponsesRequest) -> bytes:
+        """The messages before the request's own. Raises HttpError 400."""
+        conversation, id = _conversation_id(request), request.previous_response_id
+        if conversation is not None:
+            return await self._conversations.messages(owner, conversation)
         if id is None:
             return b"[]"
         stored = await self._store.get(owner, id)
@@ -133,7 +277,32 @@ class ResponsesEndpoints:
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
+        if not stored.has_ended:
+            raise HttpError(400, f"The response {id[:100]!r} has not ended.", param="previous_response_id")
         return stored.messages
+
+    async def _find_item(self, owner: bytes, id: str) -> InputItem | None:
+        """An item of a stored response or conversation."""
+        quoted = msgspec.json.encode(id)
+        for _, stored in await self._store.list(owner, quoted):
+            for items in (msgspec.json.decode(stored.body)["output"], decode_items(stored.input_items)):
+                for item in items:
+                    if item.get("id") == id:
+                        return msgspec.convert(item, InputItem)
+        for _, conversation in await self._conversations.store.list(owner, quoted):
+            for item in decode_items(conversation.items):
+                if item.get("id") == id:
+                    return msgspec.convert(item, InputItem)
+        return None
+
+
+class _Asked(NamedTuple):
+    request: ResponsesRequest
+    chat: ChatRequest
+
+
+def _conversation_id(request: ResponsesRequest) -> str | None:
+    return request.conversation.id if isinstance(request.conversation, ConversationName) else request.conversation
 
 
 def _no_response(id: str) -> HttpError:

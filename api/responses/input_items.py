@@ -10,7 +10,7 @@ from ..output.reply import new_id
 
 MAX_LISTED = 100
 _LISTED = 20  # by default
-_Item = dict[str, object]
+Item = dict[str, object]
 
 
 class InputItemsQuery(Struct, frozen=True):
@@ -22,7 +22,7 @@ class InputItemsQuery(Struct, frozen=True):
 class ItemList(Struct, frozen=True):
     """A page. `has_more`: there are items after `last_id`."""
 
-    data: list[_Item]
+    data: list[Item]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -55,7 +55,7 @@ class _Message(Struct):
 
 def input_items(messages: bytes) -> bytes:
     """The messages of a `Conversation` as a JSON array of items with new ids."""
-    items: list[_Item] = []
+    items: list[Item] = []
     for message in msgspec.json.decode(messages, type=list[_Message]):
         texts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
         if message.role == "tool":
@@ -64,7 +64,7 @@ def input_items(messages: bytes) -> bytes:
         if message.reasoning_content is not None:
             thought = {"type": "reasoning_text", "text": message.reasoning_content}
             items.append(_item("rs_", "reasoning", summary=[], content=[thought]))
-        parts: list[_Item] = [{"type": "input_text", "text": text} for text in texts]
+        parts: list[Item] = [{"type": "input_text", "text": text} for text in texts]
         if message.role == "assistant":
             parts = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts if text]
         if parts:
@@ -77,9 +77,14 @@ def input_items(messages: bytes) -> bytes:
     return msgspec.json.encode(items)
 
 
+def decode_items(items: bytes) -> list[Item]:
+    """The items of a JSON array."""
+    return msgspec.json.decode(items, type=list[Item])
+
+
 def page(items: bytes, query: dict[str, str]) -> ItemList:
     """The requested part of `items`. Raises HttpError."""
-    found = msgspec.json.decode(items, type=list[_Item])
+    found = decode_items(items)
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
     if order not in ("asc", "desc"):
         raise HttpError(400, 'order must be "asc" or "desc".', param="order")
@@ -97,5 +102,5 @@ def page(items: bytes, query: dict[str, str]) -> ItemList:
     return ItemList(shown, first, last, has_more=len(found) > len(shown))
 
 
-def _item(prefix: str, type: str, **fields: object) -> _Item:
+def _item(prefix: str, type: str, **fields: object) -> Item:
     return {"id": new_id(prefix), "type": type, "status": "completed", **fields}

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ...ipc.messages import Chunk, Usage
 from ..http.http_error import HttpError
 from ..openai.conversation import Conversation
+from ..openai.plain_tools import INPUT
 from ..output.parsers.events import CallArguments, CallStart, Reasoning, Text
 from ..output.reply import Reply, chat_logprobs, new_id
 from ..output.resumable import part_id
@@ -22,6 +23,8 @@ from ..output.shapes import TextFormat, TokenLogprobBody
 from ..output.turn import Turn
 from .request import functions
 from .types import (
+    ConversationName,
+    CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -45,8 +48,10 @@ _encode = msgspec.json.Encoder().encode
 _Event = tuple[str, dict[str, object]]  # type, and all fields but the sequence number
 
 
-def new_response(request: ResponsesRequest, *, model: str, temperature: float, top_p: float) -> ResponseBody:
-    """The response before any output."""
+def new_response(
+    request: ResponsesRequest, *, model: str, temperature: float, top_p: float, conversation: str | None = None
+) -> ResponseBody:
+    """The response before any output. `conversation`: the id of the one that it belongs to."""
     text = request.text or TextConfig()
     return ResponseBody(
         id=request.resume_id or new_id("resp_"),
@@ -70,6 +75,9 @@ def new_response(request: ResponsesRequest, *, model: str, temperature: float, t
         text=replace(text, format=text.format or TextFormat()),
         user=request.user,
         truncation=request.truncation or "disabled",
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
+        conversation=None if conversation is None else ConversationName(conversation),
     )
 
 
@@ -89,15 +97,20 @@ class ResponsesReply(Reply):
         self._is_simple = turn.is_verbatim and not has_logprobs
         self._on_end = on_end
         self._next_sequence_number = 0
+        self._created = response  # as it was before the engine took it
         self._items: list[OutputItem] = []  # complete
-        self._open: _Message | _Reasoning | _Call | None = None
+        self._open: _Message | _Reasoning | _Call | _CustomCall | None = None
         self._logprobs: list[TokenLogprobBody] = []  # of tokens whose text is still held back
+
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        self._created = self._response
+        self._response = replace(self._response, status="in_progress")
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self) -> list[bytes]:
-        fields: dict[str, object] = {"response": self._response}
-        return [self._event("response.created", fields), self._event("response.in_progress", fields)]
+        created = self._event("response.created", {"response": self._created})
+        return [created, self._event("response.in_progress", {"response": self._response})]
 
     def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
         """The events are encoded as they are sent, so a plain answer does not pay for them."""
@@ -122,8 +135,18 @@ class ResponsesReply(Reply):
         """An event with the output so far and the error."""
         items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
         failure = ResponseFailure("server_error", str(error))
-        response = replace(self._response, status="failed", error=failure, output=items)
-        return self._event("response.failed", {"response": response})
+        self._response = replace(self._response, status="failed", error=failure, output=items)
+        return self._event("response.failed", {"response": self._response})
+
+    @property
+    def response(self) -> ResponseBody:
+        """The response as it is now; its output comes at the end."""
+        return self._response
+
+    def cancel(self) -> None:
+        """The client wants no more of it."""
+        items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
+        self._response = replace(self._response, status="cancelled", output=items)
 
     def _event(self, type: str, fields: dict[str, object]) -> bytes:
         data = _encode({"type": type, "sequence_number": self._next_sequence_number, **fields})
@@ -156,10 +179,11 @@ class ResponsesReply(Reply):
                     chunks.append(self._open.grow(text))
                     self._logprobs = []  # reasoning items have no log-probabilities
                 case CallStart(name=name):
-                    self._begin(_Call(self._response.id, self._next_index, name), chunks)
+                    kind = _CustomCall if name in self._turn.custom else _Call
+                    self._begin(kind(self._response.id, self._next_index, name), chunks)
                     self._logprobs = []  # nor have calls
                 case CallArguments(text=text):
-                    assert isinstance(self._open, _Call), "arguments without a call"
+                    assert isinstance(self._open, _Call | _CustomCall), "arguments without a call"
                     chunks.append(self._open.grow(text))
                     self._logprobs = []
                 case _:
@@ -186,7 +210,7 @@ class ResponsesReply(Reply):
     def _next_index(self) -> int:
         return len(self._items) + (self._open is not None)
 
-    def _begin(self, item: "_Message | _Reasoning | _Call", chunks: list[_Event]) -> None:
+    def _begin(self, item: "_Message | _Reasoning | _Call | _CustomCall", chunks: list[_Event]) -> None:
         self._end_item("completed", chunks)
         self._open = item
         chunks.extend(item.begin())
@@ -314,6 +338,37 @@ class _Call:
         ]
 
 
+class _CustomCall:
+    """A call of a custom tool, whose input comes as a whole."""
+
+    def __init__(self, response_id: str, index: int, name: str) -> None:
+        self._id = part_id("ctc_", response_id, index)
+        self._call_id = part_id("call_", response_id, index)
+        self._index = index
+        self._name = name
+        self._input = ""
+
+    @property
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._id, "output_index": self._index}
+
+    def item(self, status: ItemStatus) -> CustomCallItem:
+        return CustomCallItem(self._id, self._call_id, self._name, self._input, status)
+
+    def begin(self) -> list[_Event]:
+        return [("response.output_item.added", {"output_index": self._index, "item": self.item("in_progress")})]
+
+    def grow(self, text: str) -> _Event:
+        self._input += text
+        return "response.custom_tool_call_input.delta", {**self._place, "delta": text}
+
+    def end(self, status: ItemStatus) -> list[_Event]:
+        return [
+            ("response.custom_tool_call_input.done", {**self._place, "input": self._input}),
+            ("response.output_item.done", {"output_index": self._index, "item": self.item(status)}),
+        ]
+
+
 def go_on(conversation: Conversation, response: ResponseBody) -> bytes:
     """The messages with this response's output added, for the next request."""
     for item in response.output:
@@ -325,6 +380,8 @@ def go_on(conversation: Conversation, response: ResponseBody) -> bytes:
                     conversation.add_reasoning(thought.text)
             case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
                 conversation.add_call(call_id, name, arguments)
+            case CustomCallItem(call_id=call_id, name=name, input=text):
+                conversation.add_call(call_id, name, _encode({INPUT: text}).decode())
             case _:
                 assert_never(item)
     return conversation.json()

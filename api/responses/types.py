@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ..output.shapes import GenerationRequest, TextFormat, TokenId, TokenLogprobBody
+from ..output.shapes import CustomFormat, GenerationRequest, TextFormat, TokenId, TokenLogprobBody
 
 Truncation = Literal["auto", "disabled"]
 
@@ -25,20 +25,27 @@ class InputItem(Struct, frozen=True):
     type: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
+    id: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None  # of a call of a custom tool
     output: str | list[InputPart] | None = None
 
 
 class ResponseTool(Struct, frozen=True):
-    """A function, or a tool that a server would run itself."""
+    """A function, a custom tool, or a tool that a server would run itself."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None  # of a custom tool
+
+
+class ConversationName(Struct, frozen=True):
+    id: str
 
 
 class TextConfig(Struct, frozen=True):
@@ -75,11 +82,13 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of the answer, sampled by another engine
     resume_id: Annotated[str, Meta(pattern="^resp_[0-9a-f]{24}$")] | None = None  # of the answer that is resumed
 
-    # Refused.
     background: bool | None = None
-    conversation: object = None
+    conversation: str | ConversationName | None = None
+
+    # Refused.
     prompt: object = None
     context_management: object = None
+    enable_response_messages: bool | None = None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +129,15 @@ class FunctionCallItem(Struct, frozen=True, tag="function_call"):
     status: ItemStatus
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomCallItem(Struct, frozen=True, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -156,7 +173,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
@@ -181,7 +198,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     user: str | None
     truncation: Truncation
     background: bool = False
-    conversation: None = None
+    conversation: ConversationName | None = None
     prompt: None = None
     service_tier: None = None
 
@@ -197,3 +214,8 @@ class ResponseDeleted(Struct, frozen=True):
     id: str
     object: Literal["response.deleted"] = "response.deleted"
     deleted: bool = True
+
+
+class InputTokens(Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"

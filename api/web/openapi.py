@@ -11,12 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..admin.endpoints import ADMIN_PATHS
 from ..http.exchange import send_body
-from ..http.http_error import AnthropicErrorBody, ErrorBody, speaks_anthropic
+from ..http.http_error import AnthropicErrorBody, ErrorBody, OllamaErrorBody, speaks_anthropic
 from ..http.operation import Operation
 from ..openai.types import Message, Tool
 
 Json = dict[str, object]
 
+_ERRORS = {"Error": ErrorBody, "AnthropicError": AnthropicErrorBody, "OllamaError": OllamaErrorBody}
 _REFERRED_TO = (Message, Tool)  # by fields that are raw JSON in the structs
 _ANYTHING: Json = {"description": "Any JSON value."}
 _REFUSED_FIELD = {**_ANYTHING, "default": None}  # msgspec's schema of `object = None`
@@ -38,7 +39,7 @@ def describe(
     """The description of all operations by section. `has_keys`: all but those at `open_paths` need a key."""
     operations = [operation for section in sections.values() for operation in section]
     shapes = [shape for one in operations for shape in (one.takes, one.query, one.gives, one.streams)]
-    schemas = _Schemas([*filter(None, shapes), ErrorBody, AnthropicErrorBody, *_REFERRED_TO])
+    schemas = _Schemas([*filter(None, shapes), *_ERRORS.values(), *_REFERRED_TO])
     paths: dict[str, Json] = {}
     for section, members in sections.items():
         for one in members:
@@ -62,7 +63,7 @@ def describe(
                     "description": "An error.",
                     "content": {"application/json": {"schema": schemas.of(body)}},
                 }
-                for name, body in (("Error", ErrorBody), ("AnthropicError", AnthropicErrorBody))
+                for name, body in _ERRORS.items()
             },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
@@ -98,10 +99,14 @@ def _responses(operation: Operation, schemas: "_Schemas") -> Json:
             "contentMediaType": "application/json",
             "contentSchema": schemas.of(operation.streams),
         }
-        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": event}
-        about = "The answer, or with `stream` server-sent events: the schema is that of one event."
-    error = {"$ref": f"#/components/responses/{'AnthropicError' if speaks_anthropic(operation.path) else 'Error'}"}
+        event: Json = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        if operation.streams_as == "application/x-ndjson":
+            event = schemas.of(operation.streams)
+        content[operation.streams_as] = {"schema": event}
+        about = "The answer, or with `stream` a stream: the schema is that of one event or line."
+    is_ollama = operation.path.startswith("/api/")
+    name = "OllamaError" if is_ollama else "AnthropicError" if speaks_anthropic(operation.path) else "Error"
+    error = {"$ref": f"#/components/responses/{name}"}
     return {"200": {"description": about, "content": content}, "4XX": error, "5XX": error}
 
 

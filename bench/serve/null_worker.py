@@ -1,13 +1,15 @@
 """A worker without a device: a row's next token is the next id of a counter. Behind real processes, it shows the cost
 of a token outside of the worker.
 
-`python -m pagewire.bench.serve.null_worker WORKER_ADDRESS CORE_ADDRESS FIRST_ID NUM_IDS STEP_MS`; `frontend` runs it.
+`python -m pagewire.bench.serve.null_worker WORKER_ADDRESS CORE_ADDRESS FIRST_ID NUM_IDS STEP_MS [ENGINE DEVICE_EPOCH]`;
+`frontend` and `engines_server` run it.
 """
 
 import sys
 import time
 from array import array
 
+from ...ipc.epochs import Epochs, Link
 from ...ipc.messages import CacheOffer, StepPlan, StepResult, ToWorker, bytes_to_ids
 from ...ipc.zmq_channel import ZmqContext, ZmqInbox
 
@@ -35,11 +37,19 @@ class NullWorker:
         return StepResult(plan.step, ids.tobytes(), {}, {}, 0.0)
 
 
-def main(worker_address: str, core_address: str, first_id: str, num_ids: str, step_ms: str) -> None:
+def main(
+    worker_address: str,
+    core_address: str,
+    first_id: str,
+    num_ids: str,
+    step_ms: str,
+    engine: str = "0",
+    device_epoch: str = "1",
+) -> None:
     """Serves a core until the process is terminated; a step takes `step_ms`."""
-    context = ZmqContext()
+    context = ZmqContext(epochs=Epochs(1, int(device_epoch), engine=int(engine)))
     inbox: ZmqInbox[ToWorker] = context.inbox(worker_address, ToWorker)
-    core = context.outbox(core_address)
+    core = context.outbox(core_address, Link.DEVICE)
     worker = NullWorker(first_id=int(first_id), num_ids=int(num_ids))
     core.send(CacheOffer(0, NUM_BLOCKS))
     step_s = float(step_ms) / 1e3

@@ -365,10 +365,11 @@ def _decode_object(data: bytes, name: str) -> dict[str, object]:
 def load_chat_template(
     folder: Path,
     tokenizer: Tokenizer,
-    operator_file: Path | None = None,
+    operators: str | None = None,
     *,
     bounds: ChatBounds = _UNBOUNDED,
 ) -> ChatTemplate:
-    """The chat template of the checkpoint in `folder`, or of `operator_file` instead. Without one, the result refuses
+    """The chat template of the checkpoint in `folder`, or the `operators` instead (see
+    `read_templates`). Without one, the result refuses
     chat requests. Raises ConfigError if it is damaged."""
-    return ChatTemplate(read_templates(folder, operator_file), tokenizer.special_tokens, bounds=bounds)
+    return ChatTemplate(read_templates(folder, operators), tokenizer.special_tokens, bounds=bounds)

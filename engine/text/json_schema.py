@@ -32,6 +32,13 @@ _OF_AN_OBJECT = frozenset(
 )
 # An object with one of these may need a property that the schema does not name.
 _OPENING = ("unevaluatedProperties", "dependentRequired", "dependentSchemas", "$dynamicRef", "not", "if")
+# Whatever else describes the same object.
+_APPLICATORS = frozenset(
+    {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "dependentSchemas", "dependentRequired"}
+)
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_MAX_DEPENDENT = 4  # optional properties of `dependentRequired`, which double the alternatives each
 _MAX_BRANCHES = 100  # of a oneOf, for comparing each with each
 _NOT_A_REGULAR_LANGUAGE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 
@@ -87,7 +94,16 @@ class _Cleaner(_Root):
                 value = [self._clean_any(one) for one in value]
             elif word in _ONE_SCHEMA:
                 value = self._clean_any(value)
+            elif word in _COUNTS and isinstance(value, float) and value.is_integer():
+                value = int(value)
             cleaned[word] = value
+        if cleaned.get("unevaluatedProperties") is False and not _APPLICATORS & cleaned.keys():
+            del cleaned["unevaluatedProperties"]  # nothing else evaluates properties
+            cleaned.setdefault("additionalProperties", False)
+        if "not" in cleaned:
+            _exclude(cleaned)
+        if "dependentRequired" in cleaned:
+            cleaned = _spell_out(cleaned)
         if "propertyNames" in cleaned:
             self._name(cleaned, cleaned.pop("propertyNames"))
         return cleaned
@@ -120,6 +136,71 @@ def _pattern(names: Schema) -> str | None:
     if not isinstance(least, int) or not isinstance(most, int | None) or not (least or most is not None):
         return None
     return f"^(?s:.{{{least},{'' if most is None else most}}})$"
+
+
+def _exclude(schema: Schema) -> None:
+    """Expresses `not` with keywords that the library knows, in place, where that is possible: types, listed values, and
+    a property that there must not be."""
+    match schema["not"]:
+        case {"type": str() | list() as types, **others} if not others:
+            excluded = {types} if isinstance(types, str) else set(types)
+            given = schema.get("type", list(_TYPES))
+            kept = [one for one in (given if isinstance(given, list) else [given]) if one not in excluded]
+            is_split = ("integer" in excluded) != ("number" in excluded) and {"integer", "number"} & {*kept}
+            if kept and not is_split and excluded <= {*_TYPES, "integer"}:
+                schema["type"] = kept
+                del schema["not"]
+        case {"enum": list(values), **others} if not others:
+            _exclude_values(schema, values)
+        case {"const": value, **others} if not others:
+            _exclude_values(schema, [value])
+        case {"required": [str(name)], **others} if not others and _is_closed(schema):
+            properties = _dict(schema, "properties")
+            if name not in _list(schema, "required"):
+                schema["properties"] = {one: value for one, value in properties.items() if one != name}
+                del schema["not"]
+
+
+def _exclude_values(schema: Schema, values: list[object]) -> None:
+    listed = [True, False] if schema.get("type") == "boolean" else _list(schema, "enum")
+    excluded = {json.dumps(value, sort_keys=True) for value in values}
+    kept = [value for value in listed if json.dumps(value, sort_keys=True) not in excluded]
+    if kept:
+        schema["enum"] = kept
+        del schema["not"]
+
+
+def _spell_out(schema: Schema) -> Schema:
+    """Expresses `dependentRequired` as alternatives, in which a property and what it requires is there, or it is not.
+    Where that is not possible, it stays."""
+    needs = _dict(schema, "dependentRequired")
+    if not _is_closed(schema) or not all(isinstance(names, list) for names in needs.values()):
+        return schema
+    outer: Schema = {word: schema[word] for word in ("$defs", "definitions", "$schema", "$id") if word in schema}
+    inner = {word: value for word, value in schema.items() if word not in (*outer, "dependentRequired")}
+    optional = [name for name in needs if name in _dict(schema, "properties") and name not in _list(schema, "required")]
+    if len(optional) > _MAX_DEPENDENT:
+        return schema
+    found: list[Schema] = []
+    for number in range(1 << len(optional)):
+        absent = {name for i, name in enumerate(optional) if number >> i & 1}
+        required = dict.fromkeys(one for one in _list(schema, "required") if isinstance(one, str))
+        required |= dict.fromkeys(name for name in optional if name not in absent)
+        while more := [one for name in required for one in _list(needs, name) if one not in required]:
+            required |= dict.fromkeys(one for one in more if isinstance(one, str))
+        properties = {name: one for name, one in _dict(schema, "properties").items() if name not in absent}
+        if required.keys() <= properties.keys():
+            found.append({**inner, "properties": properties, "required": [*required], "additionalProperties": False})
+    if not found:
+        return schema
+    return {**outer, "anyOf": found} if len(found) > 1 else {**outer, **found[0]}
+
+
+def _is_closed(schema: Schema) -> bool:
+    """Whether an object has no other properties than those that this schema names, or will have none."""
+    is_alone = not (_APPLICATORS | {"not", "patternProperties"}) & (schema.keys() - {"not", "dependentRequired"})
+    is_object = schema.get("type") == "object"
+    return is_alone and is_object and "properties" in schema and schema.get("additionalProperties", False) is False
 
 
 class _Closer(_Root):

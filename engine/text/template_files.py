@@ -12,23 +12,26 @@ from ..checkpoint.gguf import Metadata, is_gguf, read_gguf
 _MAX_CHARS = 1 << 20  # of a template; the longest that are known have a twentieth
 
 
-def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str, str]:
-    """Name → template of the checkpoint in `folder`, or of `operator_file` instead; empty if there are none. Raises
+def read_templates(folder: Path, operators: str | None = None) -> dict[str, str]:
+    """Name → template of the checkpoint in `folder`, or the `operators` instead (--chat-template: a
+    file or the template itself); empty if there are none. Raises
     ConfigError if one is damaged."""
-    templates = _read(folder, operator_file)
+    templates = _read(folder, operators)
     for name, source in templates.items():
         if len(source) > _MAX_CHARS:
-            place = operator_file or folder
+            place = folder if operators is None else "--chat-template"
             raise ConfigError(f"The chat template {name!r} of {place} has more than {_MAX_CHARS:,} characters.")
     return templates
 
 
-def _read(folder: Path, operator_file: Path | None) -> dict[str, str]:
-    if operator_file is not None:
+def _read(folder: Path, operators: str | None) -> dict[str, str]:
+    if operators is not None:
+        if "{{" in operators or "{%" in operators:
+            return {"default": operators}
         try:
-            return {"default": read_text(operator_file)}
+            return {"default": read_text(Path(operators))}
         except FileNotFoundError:
-            raise ConfigError(f"There is no chat template {operator_file}.") from None
+            raise ConfigError(f"There is no chat template {operators}.") from None
     if is_gguf(folder):
         return _of_gguf(read_gguf(folder, has_vocabulary=False).metadata)
     more = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

@@ -52,6 +52,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.special_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name)))}
+        named = settings.get("tokenizer_class")
+        self.class_name = named if isinstance(named, str) else ""
         _add_declared_tokens(backend, settings, self.special_tokens.values())
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
@@ -219,6 +221,10 @@ class Tokenizer:
         if text is None:
             text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
         return text
+
+    def piece(self, id: int) -> str:
+        """The token as the vocabulary has it, such as `Ġis`; empty if there is none with this id."""
+        return self._backend.id_to_token(id) or "" if 0 <= id < self.vocab_size else ""
 
     def whole_text(self, id: int) -> str | None:
         """The text that this token adds after whole characters, if it is whole characters itself. None for special

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.api.web.page import PAGE_FILES
 from pagewire.ipc.messages import GroupSnapshot, Snapshot, TierSnapshot
 
-OPEN = ("/health", "/ready", "/version")
+OPEN = ("/health", "/ping", "/ready", "/version")
 ROUTES = [
     *sorted(
         (method, route.path)
@@ -34,6 +34,8 @@ def test_requests_without_a_valid_key_are_refused(method: str, path: str, author
     answer = request(engine, path, b"{}", method=method, headers=headers, **KEYS)
     if path.startswith("/v1/messages"):
         assert answer.json["type"] == "error" and answer.json["error"]["type"] == "authentication_error"
+    elif path.startswith("/api/"):
+        assert answer.json.keys() == {"error"} and "key" in answer.json["error"]
     else:
         assert answer.error["code"] == "invalid_api_key"
     assert answer.status == 401 and not engine.submits

@@ -156,7 +156,7 @@ def test_keyword_arguments_of_vllm() -> None:
     }  # fmt: skip
     settings, notes = translate_options(given, BY_NAME)
     assert settings == {
-        "dtype": "float16", "tensor_parallel_size": 2, "speculative": "ngram", "kv_cache_memory": str(2**20),
+        "dtype": "float16", "tensor_parallel_size": 2, "speculative": "ngram", "kv_cache_memory": 2**20,
         "threads": 1,
     }  # fmt: skip
     assert [note.partition(" ")[0] for note in notes] == ["trust_remote_code", "enforce_eager"]

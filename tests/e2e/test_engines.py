@@ -6,11 +6,15 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
+import msgspec
 import pytest
+import zmq
 from waiting import until
 
 from pagewire.bench.serve.route_streams import Body, Told, bodies, differences, read_streams
@@ -37,6 +41,11 @@ def by_engine(server: Server, name: str) -> list[float]:
     """A metric of engine 0 and of engine 1."""
     lines = re.findall(rf'^pagewire:{name}{{[^}}]*engine="(\d)"[^}}]*}} (\S+)$', server.get("/metrics"), re.MULTILINE)
     return [sum(float(value) for engine, value in lines if engine == number) for number in "01"]
+
+
+def pids(server: Server, kind: str) -> set[int]:
+    """Of the actors of a kind in all engines."""
+    return {process.pid for name, process in server.children().items() if name.startswith(kind)}
 
 
 async def killed_beneath(server: Server, victim: str, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
@@ -106,12 +115,25 @@ def test_a_death_in_one_engine_moves_its_streams_to_the_other(start: Start) -> N
 
 
 @pytest.mark.long
-def test_any_process_of_an_engine_may_die_and_engines_restart_in_turn(start: Start) -> None:
-    server = start(*FLAGS).wait_ready()
+def test_any_process_of_an_engine_may_die_and_engines_restart_in_turn(start: Start, tmp_path: Path) -> None:
+    events = f"ipc://{tmp_path}/events"
+    swapping = ("--enable-model-swap", "--admin-api-key", "of-the-administrator")
+    server = start(*FLAGS, "--kv-events", events, *swapping).wait_ready()
+    numbers: list[int] = []
+    with zmq.Context() as context, ExitStack() as sockets:
+        subscribers = [sockets.enter_context(context.socket(zmq.SUB)) for _ in range(2)]
+        for subscriber, address in zip(subscribers, (events, f"{events}.1"), strict=True):
+            subscriber.subscribe(b"")
+            subscriber.connect(address)
+        asyncio.run(read_streams(server.url, bodies(8, 20), [0]))
+        for subscriber in subscribers:
+            assert subscriber.poll(30_000)
+            numbers.append(msgspec.msgpack.decode(subscriber.recv_multipart()[2])[2])
+    assert numbers == [0, 1], "each engine publishes its own blocks"
     die_and_go_on(server, [f"{kind} of engine 0" for kind in ("core", "tokenizer", "grammar", "worker")])
     asked = bodies(6, 40)
     expected = asyncio.run(read_streams(server.url, asked, [0]))
-    old = {process.pid for name, process in server.children().items() if name.startswith("core")}
+    old = pids(server, "core")
 
     async def served_until_restarted() -> int:
         """Repeats the streams until the log says so. Returns the number of repetitions."""
@@ -125,10 +147,16 @@ def test_any_process_of_an_engine_may_die_and_engines_restart_in_turn(start: Sta
     os.kill(server.process.pid, signal.SIGHUP)
     assert asyncio.run(served_until_restarted()) > 2
     wait_until_all_take_requests(server)
-    assert not old & {process.pid for name, process in server.children().items() if name.startswith("core")}
+    assert not old & pids(server, "core")
     server.children()["api"].kill()
     until(lambda: server.answers("/ready"), "the api is replaced", 60)
     wait_until_all_take_requests(server)
+    assert not differences(expected, asyncio.run(read_streams(server.url, asked, [0])))
+    cores = pids(server, "core")
+    swapped = httpx.post(f"{server.url}/admin/models", json={"max_num_seqs": 8}, headers=ADMIN, timeout=120)
+    assert swapped.status_code in (200, 202), swapped.text
+    until(lambda: cores.isdisjoint(pids(server, "core")), "both engines are replaced", 120)
+    until(lambda: server.answers("/ready"), "the new engines serve", 120)
     assert not differences(expected, asyncio.run(read_streams(server.url, asked, [0])))
     assert server.stop() == 0, server.log.read_text()
 

@@ -23,10 +23,13 @@ TOKENS = 300
 class Machines:
     """The launches of one engine."""
 
-    def __init__(self, start: Start, folder: Path, proxy: Proxy, lead_port: int, *flags: str) -> None:
+    def __init__(
+        self, start: Start, folder: Path, proxy: Proxy, lead_port: int, *flags: str, sizes: str = "tensor"
+    ) -> None:
+        """`sizes`: the two ranks are tensor-parallel ones, or pipeline's stages."""
         self._start, self._key, self._proxy = start, folder / "key", proxy
         self.lead = start(
-            *("--tensor-parallel-size", "2", "--nnodes", "2", "--join-address", f"tcp://127.0.0.1:{lead_port}"),
+            *(f"--{sizes}-parallel-size", "2", "--nnodes", "2", "--join-address", f"tcp://127.0.0.1:{lead_port}"),
             *("--key-file", str(self._key), "--hang-timeout-s", str(HANG_S), "--outage-wait", "60"),
             *flags,
         )
@@ -173,3 +176,22 @@ def test_without_a_spare_streams_end_with_an_error_after_the_outage_wait(
     assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
     assert machines.lead.process.wait(END_S) == 1
     assert "No follower has joined at tcp://127.0.0.1:" in machines.lead.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["worker", "worker-1"])
+def test_stages_on_two_machines_heal(start: Start, tmp_path: Path, proxy: Proxy, victim: str) -> None:
+    """What a stage sends the next one goes from machine to machine; either may lose its rank, and then a machine."""
+    machines = Machines(start, tmp_path, proxy, proxy.target, sizes="pipeline")
+    first = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    stream = long_stream(machines.lead)
+    {**machines.lead.children(), **first.children()}[victim].kill()
+    assert_whole(stream, machines.lead)
+    stream = long_stream(machines.lead)
+    spare = machines.join("c", "127.0.0.3")
+    says(spare, "c has joined")
+    first.kill()
+    assert_whole(stream, machines.lead)
+    assert set(spare.children()) == {"worker-1"}
+    assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0

@@ -1,4 +1,4 @@
-"""The npm packages `openai` and `ai` against a real server; node/ contains the tests."""
+"""The npm packages `openai`, `ai` and `ollama` against a real server; node/ contains the tests."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("file", ["clients.test.mjs", "structured.test.mjs"])
+@pytest.mark.parametrize("file", ["clients.test.mjs", "structured.test.mjs", "ollama.test.mjs"])
 def test_the_tests_in_node_pass(server: Server, file: str) -> None:
     result = subprocess.run(
         ["node", "--test", "--test-reporter=spec", file],

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from waiting import until_async
 
 from pagewire.config.config import Config, EngineOptions, ListenOptions, ServiceOptions
+from pagewire.config.flags import make_config
 from pagewire.errors import ConfigError
 from pagewire.ipc.codec import Decoder
 from pagewire.ipc.control_messages import Assign, Beat, Gone, Join, Joined, Refused, ToFollower, ToLead
@@ -180,6 +181,29 @@ def test_wrong_flags_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_lead(prepare_server(config(tmp_path, **service)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "service", "sentence"),
+    [
+        ({"pipeline_parallel_size": 3}, {"nnodes": 2}, "--nnodes 2 does not divide the 3 stages"),
+        ({}, {"backend": "ray", "cpu_bind": "0-1"}, "leave it out with --backend ray"),
+    ],
+)
+def test_stages_are_divided_whole(
+    tmp_path: Path, engine: dict[str, int], service: dict[str, object], sentence: str
+) -> None:
+    settings = {"tensor_parallel_size": 2, "join_address": "tcp://127.0.0.1:0", **engine, **service}
+    with pytest.raises(ConfigError, match=sentence):
+        prepare_server(make_config(**settings))
+
+
+def test_a_lead_of_stages_gives_each_machine_whole_ones(tmp_path: Path) -> None:
+    settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2}
+    service = {"join_address": f"tcp://127.0.0.1:{free_port()}", "key_file": str(tmp_path / "key")}
+    server = prepare_server(make_config(**settings, **service))
+    assert make_lead(server)._fleet.groups == (("worker-2", "worker-3"),)
+    assert Lead(server, keys=None, works=False)._fleet.groups == (("worker", "worker-1"), ("worker-2", "worker-3"))
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

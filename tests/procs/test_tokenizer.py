@@ -206,6 +206,14 @@ def test_truncation_cuts_the_beginning_of_a_prompt(
     assert isinstance(enqueue, m.Enqueue) and isinstance(expected, m.Tokenized) and enqueue.prompt_ids == expected.ids
 
 
+def test_truncation_may_keep_the_beginning(actor: TokenizerActor, posts: Posts) -> None:
+    wanted = submit(m.TextPrompt("0123456789"), truncate=4, keeps_start=True)
+    actor.handle([wanted, m.Tokenize(1, m.TextPrompt("0123"))])
+    (_, enqueue), (_, tokenized) = posts
+    assert isinstance(enqueue, m.Enqueue) and isinstance(tokenized, m.Tokenized)
+    assert enqueue.prompt_ids == tokenized.ids
+
+
 def test_a_request_may_bring_its_own_chat_template(actor: TokenizerActor, posts: Posts) -> None:
     chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ bos_token }}{{ messages[0].content }}!")
     actor.handle([m.Tokenize(1, chat, True), m.Tokenize(2, replace(chat, template=""), True)])

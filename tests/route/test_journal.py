@@ -8,6 +8,7 @@ import pytest
 
 from pagewire.api.openai.chat import ChatReply
 from pagewire.api.output.parsers.registry import find_grammar
+from pagewire.api.output.turn import Turn
 from pagewire.ipc.messages import Chunk, TokenLogprob, TopLogprob, Usage, ids_to_bytes
 from pagewire.route.journal import ChatJournal, Journal, StreamDiffers
 
@@ -35,7 +36,7 @@ class Output:
             include_usage=True,
             has_logprobs=self._has_logprobs,
             has_token_ids=True,
-            grammar=find_grammar("hermes", "qwen3", True),
+            new_turn=lambda: Turn(find_grammar("hermes", "qwen3", True)),
         )
         reply.admitted([3])
         events = reply.opening()

@@ -193,6 +193,17 @@ def test_an_engine_that_is_vacated_gets_nothing_new() -> None:
     run(work())
 
 
+def test_an_engine_that_has_healed_gets_its_share_at_once() -> None:
+    async def work() -> None:
+        pair = Pair()
+        pair.die(0, "core")
+        pair.restore(0)
+        pair.submit("a", "b", "c", "d")
+        assert [len(pair.take(0)), len(pair.take(1))] == [2, 2]
+
+    run(work())
+
+
 def test_a_restart_moves_what_is_left_without_suspicion() -> None:
     async def work() -> None:
         pair = Pair()

@@ -132,6 +132,16 @@ def request_bytes(body: bytes, *more: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_http_1_0_gets_no_chunks(served: Served, stream: bytes) -> None:
+    body = b'{"prompt": "hi", "stream": %b}' % stream
+    answer = served.raw(request_bytes(body).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    assert content.startswith(b"data: {" if stream == b"true" else b"{")
+    assert content.endswith(b"data: [DONE]\n\n" if stream == b"true" else b"}")
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
 def test_a_disconnect_cancels_the_request(served: Served, stream: bytes) -> None:
     served.engine.hold = True
     served.engine.cancels = cancels = Cancels()

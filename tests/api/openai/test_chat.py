@@ -39,6 +39,7 @@ def test_plain() -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": "END",
+            "token_ids": None,
         }
     ]
     assert body["usage"] == {
@@ -57,7 +58,7 @@ def test_stream() -> None:
     assert done == "[DONE]"
     assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
     assert events[0]["object"] == "chat.completion.chunk"
-    assert deltas(events) == [{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}, {}]
+    assert deltas(events) == [{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}]
     assert finishes(events) == ["stop"] and all("usage" not in e and e["choices"] for e in events)
     assert all(part.count(b"data: ") <= 1 for part in answer.parts)
 

@@ -12,8 +12,9 @@ def test_plain() -> None:
     body = complete(FakeEngine()).json
     assert body["id"].startswith("cmpl-") and body["object"] == "text_completion" and body["model"] == "demo"
     assert body["choices"] == [
-        {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    ]
+        {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+         "token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+    ]  # fmt: skip
     assert body["usage"]["total_tokens"] == 8
 
 

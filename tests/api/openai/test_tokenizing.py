@@ -50,8 +50,6 @@ def test_ids_are_detokenized() -> None:
         ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
-         "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "chat_template": "x"}, "chat_template"),
         ("/detokenize", {"tokens": [1000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
@@ -113,4 +111,5 @@ def test_tokenizer_info() -> None:
         "eos_token": "</s>",
         "pad_token": None,
         "unk_token": None,
+        "tokenizer_class": None,
     }

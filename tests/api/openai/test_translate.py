@@ -7,7 +7,7 @@ import pytest
 from harness import FakeEngine, candidate, chat, complete, request
 from msgspec.structs import replace
 
-from pagewire.ipc.messages import Chunk, Submit, TokenLogprob
+from pagewire.ipc.messages import ChatPrompt, Chunk, Submit, TokenLogprob
 
 
 def submitted(**fields: Any) -> Submit:
@@ -107,7 +107,7 @@ def test_prompt_logprobs_of_chat() -> None:
         {"logprob": -2.0, "rank": 2, "decoded_token": "~"},
     )
     assert logprobs[0] is None and logprobs[1] == {str(ord("b")): best, str(ord("~")): second} and len(logprobs) == 3
-    assert "prompt_logprobs" not in chat(FakeEngine()).json
+    assert chat(FakeEngine()).json["prompt_logprobs"] is None
 
 
 def test_prompt_logprobs_of_completions_are_those_of_each_prompt() -> None:
@@ -223,3 +223,64 @@ BESIDE_BEAMS: list[tuple[str, Any]] = [
     ("echo", True),
     ("n", 11),
 ]
+
+
+# ── what clients of other servers send ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_numbers_and_booleans_may_be_strings() -> None:
+    engine = FakeEngine()
+    answer = chat(engine, max_tokens="4", temperature="0.5", logprobs="true", top_logprobs="2", n="1")
+    submit = engine.submits[0]
+    assert answer.status == 200 and submit.limits.max_tokens == 4
+    assert (submit.sampling.temperature, submit.sampling.logprobs) == (0.5, 2)
+
+
+@pytest.mark.parametrize(("biases", "key"), [({"5": 1, "x7": 1}, "x7"), ({"5": 101}, "5"), ({"9": "much"}, "9")])
+def test_errors_of_logit_bias_name_the_entry(biases: dict[str, Any], key: str) -> None:
+    error = chat(FakeEngine(), logit_bias=biases).error
+    assert error["param"] == "logit_bias" and f"{key!r}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [("regex", "[a-z]+", "regex"), ("ebnf", 'root ::= "a"', "lark"), ("grammar", 'root ::= "a"', "lark"),
+     ("json_schema", {"type": "object"}, "json_schema"), ("json_schema", '{"type": "object"}', "json_schema")],
+)  # fmt: skip
+def test_formats_by_the_names_of_other_servers(field: str, value: Any, kind: str) -> None:
+    for ask in (chat, complete):
+        engine = FakeEngine()
+        assert ask(engine, **{field: value}).status == 200
+        constraint = engine.submits[0].constraint
+        assert constraint is not None and constraint.kind == kind
+    assert chat(FakeEngine(), **{field: value, "guided_choice": ["a"]}).status == 400
+
+
+@pytest.mark.parametrize("role", ["observation", "my-custom-role"])
+def test_roles_of_ones_own_reach_the_template(role: str) -> None:
+    engine = FakeEngine()
+    assert chat(engine, messages=[{"role": role, "content": "x"}]).status == 200
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt) and role.encode() in prompt.messages
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_special_tokens_may_be_added_to_a_conversation(value: bool) -> None:
+    engine = FakeEngine()
+    assert chat(engine, add_special_tokens=value).status == 200
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.add_special_tokens == value
+
+
+@pytest.mark.parametrize(("side", "keeps_start"), [("right", True), ("left", False), (None, False)])
+def test_the_side_of_truncation(side: str | None, keeps_start: bool) -> None:
+    engine = FakeEngine()
+    assert complete(engine, truncate_prompt_tokens=2, truncation_side=side).status == 200
+    assert (engine.submits[0].truncate, engine.submits[0].keeps_start) == (2, keeps_start)
+
+
+def test_the_token_itself_comes_first_among_the_candidates_of_an_echo() -> None:
+    engine = FakeEngine()
+    logprobs = complete(engine, prompt="ab", echo=True, logprobs=2).json["choices"][0]["logprobs"]
+    for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
+        assert next(iter(top)) == token

@@ -10,6 +10,7 @@ from waiting import until_async
 from pagewire.config.config import Purpose
 from pagewire.ipc.messages import Limits, PairPrompt, Pooling, TextPrompt
 
+SCORING = Purpose(tasks=("score",), size=1)
 PURPOSE = Purpose(pooling="mean", size=8, prompts={"query": "q: ", "document": ""}, default_prompt="query")
 
 
@@ -46,7 +47,7 @@ def test_a_refusal_of_the_engine_is_a_400() -> None:
 def test_rerank(path: str) -> None:
     engine = FakeEngine()
     documents = ["one", {"text": "two"}, "three"]
-    answer = request(engine, path, {"query": "q", "documents": documents, "model": "demo"})
+    answer = request(engine, path, {"query": "q", "documents": documents, "model": "demo"}, purpose=SCORING)
     body = answer.json
     assert body.pop("id").startswith("rerank-")
     assert body == {
@@ -74,7 +75,7 @@ def test_rerank(path: str) -> None:
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 def test_score(path: str, fields: dict[str, Any], pairs: list[str]) -> None:
     engine = FakeEngine()
-    body = request(engine, path, {**fields, "truncate_prompt_tokens": 7}).json
+    body = request(engine, path, {**fields, "truncate_prompt_tokens": 7}, purpose=SCORING).json
     assert [submit.prompt for submit in engine.submits] == [PairPrompt(*pair) for pair in pairs]
     assert {submit.pooling for submit in engine.submits} == {Pooling("score", truncate=7)}
     assert body["object"] == "list" and body["model"] == "demo" and body["created"] > 0
@@ -97,3 +98,48 @@ def test_a_disconnect_cancels_all_texts() -> None:
 
     run(scenario())
     assert engine.cancels == [0, 1] and not engine.open
+
+
+# ── scores of models that make vectors ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_rerank_with_an_embedding_model_compares_vectors() -> None:
+    engine = FakeEngine()
+    engine.vectors = [[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]  # of the query and two documents
+    fields = {"query": "a", "documents": ["b", "c", "b"]}
+    body = request(engine, "/rerank", fields, purpose=PURPOSE).json
+    assert [submit.prompt for submit in engine.submits] == [TextPrompt("q: a"), TextPrompt("b"), TextPrompt("c")]
+    assert {submit.pooling for submit in engine.submits} == {Pooling("mean", True)}
+    assert [result["index"] for result in body["results"]] == [1, 0, 2]
+    assert [round(result["relevance_score"], 6) for result in body["results"]] == [round(0.5**0.5, 6), 0, 0]
+
+
+def test_score_with_an_embedding_model_compares_vectors() -> None:
+    engine = FakeEngine()
+    engine.vectors = [[1.0, 0.0], [-2.0, 0.0]]
+    body = request(engine, "/score", {"text_1": "a", "text_2": ["b", "a"]}, purpose=Purpose(size=2)).json
+    assert [data["score"] for data in body["data"]] == [-1.0, 1.0]
+    assert body["usage"]["prompt_tokens"] == 6, "the same text is computed once"
+
+
+# ── pooling and classify ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pooling_gives_a_vector_or_one_for_each_token() -> None:
+    engine = FakeEngine()
+    engine.vectors = [[1.0, 2.0, 3.0, 4.0]]
+    purpose = Purpose(size=2)
+    whole = request(engine, "/pooling", {"input": "ab"}, purpose=purpose).json
+    assert whole["object"] == "list" and whole["data"] == [{"index": 0, "object": "pooling", "data": [1, 2, 3, 4]}]
+    each = request(engine, "/pooling", {"input": "ab", "task": "token_embed"}, purpose=purpose).json
+    assert each["data"][0]["data"] == [[1, 2], [3, 4]]
+    assert [submit.pooling for submit in engine.submits] == [Pooling("last", True), Pooling("all")]
+
+
+def test_pooling_and_classify_of_a_model_with_a_head() -> None:
+    engine = FakeEngine()
+    engine.vectors = [[0.75]]
+    assert request(engine, "/pooling", {"input": "a"}, purpose=SCORING).json["data"][0]["data"] == [0.75]
+    body = request(engine, "/classify", {"input": ["a"]}, purpose=SCORING).json
+    assert body["data"] == [{"index": 0, "label": "LABEL_0", "probs": [0.75], "num_classes": 1}]
+    assert {submit.pooling for submit in engine.submits} == {Pooling("score")}

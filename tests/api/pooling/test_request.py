@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from harness import FakeEngine, request
 
-from pagewire.ipc.messages import IdsPrompt, Pooling, TextPrompt, bytes_to_ids
+from pagewire.ipc.messages import ChatPrompt, IdsPrompt, Pooling, TextPrompt, bytes_to_ids
 
 from .test_endpoints import PURPOSE, embed
 
@@ -35,7 +35,9 @@ def test_pooling_options_are_submitted() -> None:
         ({"input": []}, "input", "not empty"),
         ({"input": [[]]}, "input", "not empty"),
         ({"input": ["a", 1]}, "input", "input must be"),
-        ({"input": None}, "input", "Expected"),
+        ({"input": None}, "input", "either input or messages"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages", "either input or messages"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only allowed with messages"),
         ({"input": ["a"] * 2049}, None, "At most 2048 texts"),
         ({"dimensions": 9}, "dimensions", "at most 8"),
         ({"dimensions": 0}, "dimensions", ">= 1"),
@@ -43,8 +45,13 @@ def test_pooling_options_are_submitted() -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
         ({"prompt_name": "x"}, "prompt_name", "is not one of this model's: query, document."),
         ({"prompt_name": "query", "input": [1]}, "prompt_name", "is for texts"),
-        ({"messages": []}, "messages", "is not supported"),
-        ({"embed_dtype": "float16"}, "embed_dtype", "is not supported"),
+        ({"input": None, "messages": []}, "messages", "not be empty"),
+        ({"embed_dtype": "fp8_e4m3"}, "embed_dtype", "Invalid enum value"),
+        ({"endianness": "middle"}, "endianness", "Invalid enum value"),
+        ({"padding": "max_length"}, "padding", "Invalid enum value"),
+        ({"truncation_side": "left"}, "truncation_side", "Invalid enum value"),
+        ({"use_activation": True, "normalize": False}, "use_activation", "contradict"),
+        ({"encoding_format": "bytes", "input": ["a"] * 65}, "encoding_format", "at most 64"),
     ],
 )
 def test_invalid_embedding_requests_are_refused(fields: dict[str, Any], param: str | None, message: str) -> None:
@@ -76,3 +83,19 @@ def test_invalid_pairs_are_refused(path: str, fields: dict[str, Any], param: str
     answer = request(engine, path, fields)
     assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)
     assert not engine.submits
+
+
+def test_use_activation_is_normalize() -> None:
+    engine = FakeEngine()
+    embed(engine, PURPOSE, use_activation=False)
+    embed(engine, PURPOSE, use_activation=True, padding="longest", truncation_side="right")
+    assert [submit.pooling.is_normalized for submit in engine.submits if submit.pooling] == [False, True]
+
+
+def test_a_conversation_is_embedded_as_the_template_renders_it() -> None:
+    engine = FakeEngine()
+    messages = [{"role": "user", "content": "x"}]
+    assert request(engine, "/v1/embeddings", {"messages": messages}, purpose=PURPOSE).status == 200
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt) and not prompt.add_generation_prompt
+    assert engine.submits[0].pooling == Pooling("mean", True)

@@ -13,8 +13,11 @@ from .test_endpoints import _NOT_SHARED, TOOLS, respond
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
+        ({"background": True, "store": False}, "store"),
+        ({"background": True, "return_token_ids": True, "stream": True}, "return_token_ids"),
+        ({"conversation": "x", "previous_response_id": "y"}, "previous_response_id"),
+        ({"conversation": "conv_x"}, "conversation"),
+        ({"enable_response_messages": True}, "enable_response_messages"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"truncation": "middle"}, "truncation"),
@@ -34,7 +37,7 @@ from .test_endpoints import _NOT_SHARED, TOOLS, respond
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),

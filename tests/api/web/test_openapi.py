@@ -68,14 +68,15 @@ def test_schemas_follow_the_structs() -> None:
 
 def test_errors_have_the_shape_of_their_api() -> None:
     for _, path, operation in OPERATIONS:
-        name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        names = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
+        name = next((name for start, name in names.items() if path.startswith(start)), "Error")
         assert (
             operation["responses"]["4XX"] == operation["responses"]["5XX"] == {"$ref": f"#/components/responses/{name}"}
         )
     error = request(FakeEngine(), "/v1/completions", {}).json
     assert set(error["error"]) == set(SCHEMAS["ErrorFields"]["properties"])
-    error = request(FakeEngine(), "/v1/messages", {}).json
-    assert set(error) == set(SCHEMAS["AnthropicErrorBody"]["properties"])
+    for path, body in (("/v1/messages", "AnthropicErrorBody"), ("/api/chat", "OllamaErrorBody")):
+        assert set(request(FakeEngine(), path, {}).json) == set(SCHEMAS[body]["properties"])
 
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[path for path, _ in EXAMPLES])

@@ -162,9 +162,11 @@ def test_the_precedence_of_template_files(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("jinja")
     assert load_chat_template(folder, tokenizer).render(messages=messages) == "jinja"
     (folder / "mine.jinja").write_text("operator")
-    assert load_chat_template(folder, tokenizer, folder / "mine.jinja").render(messages=messages) == "operator"
+    assert load_chat_template(folder, tokenizer, str(folder / "mine.jinja")).render(messages=messages) == "operator"
     with pytest.raises(ConfigError, match=r"missing\.jinja"):
-        load_chat_template(folder, tokenizer, folder / "missing.jinja")
+        load_chat_template(folder, tokenizer, str(folder / "missing.jinja"))
+    inline = "{# a //comment #}{{ messages[0].content }}!"
+    assert load_chat_template(folder, tokenizer, inline).render(messages=messages) == "x!"
 
 
 def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:

@@ -171,6 +171,35 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [{"a": 1}],
     ),
     "different items": ({"type": "array", "items": TEXT, "uniqueItems": True}, [[], ["a", "b"]], [[1]]),
+    "a property that requires another": (
+        {**record(a=TEXT, b=TEXT, c=TEXT), "required": ["c"], "dependentRequired": {"a": ["b"]}},
+        [{"c": "x"}, {"a": "x", "b": "x", "c": "x"}, {"b": "x", "c": "x"}],
+        [{"a": "x", "c": "x"}, {"c": "x", "d": "x"}, {"a": "x", "b": "x"}],
+    ),
+    "a chain of required properties": (
+        {**record(a=TEXT, b=TEXT, c=TEXT), "dependentRequired": {"a": ["b"], "b": ["c"]}},
+        [{}, {"c": "x"}, {"b": "x", "c": "x"}, {"a": "x", "b": "x", "c": "x"}],
+        [{"a": "x"}, {"b": "x"}, {"a": "x", "b": "x"}],
+    ),
+    "a property that there must not be": (
+        {**record(a=TEXT, b=TEXT), "not": {"required": ["a"]}},
+        [{}, {"b": "x"}],
+        [{"a": "x"}, {"a": "x", "b": "x"}],
+    ),
+    "a type that it must not have": (
+        {"type": ["string", "null", "boolean"], "not": {"type": "null"}},
+        ["x", True],
+        [None, 1],
+    ),
+    "any type but one": ({"not": {"type": "object"}}, ["x", [1], True, None], [{}]),
+    "values that it must not have": ({"enum": ["a", "b", 1], "not": {"enum": ["a", 2]}}, ["b", 1], ["a", 2]),
+    "the other boolean": ({"type": "boolean", "not": {"const": True}}, [False], [True]),
+    "nothing unevaluated": (
+        {"type": "object", "properties": {"a": TEXT}, "unevaluatedProperties": False},
+        [{}, {"a": "x"}],
+        [{"b": "x"}],
+    ),
+    "counts with a point": ({"type": "string", "maxLength": 2.0}, ["ab"], ["abc"]),
     "properties named like keywords": (
         record(uniqueItems=TEXT, propertyNames=TEXT, properties=TEXT, allOf=TEXT),
         [{"uniqueItems": "x", "propertyNames": "x", "properties": "x", "allOf": "x"}],
@@ -203,6 +232,23 @@ def test_the_values_that_a_schema_allows(name: str) -> None:
 def test_oneof_branches_that_exclude_each_other_only_when_closed_are_refused(schema: Schema) -> None:
     """{"a": …, "b": …} matches both branches of the first, so it is not an instance of the schema as it was sent."""
     with pytest.raises(RequestError, match="oneOf"):
+        accepts(schema, {})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"type": "integer"}},
+        {"type": "string", "not": {"const": "a"}},
+        {"type": "object", "properties": {"a": TEXT}, "additionalProperties": True, "dependentRequired": {"a": ["b"]}},
+        {**record(**{name: TEXT for name in "abcdef"}), "dependentRequired": {name: ["f"] for name in "abcde"}},
+        {"if": {"type": "string"}, "then": {"minLength": 2}},
+        {"type": "array", "contains": {"const": 1}},
+    ],
+)
+def test_keywords_that_no_grammar_can_enforce_are_refused(schema: Schema) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    with pytest.raises(RequestError, match="cannot be enforced"):
         accepts(schema, {})
 
 

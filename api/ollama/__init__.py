@@ -1,0 +1,1 @@
+"""/api: Ollama's API, on top of chat, completions and embeddings."""

@@ -1,0 +1,293 @@
+"""/api: chat, generate, embeddings, and the models that are served."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from ..http.exchange import read_json, send_body, send_json
+from ..http.http_error import HttpError
+from ..http.operation import Operation
+from ..openai.translate import chat_submits, completion_submits, decode_body, read_turn
+from ..output.parsers.registry import find_family
+from ..output.service import Service
+from ..output.turn import Turn
+from ..pooling.request import embedding_submits
+from ..pooling.types import EmbeddingsRequest
+from .reply import EmbedReply, OldEmbedReply, OllamaReply, now
+from .request import chat_request, check_generate, in_terms_of_ollama, prompt_request, text_request
+from .types import (
+    Answer,
+    AnswerMessage,
+    Details,
+    EmbedAnswer,
+    EmbedRequest,
+    LoadedModel,
+    LoadedModels,
+    ModelQuestion,
+    OldEmbeddingsAnswer,
+    OldEmbeddingsRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+    OllamaVersion,
+    Progress,
+    Shown,
+    Tag,
+    Tags,
+)
+
+API_VERSION = "0.13.0"  # of Ollama; clients compare it with what they need, so it is not pagewire's
+
+_NEVER = "2318-01-01T00:00:00Z"  # when the model will be unloaded
+_LATEST = ":latest"
+
+
+class OllamaEndpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._since = now()
+        self._chat_decoder = msgspec.json.Decoder(OllamaChatRequest)
+        self._generate_decoder = msgspec.json.Decoder(OllamaGenerateRequest)
+        self._embed_decoder = msgspec.json.Decoder(EmbedRequest)
+        self._embeddings_decoder = msgspec.json.Decoder(OldEmbeddingsRequest)
+        self._model_decoder = msgspec.json.Decoder(ModelQuestion)
+
+    def routes(self) -> list[Operation]:
+        name, lines = self._service.config.served_model_names[0], "application/x-ndjson"
+        question: dict[str, object] = {"role": "user", "content": "Count from 1 to 5"}
+        return [
+            Operation(
+                "POST",
+                "/api/chat",
+                self.chat,
+                "Answer a conversation, as Ollama",
+                takes=OllamaChatRequest,
+                example={"model": name, "messages": [question], "stream": False},
+                gives=Answer,
+                streams=Answer,
+                streams_as=lines,
+            ),
+            Operation(
+                "POST",
+                "/api/generate",
+                self.generate,
+                "Answer a prompt, as Ollama",
+                takes=OllamaGenerateRequest,
+                example={"model": name, "prompt": "Count from 1 to 5", "stream": False},
+                gives=Answer,
+                streams=Answer,
+                streams_as=lines,
+            ),
+            Operation(
+                "POST", "/api/embed", self.embed, "Vectors of texts, as Ollama", takes=EmbedRequest, gives=EmbedAnswer
+            ),
+            Operation(
+                "POST",
+                "/api/embeddings",
+                self.embeddings,
+                "The vector of a text, as Ollama",
+                takes=OldEmbeddingsRequest,
+                gives=OldEmbeddingsAnswer,
+            ),
+            Operation("GET", "/api/tags", self.tags, "The models that are served", gives=Tags),
+            Operation("GET", "/api/ps", self.loaded, "The models that are loaded", gives=LoadedModels),
+            Operation(
+                "POST", "/api/show", self.show, "One of the models", takes=ModelQuestion, example={"model": name},
+                gives=Shown,
+            ),
+            Operation(
+                "POST", "/api/pull", self.pull, "Check that a model is there", takes=ModelQuestion,
+                example={"model": name, "stream": False}, gives=Progress, streams=Progress, streams_as=lines,
+            ),
+            Operation("GET", "/api/version", self.version, "The version of this API", gives=OllamaVersion),
+        ]  # fmt: skip
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._chat_decoder, await read_json(scope, receive, any_type=True))
+        model = self._model_name(request.model)
+        if not request.messages:
+            await self._send_loaded(request, model, is_chat=True, send=send)
+            return
+        with in_terms_of_ollama():
+            chat = chat_request(request, self._service.config)
+            submits = chat_submits(chat, self._service.config, scope["state"]["salt"])
+            turn = read_turn(chat, self._service.config)
+            reply = OllamaReply(model=request.model, turn=turn, is_chat=True, has_logprobs=bool(request.logprobs))
+            await self._service.answer(submits, reply, request.stream is not False, scope, receive, send)
+
+    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._generate_decoder, await read_json(scope, receive, any_type=True))
+        model = self._model_name(request.model)
+        check_generate(request)
+        if not request.prompt and not request.suffix:
+            await self._send_loaded(request, model, is_chat=False, send=send)
+            return
+        config, salt = self._service.config, scope["state"]["salt"]
+        with in_terms_of_ollama():
+            if request.raw or request.suffix:
+                submits = completion_submits(text_request(request), config, salt, default_tokens=None)
+                turn = Turn(None)
+            else:
+                chat = prompt_request(request, config)
+                submits, turn = chat_submits(chat, config, salt), read_turn(chat, config)
+            reply = OllamaReply(model=request.model, turn=turn, is_chat=False, has_logprobs=bool(request.logprobs))
+            await self._service.answer(submits, reply, request.stream is not False, scope, receive, send)
+
+    async def embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._embed_decoder, await read_json(scope, receive, any_type=True))
+        if not request.input:
+            await send_json(send, EmbedAnswer(request.model, [], 0, 0))
+            return
+        asked = EmbeddingsRequest(
+            input=request.input if isinstance(request.input, str) else [*request.input],
+            dimensions=request.dimensions,
+            truncate_prompt_tokens=None if request.truncate is False else -1,
+            normalize=True,
+        )
+        await self._embed(asked, EmbedReply(request.model), scope, receive, send)
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._embeddings_decoder, await read_json(scope, receive, any_type=True))
+        asked = EmbeddingsRequest(input=request.prompt, truncate_prompt_tokens=-1)
+        await self._embed(asked, OldEmbedReply(request.model), scope, receive, send)
+
+    async def tags(self, scope: Scope, receive: Receive, send: Send) -> None:
+        facts = self._service.config.model
+        tags = [
+            Tag(name, name, self._changed(), facts.weight_bytes, self._digest, self._details)
+            for name in self._service.config.served_model_names
+        ]
+        await send_json(send, Tags(tags))
+
+    async def loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        config = self._service.config
+        size = config.model.weight_bytes
+        models = [
+            LoadedModel(
+                name, name, size, self._digest, self._details, _NEVER, size if config.device != "cpu" else 0,
+                config.max_model_len,
+            )
+            for name in config.served_model_names
+        ]  # fmt: skip
+        await send_json(send, LoadedModels(models))
+
+    async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = self._asked(decode_body(self._model_decoder, await read_json(scope, receive, any_type=True)))
+        config = self._service.config
+        described = await self._service.gateway.describe_tokenizer()
+        purpose, family = config.model.purpose, find_family(config.tool_call_parser, config.reasoning_parser)
+        capabilities = {
+            "completion": "generate" in purpose.tasks,
+            "tools": "generate" in purpose.tasks and config.tool_call_parser != "none",
+            "thinking": "generate" in purpose.tasks and family.reasoning is not None,
+            "insert": config.model.infill is not None,
+            "embedding": "embed" in purpose.tasks,
+        }
+        parameters = config.model.sampling
+        shown = Shown(
+            modelfile=f"FROM {name}\n",
+            parameters="\n".join(f"{field} {getattr(parameters, field)}" for field in parameters.__struct_fields__),
+            template=described.chat_template or "",
+            details=self._details,
+            model_info={
+                "general.architecture": "pagewire",
+                "general.basename": config.model.name,
+                "pagewire.context_length": config.max_model_len,
+                "pagewire.embedding_length": purpose.size,
+                "pagewire.vocab_size": config.model.vocab_size,
+            },
+            capabilities=[name for name, has in capabilities.items() if has],
+            modified_at=self._changed(),
+        )
+        await send_json(send, shown)
+
+    async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = decode_body(self._model_decoder, await read_json(scope, receive, any_type=True))
+        try:
+            self._asked(request)
+        except HttpError:
+            raise HttpError(
+                404,
+                f"{(request.model or request.name or '')[:200]!r} is not served here, and a server downloads no model "
+                f"while it serves; this one serves {', '.join(self._service.config.served_model_names)}.",
+                code="model_not_found",
+                param="model",
+            ) from None
+        states = [Progress(status) for status in ("pulling manifest", "verifying sha256 digest", "success")]
+        if request.stream is False:
+            await send_json(send, states[-1])
+        else:
+            await _send_lines(send, states)
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, OllamaVersion(API_VERSION))
+
+    # ── shared ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _model_name(self, asked: str) -> str:
+        """The served name; Ollama's clients may add a tag. Raises HttpError 404."""
+        names = self._service.config.served_model_names
+        if asked not in names and asked.endswith(_LATEST):
+            asked = asked.removesuffix(_LATEST)
+        if asked not in names:
+            raise HttpError(404, f"model {asked[:200]!r} not found", code="model_not_found", param="model")
+        return asked
+
+    def _asked(self, question: ModelQuestion) -> str:
+        name = question.model or question.name
+        if not name:
+            raise HttpError(400, "model is missing.", param="model")
+        return self._model_name(name)
+
+    @property
+    def _digest(self) -> str:
+        return self._service.config.model.fingerprint.ljust(64, "0")[:64]
+
+    @property
+    def _details(self) -> Details:
+        facts = self._service.config.model
+        is_gguf = Path(facts.path).suffix == ".gguf"
+        return Details(
+            format="gguf" if is_gguf else "safetensors",
+            family="pagewire",
+            families=["pagewire"],
+            quantization_level=facts.checkpoint_dtype,
+        )
+
+    def _changed(self) -> str:
+        """When the model's files last changed."""
+        try:
+            seconds = Path(self._service.config.model.path).stat().st_mtime
+        except OSError:
+            return self._since
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+    async def _send_loaded(self, request: OllamaRequest, model: str, *, is_chat: bool, send: Send) -> None:
+        """The answer to a request without a question, by which clients load a model; it stays loaded."""
+        answer = Answer(
+            model=request.model,
+            created_at=now(),
+            message=AnswerMessage() if is_chat else msgspec.UNSET,
+            response=msgspec.UNSET if is_chat else "",
+            done=True,
+            done_reason="unload" if request.keep_alive in (0, "0") else "load",
+        )
+        if request.stream is False:
+            await send_json(send, answer)
+        else:
+            await _send_lines(send, [answer])
+
+    async def _embed(
+        self, asked: EmbeddingsRequest, reply: EmbedReply, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._model_name(reply.model)
+        with in_terms_of_ollama():
+            submits = embedding_submits(asked, self._service.config, scope["state"]["salt"])
+            await self._service.answer(submits, reply, False, scope, receive, send)
+
+
+async def _send_lines(send: Send, values: list[Progress] | list[Answer]) -> None:
+    body = b"".join(msgspec.json.encode(value) + b"\n" for value in values)
+    await send_body(send, 200, body, content_type=b"application/x-ndjson")

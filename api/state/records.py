@@ -1,0 +1,48 @@
+"""Records of one type in a `Store`."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from .database import Database
+from .store import Store
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Records(Generic[R]):
+    """Entries by owner and id, of which the least recently used leave. Raises what `Store` raises."""
+
+    def __init__(self, database: Database, kind: str, type: type[R], *, max_bytes: int) -> None:
+        """`kind`: its name in the database."""
+        self._store = Store(database, kind, max_bytes=max_bytes)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(type).decode
+
+    async def put(self, owner: bytes, id: str, record: R) -> None:
+        """Stores or replaces a record and drops others for it; does nothing if it alone exceeds the bound."""
+        await self._store.put(owner, id, self._encode(record))
+
+    async def get(self, owner: bytes, id: str) -> R | None:
+        """The record, if it is still stored and belongs to the owner."""
+        value = await self._store.get(owner, id)
+        return None if value is None else self._decode(value)
+
+    async def delete(self, owner: bytes, id: str) -> bool:
+        """Returns whether there was one."""
+        return await self._store.delete(owner, id)
+
+    async def list(self, owner: bytes, containing: bytes = b"") -> "list[tuple[str, R]]":
+        """(id, record) of the owner's records in which these bytes occur, latest first."""
+        found = await self._store.entries(owner)
+        return [(id, self._decode(value)) for id, value in found if containing in value]
+
+    async def change(self, owner: bytes, id: str, change: Callable[[R], R]) -> R | None:
+        """Replaces a record by what `change` makes of it, with no change of others in between; None: there is none."""
+
+        def changed(value: bytes | None) -> bytes | None:
+            return None if value is None else self._encode(change(self._decode(value)))
+
+        value = await self._store.change(owner, id, changed)
+        return None if value is None else self._decode(value)

@@ -1,0 +1,102 @@
+"""The actors that hold an engine's place in a Ray cluster. Neither computes anything.
+
+A `Holder` is one part of the engine: it starts the follower program as a child and waits for it. A `Warden` makes the
+placement group, which therefore lives as long as the warden or the broker does, and ends when the lead does not answer:
+so nothing keeps its room, whatever dies in whatever order.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from ..procs import interpreter
+from .placing import FollowerLaunch
+
+CHECK_S = 3.0  # between the warden's looks at the lead
+GONE_S = 15.0  # without an answer of the lead, until the warden ends
+_TAIL = 5  # lines of a follower's output that are passed on
+
+
+class Holder:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+
+    def run(self, launch_json: bytes) -> tuple[int, str]:
+        """Starts the follower, unless it was started, and waits for its end: its exit code, and the last line that it
+        wrote. Several threads may call it."""
+        with self._lock:
+            if self._child is None:
+                self._child = self._start(msgspec.json.decode(launch_json, type=FollowerLaunch))
+        code = self._child.wait()
+        self._reader.join(1.0)
+        return code, self._tail[-1] if self._tail else ""
+
+    def _start(self, launch: FollowerLaunch) -> "subprocess.Popen[bytes]":
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        launch = replace(launch, host=host, name=f"{host}/{os.getpid()}")
+        environment = interpreter.environment()
+        environment.pop("OMP_NUM_THREADS", None)  # Ray's: one for each CPU of the actor; a worker has a pool of its own
+        child = subprocess.Popen(
+            [*interpreter.COMMAND, "pagewire.ray.follower"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(launch) + b"\n")
+        child.stdin.flush()  # and stays open: its end is the end of this process
+        self._reader = threading.Thread(target=self._pass_on, args=(child,), daemon=True)
+        self._reader.start()
+        return child
+
+    def _pass_on(self, child: "subprocess.Popen[bytes]") -> None:
+        assert child.stderr is not None
+        for line in child.stderr:
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._tail.append(text)
+            print(text, file=sys.stderr, flush=True)
+
+
+class Warden:
+    def __init__(self, address: str) -> None:
+        """`address`: the lead's, tcp://host:port."""
+        url = urlsplit(address)
+        self._lead = url.hostname or "", url.port or 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def make_group(self, name: str, bundles: list[dict[str, float]]) -> None:
+        """Asks Ray for room, unless it was asked; does not wait for it."""
+        import ray
+
+        try:
+            group = ray.util.get_placement_group(name)
+            if ray.util.placement_group_table(group)["state"] != "REMOVED":
+                return
+        except ValueError:
+            pass
+        ray.util.placement_group(bundles, strategy="PACK", name=name)
+
+    def _watch(self) -> None:
+        answered_at = time.monotonic()
+        while time.monotonic() < answered_at + GONE_S:
+            time.sleep(CHECK_S)
+            try:
+                socket.create_connection(self._lead, timeout=CHECK_S).close()
+                answered_at = time.monotonic()
+            except OSError:
+                continue
+        os._exit(0)

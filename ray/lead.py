@@ -1,0 +1,210 @@
+"""`pagewire serve --backend ray`: a lead whose followers Ray starts, and the broker that asks Ray for them.
+
+The lead runs everything but the ranks. Which node has which part is Ray's decision; when a part counts as lost and what
+is then replaced is decided as without Ray.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+
+from ..config.config import ServerConfig, num_machines
+from ..errors import ConfigError, StartError
+from ..ipc.zmq_channel import Keys, check_address, read_keys
+from ..procs import interpreter
+from ..procs.lead import Lead
+from ..procs.machine import unused_address
+from .placing import (
+    Connect,
+    Connected,
+    Ended,
+    Failed,
+    FollowerLaunch,
+    FromBroker,
+    Place,
+    Release,
+    ToBroker,
+    Waiting,
+)
+
+_CONNECT_S = 30.0
+_RELEASE_S = 20.0
+_AGAIN_S = 2.0  # until a broker that has ended is replaced
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+async def serve(config: ServerConfig) -> int:
+    """The exit code. Raises ConfigError, StartError."""
+    engine, service = config.engine, config.http.service
+    if engine.data_parallel_size > 1:
+        raise ConfigError("--backend ray needs --data-parallel-size 1; Ray Serve starts several engines.")
+    if service.key_file is not None:
+        keys = read_keys(Path(service.key_file))
+    else:
+        keys = Keys(*(key.decode() for key in zmq.curve_keypair()))
+    url = urlsplit(service.join_address or "")
+    broker = Broker(Connect(f"pagewire-{secrets.token_hex(6)}", url.hostname))
+    try:
+        host = await broker.connect()
+        address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or host)
+        check_address(address, keys)
+        service = replace(service, join_address=address)
+        http = replace(config.http, service=service)
+        lead = RayLead(ServerConfig(engine=engine, http=http), keys=keys, broker=broker)
+        return await lead.run()
+    finally:
+        await broker.end()
+
+
+class RayLead(Lead):
+    """`run` is called once."""
+
+    def __init__(self, config: ServerConfig, *, keys: Keys, broker: "Broker") -> None:
+        super().__init__(config, keys=keys, works=False)
+        self._broker = broker
+        num_parts = num_machines(self._service, self._num_stages)
+        num_ranks = float(len(self._ranks) // num_parts)
+        bundle = {"CPU": num_ranks} | ({"GPU": num_ranks} if self._config.kernels is None else {})
+        given = None if self._service.key_file else (keys.public, keys.secret)
+        launch = FollowerLaunch(self._join_address, given, self._service.key_file)
+        self._place = Place(num_parts, bundle, launch)
+        self._refused: str | None = None
+
+    async def run(self) -> int:
+        """The exit code."""
+        self._broker.place(self._place)
+        return await super().run()
+
+    def _call_for(self, waiting: str) -> str:
+        return f"waiting for a node for {waiting}: {self._broker.waits_for or 'its follower joins soon'}."
+
+    def _check_followers(self) -> None:
+        """Raises StartError if a node cannot take part and the engine has not begun: the next one will not either."""
+        super()._check_followers()
+        if self._refused is not None and not self._begun:
+            raise StartError(self._refused)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._refused = reason
+        if self._begun:
+            super()._refuse(name, reason)
+
+    async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
+        self._broker.is_ending = True
+        return await super()._stop(reason, grace_s, hands_over=hands_over)
+
+
+class Broker:
+    """The broker's process, as the lead has it: started again when it ends."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._place: Place | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.is_ending = False  # its news is of no interest any more
+        self.waits_for = "Ray is asked for room"  # a clause; empty: for nothing of Ray
+
+    async def connect(self) -> str:
+        """This machine's address as a node. Raises StartError, ConfigError."""
+        self._process = await self._start()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                message = await self._next()
+        except TimeoutError:
+            raise ConfigError(
+                f"Ray does not answer ({_CONNECT_S:g} s); does `ray status` here, or does RAY_ADDRESS name a head node?"
+            ) from None
+        if isinstance(message, Failed):
+            raise ConfigError(message.reason)
+        if not isinstance(message, Connected):
+            raise StartError("The process that asks Ray for room has ended; its lines above say why.")
+        return message.host
+
+    def place(self, place: Place) -> None:
+        """Has it ask for this room until the end."""
+        self._place = place
+        self._task = asyncio.ensure_future(self._keep())
+
+    async def end(self) -> None:
+        """Gives all room back."""
+        self.is_ending = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            self._send(Release())
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RELEASE_S):
+                    await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        assert self._place is not None
+        while True:
+            self._send(self._place)
+            while (message := await self._next()) is not None:
+                self._heard(message)
+            if self.is_ending:
+                return
+            self._say("the process that is connected to Ray has ended; what runs goes on. Starting another one.")
+            while not self.is_ending:
+                await asyncio.sleep(_AGAIN_S)
+                self._process = await self._start()
+                if isinstance(message := await self._next(), Connected):
+                    break
+                self.waits_for = message.reason if isinstance(message, Failed) else "Ray does not answer"
+
+    def _heard(self, message: FromBroker) -> None:
+        if isinstance(message, Waiting):
+            self.waits_for = message.what
+        elif isinstance(message, Ended) and not self.is_ending:
+            self._say(f"{message.what}.")
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        environment = interpreter.environment()
+        path = environment["PYTHONPATH"].split(os.pathsep)  # with the root of this package, `import ray` finds its room
+        environment["PYTHONPATH"] = os.pathsep.join(one for one in path if Path(one).resolve() != _ROOT)
+        process = await asyncio.create_subprocess_exec(
+            *interpreter.COMMAND,
+            "pagewire.ray.broker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            cwd="/",  # Ray adds the working folder to the path of every actor
+            start_new_session=True,  # Ctrl-C is for the lead
+        )
+        self._process = process
+        self._send(self._connect)
+        return process
+
+    def _send(self, message: ToBroker) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended, which `_next` sees
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+    async def _next(self) -> FromBroker | None:
+        """None: the process has ended."""
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            await self._process.wait()
+            return None
+        message: FromBroker = msgspec.json.decode(line, type=FromBroker)
+        return message
+
+    def _say(self, text: str) -> None:
+        print(f"pagewire: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""An engine whose ranks Ray places: nodes, the broker and the lead end under streams, and nothing keeps its room."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from open_requests import END_S, OpenRequest, open_stream
+from ray_nodes import RayNodes, has_ray, named
+from waiting import until
+
+from pagewire.tools.servers import SERVE, Server
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.ray,
+    pytest.mark.skipif(not has_ray(), reason="make test-ray installs it"),
+]
+TOKENS = 300
+HANG_S = "10"  # less, and a busy machine is taken for a lost one
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    nodes = RayNodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def start(nodes: RayNodes, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts leads of two stages, which are closed after the test."""
+    servers: list[Server] = []
+
+    def start_one(*flags: str) -> Server:
+        placed = ("--backend", "ray", "--join-address", "tcp://127.0.0.2:0", "--pipeline-parallel-size", "2")
+        flags = (*placed, "--hang-timeout-s", HANG_S, "--outage-wait", "60", *flags)
+        folder = tmp_path / f"run{len(servers)}"
+        servers.append(Server(folder, *flags, command=SERVE, environment=nodes.environment))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        server.close()
+
+
+def long_stream(server: Server) -> OpenRequest:
+    return open_stream(server, "/v1/completions", max_tokens=TOKENS)
+
+
+def text_of(stream: OpenRequest) -> str:
+    """The text of a stream, which has ended by its length and without an error."""
+    *events, done = stream.events()
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert done == "[DONE]" and choices[-1]["finish_reason"] == "length", choices[-1]
+    return "".join(choice["text"] for choice in choices)
+
+
+def says(server: Server, text: str) -> None:
+    until(lambda: text in server.log.read_text(), lambda: f"the log says {text}: {server.log.read_text()}", END_S)
+
+
+def broker_of(server: Server) -> psutil.Process | None:
+    children = psutil.Process(server.process.pid).children()
+    return next((child for child in children if "pagewire.ray.broker" in child.cmdline()), None)
+
+
+def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Server], tmp_path: Path) -> None:
+    """It waits for a node, loses one under a stream, loses its broker, and a follower after that."""
+    with Server(tmp_path / "alone") as alone:
+        expected = text_of(long_stream(alone))
+    nodes.add(3)
+    server = start()
+    says(server, "waiting for a node for worker, worker-1: Ray has no room for 2 times 1 CPU, each on one node")
+    nodes.add(4)
+    server.wait_ready()
+    assert not any(name.startswith("worker") for name in server.children())
+    assert all(named(nodes, number, "pagewire: worker") for number in (3, 4)), "one stage on each node"
+    assert text_of(long_stream(server)) == expected
+
+    stream = long_stream(server)
+    nodes.kill(4)
+    nodes.add(5)
+    assert text_of(stream) == expected
+    says(server, "has not answered for")
+    assert "pagewire: 127.0.0.4/" in server.log.read_text()
+    assert named(nodes, 5, "pagewire: worker")
+
+    stream = long_stream(server)
+    before = broker_of(server)
+    assert before is not None
+    before.kill()
+    says(server, "the process that is connected to Ray has ended; what runs goes on")
+    assert text_of(stream) == expected
+    until(lambda: broker_of(server), "another broker runs", END_S)
+
+    stream = long_stream(server)
+    follower = named(nodes, 5, "pagewire.ray.follower")
+    assert follower is not None
+    follower.kill()
+    says(server, "has ended with exit code -9")
+    assert text_of(stream) == expected
+    assert server.stop() == 0, server.log.read_text()
+    assert nodes.is_free()
+    assert not any(named(nodes, number, "pagewire.ray.follower") for number in (3, 5))
+
+
+def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start: Callable[..., Server]) -> None:
+    """Nobody could give it back: the broker was killed with it."""
+    nodes.add(6)
+    nodes.add(7)
+    server = start().wait_ready()
+    assert not nodes.is_free()
+    server.kill()
+    until(nodes.is_free, "the room is given back", END_S)
+
+
+def test_a_node_without_the_model_ends_the_start_with_a_sentence(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start("--key-file", str(tmp_path / "key"))
+    until((tmp_path / "key").exists, "the key is made", END_S)
+    (tmp_path / "key").rename(tmp_path / "hidden")
+    says(server, "does not exist there")
+    assert server.stop() == 0
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    server = Server(tmp_path / "run", "--backend", "ray", environment={"RAY_ADDRESS": "127.0.0.2:1"})
+    try:
+        assert server.process.wait(2 * END_S) == 2
+        assert server.log.read_text().splitlines()[-1].startswith("pagewire: Ray "), "after lines of Ray"
+    finally:
+        server.close()

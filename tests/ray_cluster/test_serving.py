@@ -1,0 +1,131 @@
+"""A Ray Serve application of engines: they come with the load and go with it, and streams outlive every one of them."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Set
+from typing import NamedTuple
+
+import pytest
+from open_requests import OpenRequest, open_stream
+from ray_nodes import RayNodes, has_ray, named
+from waiting import until
+
+from pagewire.tools.servers import free_port
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.ray,
+    pytest.mark.skipif(not has_ray(), reason="make test-ray installs it"),
+]
+LONG_S = 240.0  # limit for starts of engines
+TOKENS = 2000
+SETTINGS = {
+    "threads": 1,
+    "max_replicas": 2,
+    "requests_per_replica": 4,
+    "drain_timeout": 1,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 4,
+    "look_back_period_s": 3,
+}
+SCRIPT = """
+import json, sys
+import ray
+from ray import serve
+import pagewire.ray
+ray.init("auto", _node_ip_address="127.0.0.2", namespace="serve", logging_level="ERROR", log_to_driver=False)
+serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+if sys.argv[2] == "delete":
+    serve.delete("pagewire")
+else:
+    serve.run(pagewire.ray.app(json.loads(sys.argv[2])), name="pagewire", route_prefix="/")
+"""
+
+
+class App(NamedTuple):
+    """The application, as its clients have it."""
+
+    nodes: RayNodes
+    port: int
+
+    def deploy(self, settings: Mapping[str, object] | None) -> None:
+        """None: deletes it."""
+        said = "delete" if settings is None else json.dumps(settings)
+        command = [sys.executable, "-P", "-c", SCRIPT, str(self.port), said]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=self.nodes.environment, cwd="/", check=False, timeout=LONG_S
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    def engines(self) -> set[str]:
+        """The addresses of the engines that are ready and stay."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as response:
+            return {engine["url"] for engine in json.load(response)["engines"] if engine["ready"]}
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    nodes = RayNodes(RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1")
+    try:
+        for number in (3, 4, 5):
+            nodes.add(number)
+        app = App(nodes, free_port())
+        app.deploy(SETTINGS)
+        yield app
+    finally:
+        nodes.close()
+
+
+def stream(app: App) -> OpenRequest:
+    return open_stream(app, "/v1/completions", max_tokens=TOKENS)
+
+
+def text_of(stream: OpenRequest) -> str:
+    """The text of a stream, which has ended by its length and without an error."""
+    *events, done = stream.events()
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert done == "[DONE]" and choices[-1]["finish_reason"] == "length", choices[-1]
+    return "".join(choice["text"] for choice in choices)
+
+
+def test_engines_come_and_go_and_streams_stay(app: App) -> None:
+    until(lambda: len(app.engines()) == 1, "the first engine is ready", LONG_S)
+    expected = text_of(stream(app))
+    streams: list[OpenRequest] = []
+    ended: list[OpenRequest] = []
+
+    def keep(num: int) -> None:
+        """There are so many open streams."""
+        ended.extend(one for one in streams if one.has_ended)
+        streams[:] = [one for one in streams if not one.has_ended]
+        streams.extend(stream(app) for _ in range(num - len(streams)))
+
+    def are(num: int, others_than: Set[str] = frozenset()) -> bool:
+        keep(8 if num == 2 else 2)
+        return len(app.engines()) == num and not app.engines() & others_than
+
+    until(lambda: are(2), "a second engine has come with the load", LONG_S)
+    before = app.engines()
+    hosts = {url: int(url.rpartition(":")[0].rpartition(".")[2]) for url in before}
+    victim = next(host for host in hosts.values() if named(app.nodes, host, ":Door") is None)
+    app.nodes.kill(victim)
+    app.nodes.add(6)
+    until(lambda: are(2) and app.engines() != before, "another engine takes the place of the lost one", LONG_S)
+    before = app.engines()
+    until(lambda: are(1), "an engine has gone with the load", LONG_S)
+    assert app.engines() < before
+    old = app.engines()
+    keep(2)
+    app.deploy({**SETTINGS, "version": "2"})
+    until(lambda: are(1, others_than=old), "an engine of the new version has taken over", LONG_S)
+    for one in (*ended, *streams):
+        assert text_of(one) == expected
+    app.deploy(None)
+    until(
+        lambda: not any(named(app.nodes, number, "pagewire.ray.engine") for number in app.nodes.numbers),
+        "the engines have ended with the application",
+        LONG_S,
+    )
