@@ -481,7 +481,7 @@ class CoreActor:
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)
 
-    def _tell_counters(self, scheduler: Scheduler) -> Snapshot:
+    def _tell_counters(self, scheduler: AnyScheduler) -> Snapshot:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
