@@ -143,6 +143,16 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             ge=0,
         ),
     ] = 0
+    kv_domains: Annotated[
+        int,
+        _doc(
+            "engine",
+            "parts of the ranks that serve requests of their own, each with a KV cache and --max-num-seqs rows, and "
+            "share feed-forward layers and experts: 1, or on a CPU the number of --tensor-parallel-size",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -604,6 +614,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.pipeline_parallel_size,
             self.pipeline_layers,
             self.enable_expert_parallel,
+            self.kv_domains,
         )
 
     @property

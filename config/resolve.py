@@ -45,6 +45,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     _check_experts(options, machine)
+    _check_domains(config, model, machine)
     _check_scripted(options)
     _check_ranks(options, model, machine)
     if model.purpose.is_encoder:
@@ -284,6 +285,34 @@ def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
     ):
         if is_so and options.expert_replicas:
             raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")
+
+
+def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> None:
+    """Refuses what KV domains cannot do yet."""
+    options = config.engine
+    if options.kv_domains == 1:
+        return
+    flag = f"--kv-domains {options.kv_domains}"
+    if options.kv_domains != options.tensor_parallel_size:
+        raise ConfigError(
+            f"{flag}: each domain has one rank so far, and --tensor-parallel-size is {options.tensor_parallel_size}; "
+            "give both the same number."
+        )
+    if not _on_cpu(options, machine):
+        raise ConfigError(f"{flag} is for --device cpu: domains on GPUs are not there yet; leave it out.")
+    if not model.is_native:
+        raise ConfigError(f"{flag}: transformers computes {model.name}, whose layers cannot be divided; leave it out.")
+    for other, is_asked in (
+        (_STAGES, options.pipeline_parallel_size > 1),
+        ("--speculative", options.speculative is not None),
+        ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-events", options.kv_events is not None),
+        ("--extension", options.extension is not None),
+        ("--record-trace", options.record_trace is not None),
+        ("--nnodes", config.service.nnodes > 1),
+    ):
+        if is_asked:
+            raise ConfigError(f"{flag} is not there with {other}; leave one of them out.")
 
 
 def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:

@@ -399,6 +399,8 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     keep_positions: bytes = b""  # int32, parallel to keep_rows
     keep_pages: bytes = b""  # int32
     late_rows: bytes = b""  # int32, rows that sample: `LateMasks` says for each of them what, while the pass runs
+    # With KV domains, of which each gets a plan of its own for the step: the sum of `counts` in the plan of each.
+    domain_tokens: tuple[int, ...] = ()
 
 
 class LateMasks(Struct, frozen=True, array_like=True, tag=True):
@@ -439,6 +441,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     fault: Literal["out_of_memory"] | None = None
     mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
     stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
+    domain: int = 0  # whose plan it was
 
 
 class Hidden(Struct, frozen=True, array_like=True, tag=True):

@@ -13,10 +13,10 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
+from ..engine.core.domains import AnyScheduler, Domains
 from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.expert_placement import Balancer
 from ..engine.core.planner import Lateness
-from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
 from ..engine.kv_connector.registry import core_connector
@@ -77,7 +77,7 @@ class CoreActor:
         self._keys = keys
         self._epoch = epoch
         self._clients: ClientPort | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: AnyScheduler | None = None
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # messages that came before the workers' offers
@@ -120,14 +120,10 @@ class CoreActor:
         for message in messages:
             if isinstance(message, StepResult):
                 self._record(message)
-                device_s, mask_wait_s = message.device_ms / 1000, message.mask_wait_ms / 1000
-                self._step_times.answered(device_s, started - self._oldest_plan_at, mask_wait_s)
-                self._mask_times.stepped(device_s)
-                self._oldest_plan_at = started
-                if self._pipeline_times is not None:
-                    self._pipeline_times.answered(message.stage_times)
+                if not message.domain:  # all domains take part in each step
+                    self._note_times(message, started)
+                    num_steps += 1
                 self.scheduler.apply(message)
-                num_steps += 1
             elif isinstance(message, ExpertLoad):
                 self._expert_loads.take(message)
             else:
@@ -139,6 +135,15 @@ class CoreActor:
                 self._pipeline_times.note(time.monotonic(), is_in_flight=is_in_flight)
         if num_steps:
             self._step_times.handled(num_steps, time.monotonic() - started)
+
+    def _note_times(self, result: StepResult, now: float) -> None:
+        """now: when it came (monotonic s)."""
+        device_s, mask_wait_s = result.device_ms / 1000, result.mask_wait_ms / 1000
+        self._step_times.answered(device_s, now - self._oldest_plan_at, mask_wait_s)
+        self._mask_times.stepped(device_s)
+        self._oldest_plan_at = now
+        if self._pipeline_times is not None:
+            self._pipeline_times.answered(result.stage_times)
 
     def _take(self, message: ToCore) -> None:
         match message:
@@ -275,7 +280,7 @@ class CoreActor:
         return self._transfers.is_partial
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> AnyScheduler:
         """The scheduler, once the worker's cache is open."""
         assert self._scheduler is not None, "the worker has not offered its cache"
         return self._scheduler
@@ -293,12 +298,12 @@ class CoreActor:
             raise StartError("The workers disagree about the groups of the cache; start all of them with one version.")
         num_pages = min(other.num_pages if groups else other.num_blocks for other in self._offers.values())
         if self._scheduler is not None:
-            if num_pages < self._scheduler.pool.num_pages:
+            if num_pages < self._scheduler.num_pages:
                 raise StartError(
                     f"The new worker has room for {num_pages} KV blocks; the one that died had "
-                    f"{self._scheduler.pool.num_pages}."
+                    f"{self._scheduler.num_pages}."
                 )
-            num_pages = self._scheduler.pool.num_pages
+            num_pages = self._scheduler.num_pages
         rank_bytes = tuple(self._offers[rank].block_bytes for rank in range(config.num_ranks))
         self._tell_workers(OpenCache(num_pages, rank_bytes))
         if self._scheduler is not None:
@@ -314,7 +319,8 @@ class CoreActor:
         if config.extension is not None:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
-        self._scheduler = trace.make_scheduler(config, num_pages, connector, extension, groups)
+        make = partial(trace.make_scheduler, config, num_pages, connector, extension, groups)
+        self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
         self._record(trace.Opened(config, num_pages, groups))
         early, self._early = self._early, []
         self.handle(list(early))
@@ -342,7 +348,7 @@ class CoreActor:
             self._record(trace.WorkerLost())
             scheduler.reset()
             self._sleep.forget()
-        requests = scheduler.table.requests
+        requests = scheduler.requests
         dropped = {rid for rid in requests if rid < CLIENT_RIDS}
         if self._clients is not None:
             lost = [rid for rid, request in requests.items() if has_lost_workers or request.is_constrained]
@@ -364,9 +370,9 @@ class CoreActor:
         if self._clients is not None and (asked := self._clients.drain()):
             self.handle(list(asked))
 
-    def _advance(self, scheduler: Scheduler) -> None:
+    def _advance(self, scheduler: AnyScheduler) -> None:
         """Sends plans to the workers first, and outputs to the detokenizer while they compute."""
-        if scheduler.deadlines:
+        if scheduler.has_deadlines:
             now = time.monotonic()
             self._record(trace.Expired(now))
             scheduler.expire(now)
@@ -375,18 +381,12 @@ class CoreActor:
             self._post("grammar", sampled)
             self._mask_times.asked(memoryview(sampled.rids).cast("q"), time.monotonic())
             self._mask_times.ended(memoryview(sampled.ended).cast("q"))
-        if scheduler.table.num_constrained and (lateness := self._lateness()) != scheduler.lateness:
+        if scheduler.num_constrained and (lateness := self._lateness()) != scheduler.lateness:
             self._record(trace.Late(lateness))
             scheduler.set_lateness(lateness)
         self._sleep.pause(scheduler)
-        while self._has_workers and not self._sleep.is_asleep:
-            plan = scheduler.plan()
-            self._record(trace.Planned(plan))
-            if plan is None:
-                break
-            if scheduler.num_in_flight == 1:
-                self._oldest_plan_at = time.monotonic()
-            self._tell_workers(plan)
+        while self._has_workers and not self._sleep.is_asleep and self._plan(scheduler):
+            pass
         if self._has_workers:
             self._sleep.settle(scheduler)
         is_busy = bool(scheduler.num_running or scheduler.num_waiting)
@@ -411,13 +411,30 @@ class CoreActor:
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
 
+    def _plan(self, scheduler: AnyScheduler) -> bool:
+        """Sends the plan of the next step, or that of each domain, if there is something to do."""
+        plan = scheduler.plan()
+        if not isinstance(plan, tuple):
+            self._record(trace.Planned(plan))
+        if plan is None:
+            return False
+        if scheduler.num_in_flight == 1:
+            self._oldest_plan_at = time.monotonic()
+        if isinstance(plan, tuple):
+            for name, own in zip(self._workers, plan, strict=True):
+                self._post(name, own)
+        else:
+            self._tell_workers(plan)
+        return True
+
     def _lateness(self) -> Lateness:
-        """Whether plans may wait for masks. A grammar that is compiled would hold the masks up."""
-        if self._unsure:
+        """Whether plans may wait for masks. A grammar that is compiled would hold the masks up, and a domain that waits
+        the others."""
+        if self._unsure or self._config.kv_domains > 1:
             return "never"
         return "always" if self._mask_times.are_quick else "alone"
 
-    def _tell_late(self, scheduler: Scheduler) -> None:
+    def _tell_late(self, scheduler: AnyScheduler) -> None:
         for message in scheduler.take_late_masks():
             self._tell_workers(message)
 
@@ -464,7 +481,7 @@ class CoreActor:
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)
 
-    def _tell_counters(self, scheduler: Scheduler) -> Snapshot:
+    def _tell_counters(self, scheduler: AnyScheduler) -> Snapshot:
         counters = scheduler.counters
         times = self._pipeline_times
         stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
@@ -473,8 +490,8 @@ class CoreActor:
             step=scheduler.step,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks=scheduler.pool.num_pages,
-            num_blocks_used=scheduler.pool.num_held,
+            num_blocks=scheduler.num_pages * scheduler.num_domains,
+            num_blocks_used=scheduler.num_pages_held,
             num_preemptions=counters.num_preemptions,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,

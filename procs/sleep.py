@@ -8,7 +8,7 @@ cache while they sleep.
 from collections.abc import Callable
 
 from ..engine.core import trace
-from ..engine.core.scheduler import Scheduler
+from ..engine.core.domains import AnyScheduler
 from ..ipc.messages import Sleep, Slept, Wake
 
 
@@ -58,14 +58,14 @@ class SleepControl:
         """The workers are asleep, or will be when they read their messages: they must not be sent a plan."""
         return self._was_told
 
-    def pause(self, scheduler: Scheduler) -> None:
+    def pause(self, scheduler: AnyScheduler) -> None:
         """Pauses the scheduler from the api's `Sleep` until every worker is awake again."""
         is_paused = self._is_wanted or self._was_told or self._answers is not None
         if scheduler.is_paused != is_paused:
             self._record(trace.Paused(is_paused))
             scheduler.is_paused = is_paused
 
-    def settle(self, scheduler: Scheduler) -> None:
+    def settle(self, scheduler: AnyScheduler) -> None:
         """Takes the next step to what the api wants, if it can be taken now. The KV connector's last reads of the KV
         cache were planned before."""
         if self._answers is not None:

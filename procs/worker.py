@@ -51,7 +51,8 @@ _LOAD_STEPS = 1000  # between reports of the experts' load
 
 class Worker:
     """One rank. Every rank gets the same plans and computes its part; the first one of the last stage sends the
-    results. The stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
+    results. With KV domains each rank gets plans of its own, for the same steps as the others, and sends their results.
+    The stages of a pipeline compute the layers one after the other (`engine/steps/stage_steps.py`)."""
 
     def __init__(
         self,
@@ -201,7 +202,9 @@ class Worker:
         while self.num_computing and (wait or runner.is_done()):
             result = runner.collect()
             wait = False
-            if self._rank_info.rank == 0:
+            if self._config.kv_domains > 1:
+                self._post("core", structs.replace(result, domain=self._rank_info.rank))
+            elif self._rank_info.rank == 0:
                 self._post("core", result)
             self._answered_one()
         self.poll()

@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def num_open(self) -> int:
-        return len(self.core.scheduler.table.requests)
+        return len(self.core.scheduler.requests)
 
     def _post(self, receiver: str, message: Message) -> None:
         if isinstance(message, StepPlan):

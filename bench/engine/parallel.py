@@ -2,7 +2,7 @@
 
 `python -m pagewire.bench.engine.parallel` starts an engine for each of `--sizes`, in turns, lets it generate with all
 requests at once, and prints tokens/s, the times between tokens, the share of the stages' time that was lost, and the
-ratio of tokens/s to one rank.
+ratio of tokens/s to one rank. `1x2x2` are two ranks that are KV domains.
 
 What the columns can show depends on the cores. Ranks that share cores compute no faster together than one of them
 alone: with fewer cores than ranks the ratio shows what messages, sums and waiting cost, and not what further devices
@@ -52,12 +52,12 @@ def bubble(before: Snapshot, after: Snapshot) -> float:
 
 
 async def measure(
-    folder: Path, size: tuple[int, int], batch: list[list[int]], length: int, options: dict[str, object]
+    folder: Path, size: tuple[int, int, int], batch: list[list[int]], length: int, options: dict[str, object]
 ) -> dict[str, float]:
     """The columns of one engine of P × T ranks."""
-    stages, ranks = size
+    stages, ranks, domains = size
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks, "kv_domains": domains}
     async with AsyncLLM(str(folder), enable_prefix_caching=False, **sizes, **options) as llm:
         await _Streams().one(llm, batch[0], params)  # memory is touched, and the cost of a step is learned
         await asyncio.sleep(_REPORT_S)
@@ -75,21 +75,23 @@ async def measure(
     }
 
 
-def _size(text: str) -> tuple[int, int]:
-    stages, _, ranks = text.partition("x")
-    return int(stages), int(ranks)
+def _size(text: str) -> tuple[int, int, int]:
+    stages, ranks, domains = (int(part) for part in (*text.split("x"), "1")[:3])
+    return stages, ranks, domains
 
 
 def main(argv: list[str] | None = None) -> None:
     flags = parser(__doc__, json="bench/results/parallel.json")
     flags.set_defaults(output_len=256, repeat=3)
-    flags.add_argument("--sizes", default="1x1,2x1,1x2,2x2", help="stages x ranks of a stage, the reference first")
+    flags.add_argument(
+        "--sizes", default="1x1,2x1,1x2,2x2,1x2x2", help="stages x ranks of a stage [x KV domains], the reference first"
+    )
     arguments = flags.parse_args(argv)
     folder, name = locate(arguments.model, None)
     facts = machine()
     batch = prompts(folder, arguments.num_prompts, arguments.input_len)
     sizes = [_size(text) for text in arguments.sizes.split(",")]
-    rows = {size: Row(f"{size[0]} × {size[1]}") for size in sizes}
+    rows = {size: Row(f"{size[0]} × {size[1]}" + " domains" * (size[2] > 1)) for size in sizes}
     options = {"threads": arguments.threads, "dtype": arguments.dtype}
     for _ in range(arguments.repeat):
         reference = 0.0
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             found = asyncio.run(measure(folder, size, batch, arguments.output_len, options))
             reference = reference or found["tok/s"]
             rows[size].add(**found, ratio=found["tok/s"] / reference)
-    most = max(stages * ranks for stages, ranks in sizes)
+    most = max(stages * ranks for stages, ranks, _ in sizes)
     if (cores := int(str(facts["cores"]))) < most:
         print(f"{cores} cores for up to {most} ranks: the ratio shows costs, not what more devices would gain")
     print_table(list(rows.values()))

@@ -1,11 +1,18 @@
 """The limits that a request must keep to be accepted."""
 
 from collections.abc import Container
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from ...ipc.messages import Enqueue, Failed
-from .waiting import Waiting
+
+
+class Queued(NamedTuple):
+    """What waits already."""
+
+    num: int  # requests
+    num_tokens: int  # prompts and longest outputs of all of them
 
 
 class Admission(Struct, frozen=True):
@@ -13,7 +20,7 @@ class Admission(Struct, frozen=True):
     max_queued_requests: int
     max_queued_tokens: int  # prompts and longest outputs of all waiting requests
 
-    def refusal(self, message: Enqueue, open_rids: Container[int], waiting: Waiting) -> Failed | None:
+    def refusal(self, message: Enqueue, open_rids: Container[int], queued: Queued) -> Failed | None:
         """Why a request is not accepted; None: it is. Decided before anything of it is copied."""
         rid, num_prompt = message.rid, len(message.prompt_ids) // 4
         if any(rid + i in open_rids for i in range(message.n)):
@@ -38,9 +45,9 @@ class Admission(Struct, frozen=True):
                 f"{self.max_queued_tokens} in {self.max_queued_requests} are taken. Ask for a smaller n or max_tokens."
             )
             return Failed(rid, "invalid_request", detail)
-        is_full = len(waiting) + message.n > self.max_queued_requests
+        is_full = queued.num + message.n > self.max_queued_requests
         # A request that was accepted before and then lost has waited already.
-        if (is_full or waiting.num_tokens + price > self.max_queued_tokens) and not message.attempt:
-            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
+        if (is_full or queued.num_tokens + price > self.max_queued_tokens) and not message.attempt:
+            detail = f"{queued.num} requests with {queued.num_tokens} tokens are waiting already; try again later."
             return Failed(rid, "queue_full", detail)
         return None

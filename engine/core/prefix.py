@@ -276,6 +276,13 @@ class PrefixCache:
         if kv_events:
             pool.removed = []
 
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """Positions of the longest run of leading blocks with these keys, in the full group or else the first one; a
+        request may find fewer."""
+        if not self.enabled or not self._pool.groups.num_tables:
+            return 0
+        return len(self._pool.match(keys, self._pool.groups.full or 0)) * self._block_size
+
     def find(self, request: Request, *, copies: bool = True, tiers: Tiers | None = None) -> Found:
         """The cached prefix of a request that is to be admitted. `copies`: it may have `pinned` blocks, so that it ends
         within a block or behind a recurrent state. `tiers`: it may have parts that these have. Raises what they do."""

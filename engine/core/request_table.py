@@ -36,6 +36,7 @@ class RequestTable:
         counters: Counters,
         connector: TierConnector | None,
         micro_batches: MicroBatches,
+        constraints: Constraints,
         num_rows: int,
     ) -> None:
         self._pool = pool
@@ -45,7 +46,7 @@ class RequestTable:
         self._counters = counters
         self._connector = connector
         self._micro_batches = micro_batches
-        self.constraints = Constraints()
+        self.constraints = constraints
         self.requests: dict[int, Request] = {}  # every request that has not ended
         self.waiting = Waiting(policy)
         self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept

@@ -32,9 +32,10 @@ from ...ipc.messages import (
     bytes_to_ids,
 )
 from . import decode_rows
-from .admission import Admission
+from .admission import Admission, Queued
 from .block_hash import root_key
 from .block_pool import BlockPool
+from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
@@ -47,7 +48,7 @@ from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
 from .planner import Lateness, Planner
 from .poison import poison
-from .policy import PolicyName, make_policy
+from .policy import Policy, PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import Request, State
 from .request_table import RequestTable
@@ -96,10 +97,12 @@ class Scheduler:
         speculate: int = 0,
         is_chunked: bool = True,
         regime_limit: int | None = None,
+        beside: "Scheduler | None" = None,
     ) -> None:
         """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
         tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
-        `regime_limit`: see `Request`; None: all sequences are in one regime."""
+        `regime_limit`: see `Request`; None: all sequences are in one regime. `beside`: the scheduler of another KV
+        domain, whose policy, counters and queues of output are also this one's (`domains.py`)."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
         self.block_size = block_size
@@ -107,7 +110,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
         self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
-        self._admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
+        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
         self.max_in_flight = num_stages + depth - 1
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
@@ -118,14 +121,15 @@ class Scheduler:
         if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
             self._chunks = behind
         self._reports_kv_events = kv_events
-        self.counters = Counters()
+        self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
         self.is_paused = False  # plans compute nothing, and carry only what the KV connector has for its worker half
         self.deadlines = Deadlines()
         self._extension = extension
-        self._outputs = OutputBuffer()
-        self._policy = make_policy(policy)
+        self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
+        self._policy: Policy = make_policy(policy) if beside is None else beside._policy
+        self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
         # Rows of one micro-batch share the remainder of their steps by the number of stages, so it changes each time.
@@ -143,9 +147,9 @@ class Scheduler:
             counters=self.counters,
             connector=connector if prefix_caching else None,
             micro_batches=self.micro_batches,
+            constraints=self.constraints,
             num_rows=max_num_seqs,
         )
-        self.constraints = self.table.constraints
         self._planner = Planner(
             table=self.table,
             pool=pool,
@@ -168,7 +172,8 @@ class Scheduler:
 
     def refusal(self, message: Enqueue) -> Failed | None:
         """Why a request is not taken in; None: it is."""
-        return self._admission.refusal(message, self.table.requests, self.table.waiting)
+        waiting = self.table.waiting
+        return self.admission.refusal(message, self.table.requests, Queued(len(waiting), waiting.num_tokens))
 
     def add(self, message: Enqueue, now: float = 0.0) -> list[Accepted | Failed]:
         """Takes its sequences in, or refuses them all. Each `Accepted` sequence gets exactly one terminal message in
@@ -176,7 +181,7 @@ class Scheduler:
         rids, num_prompt = range(message.rid, message.rid + message.n), len(message.prompt_ids) // 4
         if (refusal := self.refusal(message)) is not None:
             return [replace(refusal, rid=rid) for rid in rids]
-        root = root_key(self.model_key, message.salt)
+        root = self.root_of(message)
         keys: list[bytes] = []
         for choice in range(message.n):
             self._num_arrived += 1
@@ -204,6 +209,10 @@ class Scheduler:
                 self._outputs.add_item(request.as_opened(request.num_resumed - is_resent))
                 self._finish(request, finish, request.ids[-1:], is_new=is_resent)
         return [Accepted(rid, num_prompt) for rid in rids]
+
+    def root_of(self, message: Enqueue) -> bytes:
+        """The parent key of its first block, in the first regime."""
+        return root_key(self.model_key, message.salt)
 
     def allow(self, message: Masks) -> None:
         """Takes in what constrained requests may sample next. Ends those to which nothing can be added."""
@@ -244,6 +253,10 @@ class Scheduler:
             return self._send(PlanBuilder(0))
         applied = self._in_flight[0].step - 1 if num else self.step
         return self._send(self._planner.build(Turn(self.step + 1, applied, num)))
+
+    def skip(self) -> None:
+        """The step after the last one is planned in other KV domains only."""
+        self.step += 1
 
     def apply(self, result: StepResult) -> None:
         """Takes in the result of the oldest plan in flight. Raises ValueError if it is another plan's."""
@@ -304,6 +317,40 @@ class Scheduler:
                 self.table.end(request, Failed(request.rid, "unavailable", detail))
 
     # ── the engine around it ─────────────────────────────────────────────────────────────────────────────────────────
+
+    num_domains = 1
+
+    @property
+    def requests(self) -> Mapping[int, Request]:
+        """Every request that has not ended, by rid."""
+        return self.table.requests
+
+    @property
+    def num_constrained(self) -> int:
+        """Of `requests`."""
+        return self.table.num_constrained
+
+    @property
+    def has_deadlines(self) -> bool:
+        """`expire` may have something to do."""
+        return bool(self.deadlines)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the cache."""
+        return self.pool.num_pages
+
+    @property
+    def num_pages_held(self) -> int:
+        """Of them, those in block tables."""
+        return self.pool.num_held
+
+    @property
+    def backlog(self) -> int:
+        """Positions that its requests are to compute, as far as ids are known, and one more for each request, which has
+        a next token."""
+        requests = self.table.requests
+        return len(requests) + sum([request.num_total - request.num_planned for request in requests.values()])
 
     @property
     def num_waiting(self) -> int:

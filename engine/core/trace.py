@@ -258,9 +258,10 @@ def make_scheduler(
     connector: TierConnector | None = None,
     extension: PlanExtension | None = None,
     groups: Sequence[GroupShape] = (),
+    beside: Scheduler | None = None,
 ) -> Scheduler:
-    """The scheduler of an engine with this configuration, pages of cache memory and cache groups (default: one full
-    group, whose blocks are pages)."""
+    """The scheduler of an engine with this configuration, or of one of its KV domains, pages of cache memory and cache
+    groups (default: one full group, whose blocks are pages). beside: see `Scheduler`."""
     return Scheduler(
         pool=BlockPool(num_pages=num_pages, groups=Groups(groups) if groups else PLAIN, eviction=config.kv_eviction),
         block_size=config.block_size,
@@ -282,6 +283,7 @@ def make_scheduler(
         speculate=num_draft_tokens(config.speculative),
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
+        beside=beside,
     )
 
 

@@ -24,8 +24,8 @@ class Model(Protocol):
         """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
 
 
-class StagedModel(Model, Protocol):
-    """A model that can be one stage of several, which compute its layers one after the other."""
+class DescribedModel(Model, Protocol):
+    """A model that can be divided among stages, which compute its layers one after the other, and among KV domains."""
 
     def stage(
         self,
@@ -38,3 +38,7 @@ class StagedModel(Model, Protocol):
         """`hidden`, of this stage's layers. received: [tokens, columns] from the stage before, None for the first one.
         Returns what the next stage receives, or in the last stage the states that the head takes. Only the first stage
         reads the ids."""
+
+    def help_others(self, attention: AttentionBackend) -> None:
+        """A step for which this rank's KV domain has no tokens: computes this rank's part of the feed-forward layers
+        for the other domains."""

@@ -34,6 +34,7 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     Layout,
     MatchMagnitude,
     Matrix,
@@ -48,6 +49,7 @@ from ..models.program import (
     Program,
     Rotate,
     Scale,
+    Spread,
     Vector,
     View,
     layout,
@@ -62,7 +64,7 @@ from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
 _EMBED, _PRODUCT, _ROTATE, _ATTEND, _EXPERTS, _MAP, _NORM, _SQUARES = range(8)
-_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX, _STREAMS = range(8, 15)
+_TURN, _HEAT, _POSITIONS, _LATENT, _SUM, _MIX, _STREAMS, _SPREAD, _KEEP = range(8, 17)
 _STORE, _ADD_TO, _SILU_MUL = range(3)  # `Epilogue` of matrix.h
 # `MapKind` of elements.h
 _COMBINE, _FACTOR, _WEIGHT, _ACT, _GLU, _GLU_CLAMPED, _MULTIPLY, _MULTIPLY_GROUPS, _CLIP = range(9)
@@ -111,6 +113,9 @@ class NativeModel:
         self._compiler: _Compiler | None = None
         self._work = torch.empty(0)
         self._pointed: tuple[object, ...] = ()  # what the fields of a step point to
+        self._capacity = 0  # tokens for which each register has room
+        self._turns = torch.empty(0)  # of the tokens of all KV domains
+        self._of_all = StepFields()  # of the tokens of all KV domains
 
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None
@@ -133,34 +138,63 @@ class NativeModel:
         if program.receives or program.sends:
             registers = self._registers(tokens)
             put_received(registers, program, received)
+        self._run(parts, step, fields, registers)
+        if program.sends:
+            assert registers is not None
+            return result_of(registers, program)
+        return self._register(program.result.register, tokens).clone()
+
+    def help_others(self, attention: AttentionBackend) -> None:
+        """See `DescribedModel`."""
+        if not isinstance(attention, NativePagedAttention):
+            self._alone.help_others(attention)
+            return
+        none, fields = torch.empty(0, dtype=torch.int64), StepFields()
+        self._kernels.threads()
+        self._make_room(0, fields)
+        self._run(self.parts(attention), Step(none, none, None, none), fields, None)
+
+    def _run(self, parts: "list[_InC | _InTorch]", step: Step, fields: StepFields, registers: Registers | None) -> None:
         for part in parts:
             if isinstance(part, _InC):
                 self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
                 if isinstance(group := self._reference.group, SharedMemoryGroup):
                     group.check()
                 continue
-            registers = registers or self._registers(tokens)
+            registers = registers or self._registers(fields.tokens)
             self._reference.run(part.op, registers, step)
-        if program.sends:
-            assert registers is not None
-            return result_of(registers, program)
-        return self._register(program.result.register, tokens).clone()
 
     def begin(
         self, ids: Tensor, positions: Tensor, attention: NativePagedAttention, regimes: Tensor | None
     ) -> tuple[Step, StepFields]:
         """Makes room for the registers of a step and describes it to C, until the next call."""
-        if self._work.numel() < ids.shape[0] * self._layout.size:
-            self._work = torch.empty(ids.shape[0] * self._layout.size)
         step = self._reference.step(ids, positions, attention, regimes)
         fields = attention.step_fields()
-        fields.ids, fields.positions, fields.work = ids.data_ptr(), positions.data_ptr(), self._work.data_ptr()
+        self._make_room(ids.shape[0], fields)
+        fields.ids, fields.positions = ids.data_ptr(), positions.data_ptr()
         fields.places = step.places.data_ptr()
         states = None if attention.states is None else rows_fields(attention.states)
         if states is not None:
             fields.states = ctypes.addressof(states)
         self._pointed = ids, positions, step.places, states
         return step, fields
+
+    def _make_room(self, tokens: int, fields: StepFields) -> None:
+        """tokens: of this rank's domain."""
+        domain = self._reference.domain
+        assert domain is None or domain.num_own == tokens, f"{tokens} tokens where the plan has {domain.num_own}"
+        self._capacity = tokens if domain is None else domain.num_all
+        if self._work.numel() < self._capacity * self._layout.size:
+            self._work = torch.empty(self._capacity * self._layout.size)
+        fields.work, fields.capacity = self._work.data_ptr(), self._capacity
+        if domain is None:
+            fields.shared = ctypes.addressof(fields)
+            return
+        self._turns = torch.arange(domain.num_all)
+        self._of_all = StepFields(
+            positions=self._turns.data_ptr(), tokens=domain.num_all, work=fields.work, capacity=self._capacity
+        )
+        fields.first, fields.shared = domain.first, ctypes.addressof(self._of_all)
 
     def replace_expert(self, layer: int, slot: int, gate_up: kernels.Matrix, down: kernels.Matrix) -> None:
         """Between two steps: the matrices of a slot of a layer's experts are now these, as in the weights."""
@@ -180,9 +214,11 @@ class NativeModel:
         return self._parts
 
     def _register(self, register: int, tokens: int) -> Tensor:
-        first = self._layout.offsets[register] * tokens
+        """tokens: of this rank's domain."""
+        first = self._layout.offsets[register] * self._capacity
         width = self._reference.program.widths[register]
-        return self._work[first : first + tokens * width].view(tokens, width)
+        num = self._capacity if register in self._reference.program.shared else tokens
+        return self._work[first : first + num * width].view(num, width)
 
     def _registers(self, tokens: int) -> Registers:
         return Registers([self._register(i, tokens) for i in range(len(self._reference.program.widths))])
@@ -234,7 +270,7 @@ class _Compiler:
         found, ops, number = [], self._program.ops, 0
         while number < len(ops):
             count = 1
-            if not self._is_in_torch(ops[number]) and not isinstance(ops[number].args, AllReduce):
+            if not self._is_in_torch(ops[number]) and not isinstance(ops[number].args, AllReduce | Spread | Keep):
                 operations, count = self._compile(ops[number : number + 4])
                 found.append((ops[number : number + count], (Operation * len(operations))(*operations)))
             number += count
@@ -282,6 +318,10 @@ class _Compiler:
                 return [self._attend_latent(op, args)]
             case AllReduce():
                 return [self._sum(op)]
+            case Spread():
+                return [self._operation(op, _SPREAD)]
+            case Keep():
+                return [self._operation(op, _KEEP)]
             case MixStreams(size=size, shift=shift):
                 num = op.ins[1].width // size
                 return [self._operation(op, _STREAMS, size=size, dims=num, alpha=shift)]
@@ -452,7 +492,8 @@ class _Compiler:
         ins = [x or op.ins[0], *op.ins[1:3]]
         places = dict(zip(("x", "x2", "x3"), map(self._columns, ins), strict=False))
         out = out or op.outs[0]
-        return Operation(kind=kind, width=ins[0].width, out=self._columns(out), **places, **fields)
+        is_shared = kind not in (_SPREAD, _KEEP) and out.register in self._program.shared
+        return Operation(kind=kind, width=ins[0].width, out=self._columns(out), is_shared=is_shared, **places, **fields)
 
     def _columns(self, view: View) -> Columns:
         return Columns(self._layout.offsets[view.register], view.first, self._program.widths[view.register])

@@ -26,6 +26,7 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     MatchMagnitude,
     MeanSquares,
     MixStreams,
@@ -38,9 +39,11 @@ from ..models.program import (
     Program,
     Rotate,
     Scale,
+    Spread,
     View,
 )
 from ..parallel.collectives import Group
+from ..parallel.domains import Domain
 from .experts import OwnExperts, mixture, own_experts
 from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
@@ -104,12 +107,13 @@ class Reference:
 
     def __init__(
         self, program: Program, weights: Weights, *, max_len: int, dtype: torch.dtype, weight_dtype: torch.dtype,
-        device: torch.device, group: Group,
+        device: torch.device, group: Group, domain: Domain | None = None,
     ) -> None:  # fmt: skip
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
-        rounded."""
+        rounded. domain: this rank's; None: there is one domain."""
         self.program, self.weights = program, weights
-        self._weight_dtype, self._device, self.group = weight_dtype, device, group
+        self._dtype, self._weight_dtype, self._device = dtype, weight_dtype, device
+        self.group, self.domain = group, domain
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -144,10 +148,14 @@ class Reference:
             AttendLatent: self._attend_latent,
             Mixture: self._mixture,
             AllReduce: self._all_reduce,
+            Spread: self._spread,
+            Keep: self._keep,
             **dict.fromkeys(MIXERS, self._mixer),
         }
 
     def run(self, op: Op, registers: Registers, step: Step) -> None:
+        if self.domain is not None and not self.domain.num_own and op.outs[0].register not in self.program.shared:
+            return
         value = self._functions[type(op.args)](op, registers, step)
         registers.put_adjacent(op.outs, self.program.widths[op.outs[0].register], value)
 
@@ -345,7 +353,13 @@ class Reference:
         args = op.args
         assert isinstance(args, Mixture)
         x, logits = (registers.get(view) for view in op.ins)
-        return mixture(args, self.weights, x, logits, self.own_experts.get(op.layer), step.positions)
+        return mixture(args, self.weights, x, logits, self.own_experts.get(op.layer), self.turns(step))
+
+    def turns(self, step: Step) -> Tensor:
+        """Numbers of a mixture's tokens by which the ranks that have an expert take turns: the same on all ranks."""
+        if self.domain is None:
+            return step.positions
+        return torch.arange(self.domain.num_all, device=self._device)
 
     def _mixer(self, op: Op, registers: Registers, step: Step) -> Tensor:
         assert isinstance(op.args, MIXERS)
@@ -355,6 +369,18 @@ class Reference:
         x = registers.get(op.ins[0]).contiguous()
         self.group.all_reduce(x)
         return x
+
+    def _spread(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        if self.domain is None:
+            return registers.get(op.ins[0]).clone()
+        out = torch.zeros((self.domain.num_all, op.outs[0].width), dtype=self._dtype, device=self._device)
+        if self.domain.num_own:
+            out[self.domain.first : self.domain.first + self.domain.num_own] = registers.get(op.ins[0])
+        return out
+
+    def _keep(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        x = registers.get(op.ins[0])
+        return x.clone() if self.domain is None else x[self.domain.first : self.domain.first + self.domain.num_own]
 
 
 def _by_head(matrices: Sequence[Matrix], x: Tensor) -> Tensor:
@@ -399,11 +425,19 @@ class ReferenceModel:
         program = self._reference.program
         step, registers = self._reference.step(ids, positions, attention, regimes), Registers()
         put_received(registers, program, received)
-        for op, dropped in zip(program.ops, self._dropped, strict=True):
+        self._run(registers, step)
+        return result_of(registers, program)
+
+    def help_others(self, attention: AttentionBackend) -> None:
+        """See `DescribedModel`."""
+        none = torch.empty(0, dtype=torch.int64)
+        self._run(Registers(), Step(none, none, None, none))
+
+    def _run(self, registers: Registers, step: Step) -> None:
+        for op, dropped in zip(self._reference.program.ops, self._dropped, strict=True):
             self._reference.run(op, registers, step)
             for register in dropped:
                 registers.drop(register)
-        return result_of(registers, program)
 
 
 def put_received(registers: Registers, program: Program, received: Tensor | None) -> None:

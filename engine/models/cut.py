@@ -6,6 +6,9 @@ needs one all-reduce (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3
 norms over the heads of several ranks. Each expert is cut in the same way, or with `--enable-expert-parallel` belongs
 to one rank as a whole; the same all-reduce adds the experts of all ranks. Every rank has the whole router. The rows of
 embedding and head are divided in order.
+
+With KV domains (`--kv-domains`) only feed-forward layers are divided: each rank has requests of its own, and for them
+all heads, the embedding and the head.
 """
 
 from dataclasses import replace
@@ -42,14 +45,19 @@ def share(num: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * each, num), min((rank + 1) * each, num)
 
 
-def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0) -> Decoder:
-    """deals_experts: a rank has whole experts, and not a part of each, and room for so many replicas. Raises
-    ConfigError if the model cannot be divided among `size` ranks."""
+def cut(
+    decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0,
+    has_domains: bool = False,
+) -> Decoder:  # fmt: skip
+    """deals_experts: a rank has whole experts, and not a part of each, and room for so many replicas. has_domains: each
+    rank is a KV domain. Raises ConfigError if the model cannot be divided among `size` ranks."""
     if size == 1:
         return decoder
     if deals_experts and not any(isinstance(body, Moe) for body in decoder.bodies):
         raise ConfigError("--enable-expert-parallel is for models with experts, and this one has none; leave it out.")
-    ranks = _Ranks(rank, size, deals_experts=deals_experts, num_replicas=num_replicas)
+    ranks = _Ranks(rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains)
+    if has_domains:
+        return replace(decoder, blocks=tuple(ranks.block(block) for block in decoder.blocks))
     first, last = share(decoder.vocab, size - 1, size)
     if first == last:
         raise ConfigError(
@@ -70,9 +78,9 @@ def cut(decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False, 
 
 
 class _Ranks:
-    def __init__(self, rank: int, size: int, *, deals_experts: bool, num_replicas: int) -> None:
+    def __init__(self, rank: int, size: int, *, deals_experts: bool, num_replicas: int, has_domains: bool) -> None:
         self._rank, self._size, self._deals_experts = rank, size, deals_experts
-        self._num_replicas = num_replicas
+        self._num_replicas, self._has_domains = num_replicas, has_domains
         self.flag = f"--tensor-parallel-size {size}"
 
     def block(self, block: Block) -> Block:
@@ -88,6 +96,8 @@ class _Ranks:
         return replace(branch, body=self._body(branch.body))
 
     def _body(self, body: Body) -> Body:
+        if self._has_domains and not isinstance(body, Mlp | Moe):
+            return body
         match body:
             case Attention():
                 return self._attention(body)

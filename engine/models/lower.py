@@ -49,6 +49,7 @@ from .program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     MatchMagnitude,
     Matrix,
     MeanSquares,
@@ -66,6 +67,7 @@ from .program import (
     ScanLightning,
     ScanMamba1,
     ScanMamba2,
+    Spread,
     State,
     States,
     Tile,
@@ -83,15 +85,19 @@ def latent_width(rank: int, rope_dim: int) -> int:
     return -(-(rank + rope_dim) // 16) * 16
 
 
-def lower(decoder: Decoder, *, ranks: int = 1, first_id: int = 0) -> Program:
-    """decoder: whole, or a rank's part of one (`cut.py`), whose rows of the vocabulary begin with `first_id`."""
-    return _Lowering(decoder, ranks, first_id).program()
+def lower(decoder: Decoder, *, ranks: int = 1, first_id: int = 0, has_domains: bool = False) -> Program:
+    """decoder: whole, or a rank's part of one (`cut.py`), whose rows of the vocabulary begin with `first_id`.
+    has_domains: each rank is a KV domain, so the ranks exchange tokens for the feed-forward layers alone."""
+    return _Lowering(decoder, ranks, first_id, has_domains=has_domains).program()
 
 
 class _Lowering:
-    def __init__(self, decoder: Decoder, ranks: int, first_id: int) -> None:
+    def __init__(self, decoder: Decoder, ranks: int, first_id: int, *, has_domains: bool) -> None:
         self._decoder = decoder
-        self._ranks, self._first_id = ranks, first_id
+        self._ranks, self._first_id = 1 if has_domains else ranks, first_id
+        self._num_domains = ranks if has_domains else 1
+        self._shared: set[int] = set()
+        self._is_shared = False  # operations are on the tokens of all domains
         self._ops: list[Op] = []
         self._widths: list[int] = []
         self._tiles: list[Tile] = []
@@ -136,12 +142,15 @@ class _Lowering:
             vocab=decoder.vocab,
             states=tuple(self._states),
             regime_limit=decoder.regime_limit,
+            shared=frozenset(self._shared),
         )
 
     # Registers and operations.
 
     def _register(self, width: int) -> View:
         self._widths.append(width)
+        if self._is_shared:
+            self._shared.add(len(self._widths) - 1)
         return View(len(self._widths) - 1, 0, width)
 
     def _op(self, args: Args, ins: tuple[View, ...], outs: tuple[View, ...]) -> None:
@@ -212,8 +221,30 @@ class _Lowering:
             self._op(Scale(factor), (x,), (x,))
 
     def _all_reduce(self, x: View) -> None:
-        if self._ranks > 1:
+        if self._ranks > 1 or self._is_shared:
             self._op(AllReduce(), (x,), (x,))
+
+    def _spread(self, x: View) -> View:
+        """The tokens of all domains."""
+        out = self._register(x.width)
+        self._op(Spread(), (x,), (out,))
+        self._all_reduce(out)
+        return out
+
+    def _of_all_domains(self, body: Mlp | Moe, y: View, stream: View, at: str) -> View:
+        """A feed-forward layer of which each domain's ranks hold a part."""
+        self._is_shared = True
+        if isinstance(body, Moe):
+            whole = self._spread(y)
+            asked = self._spread(stream) if body.router.reads_stream else whole
+            found = self._moe(body, whole, asked, at)
+        else:
+            found = self._mlp(body, self._spread(y), at)
+        self._all_reduce(found)
+        self._is_shared = False
+        out = self._register(found.width)
+        self._op(Keep(), (found,), (out,))
+        return out
 
     # Parts of a decoder.
 
@@ -375,6 +406,8 @@ class _Lowering:
         return out
 
     def _body(self, body: Body, y: View, stream: View, at: str) -> View:
+        if self._num_domains > 1 and isinstance(body, Mlp | Moe):
+            return self._of_all_domains(body, y, stream, at)
         match body:
             case Attention():
                 out = self._attention(body, y, at)

@@ -2,6 +2,10 @@
 
 A register holds numbers for each token of a step, [tokens, width], of the activations' type. A `View` is some adjacent
 columns of one. An operation may write to a view that it reads only where its docstring says so.
+
+With KV domains a rank has the tokens of its own domain, but the ranks of all domains compute feed-forward layers
+together: `Spread` and `AllReduce` give each rank the tokens of all, in registers that are `shared`, and `Keep` takes
+back what belongs to its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -312,11 +316,19 @@ class AllReduce(Data):
     """outs[0] = the sum of ins[0], the same view, over the ranks."""
 
 
+class Spread(Data):
+    """outs[0] = ins[0] at the places of this domain's tokens among those of all domains, and zeros at the others."""
+
+
+class Keep(Data):
+    """outs[0] = the rows of ins[0] that are this domain's tokens."""
+
+
 Args = (
     MixStreams | MatchMagnitude
     | Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
     | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
-    | ScanLightning | GatedNormalize | MeanSquares
+    | ScanLightning | GatedNormalize | MeanSquares | Spread | Keep
 )  # fmt: skip
 
 
@@ -361,6 +373,8 @@ class Program(Data):
     has_head: bool = True  # False: of a stage before the last one, which does not load the head
     receives: tuple[View, ...] = ()  # of a stage after the first: what the stage before it has computed,
     sends: tuple[View, ...] = ()  # and of a stage before the last: what the next one needs, beside each other
+    # Registers of the tokens of all KV domains, one domain after the other; the others have those of the rank's own.
+    shared: frozenset[int] = frozenset()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -21,7 +21,8 @@ from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
 from ..models.program import Matrix, Vector
-from ..parallel.collectives import Group
+from ..parallel.collectives import Alone, Group
+from ..parallel.domains import Domain
 from ..parallel.rank import RankInfo
 from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
@@ -65,6 +66,7 @@ class HostModel:
     sent_width: int = 0  # and those that it sends
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
+    domain: Domain | None = None  # of this rank; None: there is one domain
     graphs = 0
     head_major = False
 
@@ -108,6 +110,7 @@ def load_model(
     backend, dtype = served.backend, served.dtype
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
+    domain = Domain(group.rank) if config.kv_domains > 1 else None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -120,14 +123,16 @@ def load_model(
             loaded = packing.weights
         reference = Reference(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
-            device=torch_device, group=group,
+            device=torch_device, group=group, domain=domain,
         )  # fmt: skip
         own_experts = reference.own_experts
         if config.expert_replicas:
             read = partial(_read, config, served)
             replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
         weights = loaded.num_bytes
-        model = backend.model(reference, Vocabulary(served.program, loaded, group), served.kv_shape)
+        # A domain has a whole head, and samples by itself.
+        vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
+        model = backend.model(reference, vocabulary, served.kv_shape)
         if replicas is not None and isinstance(model, NativeModel):
             replicas.native = model
     else:
@@ -150,6 +155,7 @@ def load_model(
         sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
         own_experts=own_experts,
         replicas=replicas,
+        domain=domain,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -184,7 +190,7 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
     share = 1 if config.enable_expert_parallel else config.tensor_parallel_size
     per_layer = max((kv_shape.tile_bytes(tile, config.block_size) for tile in kv_shape.layers), default=0)
     return workspace_bytes(
-        tokens=config.max_num_batched_tokens,
+        tokens=config.max_num_batched_tokens * config.kv_domains,  # of all domains
         rows=config.max_num_seqs,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size // share,

@@ -35,7 +35,7 @@ from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
 from ..device.queue import Queue
 from ..device.sleep import Parked, storages_of
-from ..executors.base import StagedModel
+from ..executors.base import DescribedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
@@ -266,11 +266,12 @@ class Runner:
             attention=attention,
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
-            agree=self._group.agree,
+            domain=model.domain,
+            agree=(lambda: None) if model.domain is not None else self._group.agree,
         )
         if config.pipeline_parallel_size > 1:
             self._stage_steps = StageSteps(
-                self._steps, cast(StagedModel, model.model), attention,
+                self._steps, cast(DescribedModel, model.model), attention,
                 is_first=self._stage == 0, is_last=self._stage == config.pipeline_parallel_size - 1,
                 speculates=config.speculative is not None,
             )  # fmt: skip
@@ -410,7 +411,9 @@ class Runner:
         try:
             part()
         except Exception as error:
-            if not is_out_of_memory(error) or not self._group.can_give_up:
+            # The steps of KV domains may be different, so what one of them drops the others would have to drop as well.
+            can_give_up = self._group.can_give_up and self._config.kv_domains == 1
+            if not is_out_of_memory(error) or not can_give_up:
                 raise
             self._group.give_up()
             if not isinstance(error, NoMemoryElsewhere):

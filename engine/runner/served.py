@@ -36,6 +36,7 @@ from ..models.program import (
     Embed,
     Glu,
     Heat,
+    Keep,
     MeanSquares,
     Mixture,
     Multiply,
@@ -44,6 +45,7 @@ from ..models.program import (
     Positions,
     Program,
     Rotate,
+    Spread,
 )
 from ..weights.loader import Found, check_weights
 from ..weights.open import open_checkpoint
@@ -209,7 +211,7 @@ def how_served(
         )  # fmt: skip
     program = program_of(
         spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel,
-        num_replicas=config.expert_replicas,
+        num_replicas=config.expert_replicas, has_domains=config.kv_domains > 1,
     )  # fmt: skip
     return Served(
         spec=spec,
@@ -254,8 +256,8 @@ _WORDS: dict[type, str] = {
 
 
 def names(ops: Iterable[Op]) -> tuple[str, ...]:
-    """In words, each once. Sums over ranks are left out: every executor has them."""
-    return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce)))
+    """In words, each once. What ranks exchange is left out: every executor has it."""
+    return tuple(dict.fromkeys(operation_name(op) for op in ops if not isinstance(op.args, AllReduce | Spread | Keep)))
 
 
 def operation_name(op: Op) -> str:
@@ -301,12 +303,17 @@ def _expert_shares(program: Program | None) -> str:
     return f"{' or '.join(shares)} experts of a layer on this rank, whole{room}"
 
 
-def program_of(spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0) -> Program:
+def program_of(
+    spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0,
+    has_domains: bool = False,
+) -> Program:  # fmt: skip
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
-    first_id, _ = share(spec.decoder.vocab, rank, size)
-    part = cut(spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas)
-    return lower(part, ranks=size, first_id=first_id)
+    first_id = 0 if has_domains else share(spec.decoder.vocab, rank, size)[0]
+    part = cut(
+        spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains
+    )
+    return lower(part, ranks=size, first_id=first_id, has_domains=has_domains)
 
 
 def shape_of(program: Program, dtype: torch.dtype) -> KvShape:

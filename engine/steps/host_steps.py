@@ -4,6 +4,7 @@ nothing."""
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from ...ipc.messages import RowLogprobs, StepPlan
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
-from ..executors.base import Model
+from ..executors.base import DescribedModel, Model
+from ..parallel.domains import Domain
 from .base import ImmediateSteps, copy_blocks
 from .draft_states import DraftStates, within
 from .logprobs import PromptScores, best_logprobs, prompt_scores, row_logprobs
@@ -52,10 +54,13 @@ class HostSteps(ImmediateSteps):
         attention: AttentionBackend,
         ops: Ops,
         synchronize: Callable[[], None],
+        domain: Domain | None = None,
         agree: Callable[[], None] = lambda: None,
     ) -> None:
-        """agree: called at the end of a pass, and of sampling; raises an error if another rank has failed there."""
+        """domain: of this rank, of a model that can be divided; None: there is one domain. agree: called at the end of
+        a pass, and of sampling; raises an error if another rank has failed there."""
         super().__init__()
+        self._domain = domain
         self._agree = agree
         self._config = config
         self._model = model
@@ -117,7 +122,11 @@ class HostSteps(ImmediateSteps):
     def _pass(self, plan: StepPlan, started: float) -> "_Passed":
         """Runs the forward pass, and updates the rows as far as it computed them."""
         passed = _Passed(plan, started)
+        if self._domain is not None:
+            self._domain.begin(plan)
         if not plan.rows:
+            if self._domain is not None and self._domain.num_all:
+                cast(DescribedModel, self._model).help_others(self._attention)
             return passed
         rows = self.rows
         draft_tokens = self.propose(plan)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config.config import Dtype
 from ...ipc.messages import Hidden, SampledIds, StepPlan
 from ..attention.base import AttentionBackend
-from ..executors.base import StagedModel
+from ..executors.base import DescribedModel
 from ..parallel.stage_memory import StageMemory
 from .host_steps import HostSteps
 from .ngram import learn
@@ -71,7 +71,7 @@ class StageSteps:
     """Calls come in the order of the plans."""
 
     def __init__(
-        self, steps: HostSteps, model: StagedModel, attention: AttentionBackend, *, is_first: bool, is_last: bool,
+        self, steps: HostSteps, model: DescribedModel, attention: AttentionBackend, *, is_first: bool, is_last: bool,
         speculates: bool,
     ) -> None:  # fmt: skip
         """steps: on the cache of this stage. speculates: plans may have speculative rows."""

@@ -13,7 +13,7 @@ void pagewire_write_kv(const float *, long, const float *, long, char *, char *,
 
 enum { LATENT_BYTES = 64 << 20 };
 
-/* Columns of a register: at offset · tokens + first, rows `stride` apart. */
+/* Columns of a register: at offset · capacity + first, rows `stride` apart. */
 typedef struct {
     long offset, first, stride;
 } Columns;
@@ -34,6 +34,8 @@ enum OpKind {
     OP_SUM,     /* in = its sum over the ranks; in is a whole register */
     OP_MIX,     /* an operation of recurrent mixers, with columns of its own */
     OP_STREAMS, /* out = in + the streams of in2 by the weights of in3 */
+    OP_SPREAD,  /* out, of all domains' tokens = in at those of this domain, and 0 at the others */
+    OP_KEEP,    /* out = this domain's tokens of in, which has all */
 };
 
 enum MixerKind { MIX_CONV, MIX_DELTA, MIX_MAMBA1, MIX_MAMBA2, MIX_LIGHTNING, MIX_NORM };
@@ -61,6 +63,7 @@ typedef struct {
     long map, act;        /* of OP_MAP; whether OP_NORM is a layer norm */
     long every, shift;    /* of OP_HEAT; shift: of OP_EMBED, OP_POSITIONS and OP_SQUARES, too */
     long is_whole;        /* of OP_EMBED */
+    long is_shared;       /* on the tokens of all domains; OP_SPREAD and OP_KEEP are on both */
     const Matrix *matrix;
     const Experts *experts;
     const Latent *latent;
@@ -71,7 +74,7 @@ typedef struct {
     float eps, alpha, beta, limit;
 } Operation;
 
-typedef struct {
+typedef struct Step {
     const int64_t *ids, *positions; /* [tokens] */
     const int64_t *places;          /* [tokens]: the positions' rows of the tables of cosines and sines */
     const int64_t *slots;           /* [tables][tokens] */
@@ -80,11 +83,14 @@ typedef struct {
     long tokens, rows, table_stride;
     float *work; /* the registers */
     const StateRows *states;
+    long capacity; /* tokens for which each register has room */
+    long first;    /* where the tokens stand among those of all domains */
+    const struct Step *shared; /* the tokens of all domains: `positions` is any number of each; or the step itself */
 } Step;
 
 static float *at(const Step *s, Columns c)
 {
-    return s->work + c.offset * s->tokens + c.first;
+    return s->work + c.offset * s->capacity + c.first;
 }
 
 static Numbers numbers(const Step *s, Columns c)
@@ -196,11 +202,36 @@ static void add_positions(const Operation *o, const Step *s)
     pagewire_map(&(Map){.x = out, .y = rows, .out = out, .kind = MAP_ADD, .width = k, .alpha = 1, .beta = 1}, m);
 }
 
-/* Ends early if a sum over the ranks does; the caller knows that from `gives_up`. */
-void pagewire_program(const Operation *ops, long count, const Step *s)
+static void copy_rows(Numbers in, Numbers out, long width, long m)
 {
-    long m = s->tokens;
-    for (const Operation *o = ops; o < ops + count; o++)
+    for (long i = 0; i < m; i++)
+        memcpy(out.x + i * out.stride, in.x + i * in.stride, width * 4);
+}
+
+static void spread(const Operation *o, const Step *s)
+{
+    Numbers in = numbers(s, o->in), out = numbers(s, o->out);
+    for (long i = 0; i < s->shared->tokens; i++)
+        memset(out.x + i * out.stride, 0, o->width * 4);
+    out.x += s->first * out.stride;
+    copy_rows(in, out, o->width, s->tokens);
+}
+
+static void keep(const Operation *o, const Step *s)
+{
+    Numbers in = numbers(s, o->in);
+    in.x += s->first * in.stride;
+    copy_rows(in, numbers(s, o->out), o->width, s->tokens);
+}
+
+/* Ends early if a sum over the ranks does; the caller knows that from `gives_up`. */
+void pagewire_program(const Operation *ops, long count, const Step *own)
+{
+    for (const Operation *o = ops; o < ops + count; o++) {
+        const Step *s = o->is_shared ? own->shared : own;
+        long m = s->tokens;
+        if (!m && o->kind != OP_SPREAD)
+            continue; /* a domain without tokens takes part in what is shared */
         switch (o->kind) {
         case OP_EMBED:
             look_up(o, s->ids, pagewire_scratch(SLOT_STEP, m * 8), at(s, o->out), m);
@@ -255,5 +286,12 @@ void pagewire_program(const Operation *ops, long count, const Step *s)
             if (!pagewire_sum(o->sum, at(s, o->in), m * o->width))
                 return;
             break;
+        case OP_SPREAD:
+            spread(o, s);
+            break;
+        case OP_KEEP:
+            keep(o, s);
+            break;
         }
+    }
 }

@@ -68,7 +68,7 @@ class Operation(ctypes.Structure):
         *((name, _L) for name in ("kind", "epilogue")),
         *((name, Columns) for name in ("x", "x2", "x3", "out")),
         *((name, _L) for name in ("width", "size", "heads", "kv_heads", "dim", "dims", "table", "map", "act")),
-        *((name, _L) for name in ("every", "shift", "is_whole")),
+        *((name, _L) for name in ("every", "shift", "is_whole", "is_shared")),
         *((name, _P) for name in ("matrix", "experts", "latent", "weight", "weight2", "cos", "sin")),
         *((name, _P) for name in ("pages", "sum", "mixer")),
         *((name, _F) for name in ("eps", "alpha", "beta", "limit")),
@@ -82,6 +82,8 @@ class StepFields(ctypes.Structure):
         *((name, _P) for name in ("ids", "positions", "places", "slots", "tables", "contexts", "counts")),
         *((name, _L) for name in ("tokens", "rows", "table_stride")),
         *((name, _P) for name in ("work", "states")),
+        *((name, _L) for name in ("capacity", "first")),
+        ("shared", _P),
     )
 
 

@@ -51,6 +51,36 @@ def test_replicas_of_experts_are_for_cpus_and_change_bits() -> None:
     assert decide(make_config(expert_replicas=1, **_EXPERTS)).batch_invariance != "exact"
 
 
+_DOMAINS = {**_RANKS, "kv_domains": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"kv_domains": 2}, "--kv-domains 2: each domain has one rank so far, and --tensor-parallel-size is 1; give"),
+        ({**_DOMAINS, "tensor_parallel_size": 4}, "and --tensor-parallel-size is 4"),
+        ({**_DOMAINS, "pipeline_parallel_size": 2}, "is not there with --pipeline-parallel-size; leave one"),
+        ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative"),
+        ({**_DOMAINS, "kv_connector": ("host,size=1M",)}, "is not there with --kv-connector"),
+        ({**_DOMAINS, "kv_events": "tcp://127.0.0.1:5557"}, "is not there with --kv-events"),
+        ({**_DOMAINS, "extension": "m:c"}, "is not there with --extension"),
+        ({**_DOMAINS, "record_trace": "t"}, "is not there with --record-trace"),
+    ],
+)
+def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        decide(make_config(**flags))
+
+
+def test_domains_are_for_described_models_on_cpus() -> None:
+    with pytest.raises(ConfigError, match="--kv-domains 2 is for --device cpu"):
+        on_gpu(90, tensor_parallel_size=2, kv_domains=2)
+    with pytest.raises(ConfigError, match="transformers computes m, whose layers cannot be divided"):
+        decide(make_config(**_DOMAINS), msgspec.structs.replace(MODEL, is_native=False))
+    found = decide(make_config(**_DOMAINS))
+    assert found.kv_domains == found.num_ranks == 2 and found.batch_invariance == "exact"
+
+
 def test_ranks_share_the_cores() -> None:
     assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
     assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3

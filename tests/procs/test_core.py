@@ -16,6 +16,7 @@ from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.core import trace
 from pagewire.engine.core.groups import Groups
+from pagewire.engine.core.scheduler import Scheduler
 from pagewire.errors import ConfigError, StartError
 from pagewire.ipc.messages import (
     CacheOffer,
@@ -82,7 +83,7 @@ def test_a_model_with_several_groups_is_served_and_its_trace_replays(tmp_path: P
         core.handle([results.pop(0)])
     for rid, prompt in enumerate(prompts):
         assert output[rid] == expected_output(prompt, 20, 100, rid, True, groups=Groups(SHAPES))
-    assert core.scheduler.pool.num_held == 0 and core.scheduler.counters.num_cached_tokens > 0
+    assert core.scheduler.num_pages_held == 0 and core.scheduler.counters.num_cached_tokens > 0
     asyncio.run(core.stop(0.0))
     with (tmp_path / "steps").open("rb") as file:
         num_plans, difference = trace.replay(trace.read(file))
@@ -123,6 +124,7 @@ def test_pages_and_hits_are_reported_by_group() -> None:
     core.start(lambda receiver, message: sent.append(message))
     core.handle([CacheOffer(0, 64, block_bytes=64, page_bytes=64, num_pages=150, groups=SHAPES)])
     scheduler = core.scheduler
+    assert isinstance(scheduler, Scheduler)
     worker = FakeWorker(
         num_blocks=150, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, groups=scheduler.pool.groups
     )
@@ -220,7 +222,7 @@ def test_the_next_step_of_a_constrained_request_runs_while_its_mask_is_made() ->
     while late.plans:
         late.step()
     assert late.output == expected_output([4, 5, 6], 20, 100, 1, True, grammar=1)
-    assert late.core.scheduler.pool.num_held == 0 and not late.core.scheduler.late()
+    assert late.core.scheduler.num_pages_held == 0 and not late.core.scheduler.late()
 
 
 ENDS: dict[str, Callable[[Late], ToCore]] = {
@@ -242,7 +244,7 @@ def test_no_plan_waits_for_the_mask_of_a_request_that_has_ended(end: str) -> Non
     assert [(message.rows, message.free) for message in late.late] == [(b"", plan.late_rows) for plan in late.plans]
     late.step()
     late.step()
-    assert not late.plans and late.core.scheduler.pool.num_held == 0
+    assert not late.plans and late.core.scheduler.num_pages_held == 0
 
 
 def test_no_mask_is_due_for_a_request_that_ends_with_its_token() -> None:

@@ -100,7 +100,7 @@ def test_requests_that_wait_for_a_grammar_can_be_cancelled_and_refused(tmp_path:
             engine.handle(Cancel((2,)))
             engine.handle(Constrained(1))
             assert received(engine, "api") == [Accepted(rid, 2) for rid in (1, 2, 3)]
-            assert set(engine.core.scheduler.table.requests) == {1, 3}
+            assert set(engine.core.scheduler.requests) == {1, 3}
             engine.handle(Cancel((1, 3)))
             assert engine.num_open == 0
             received(engine, "grammar")

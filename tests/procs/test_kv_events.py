@@ -21,6 +21,7 @@ from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
+from pagewire.engine.core.scheduler import Scheduler
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import CacheOffer, GroupShape, Message, StepPlan
 from pagewire.ipc.zmq_channel import Keys, read_keys
@@ -261,6 +262,7 @@ def test_the_events_of_the_core_describe_its_prefix_cache() -> None:
         core = CoreActor(config)
         core.start(post)
         core.handle([CacheOffer(0, num_blocks)])
+        assert isinstance(core.scheduler, Scheduler)
         prompts = [[n] * 9 + [n + 1] * 10 for n in (1, 2, 3, 1)]
         for rid, prompt in enumerate(prompts):  # more blocks than the pool has
             core.handle([replace(enqueue(rid, prompt, max_tokens=3), cache_salt=f"salt-{rid % 3}")])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from pagewire.engine.models.program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     MatchMagnitude,
     Matrix,
     MeanSquares,
@@ -36,10 +37,13 @@ from pagewire.engine.models.program import (
     Program,
     Rotate,
     Scale,
+    Spread,
     Vector,
     View,
 )
 from pagewire.engine.parallel.collectives import Alone, Group
+from pagewire.engine.parallel.domains import Domain
+from pagewire.ipc.messages import StepPlan
 from pagewire.kernels.reference import TorchMatrix
 
 TOKENS = 5
@@ -209,6 +213,8 @@ CASES: dict[str, Case] = {
         lambda x: x * (1 + 0.3 * torch.log(1 + ((POSITIONS + 1) // 8).float()))[:, None], in_place=True,
     ),
     "all-reduce alone": Case(AllReduce(), (8,), (8,), lambda x: x, in_place=True),
+    "spread of one domain": Case(Spread(), (8,), (8,), lambda x: x),
+    "keep of one domain": Case(Keep(), (8,), (8,), lambda x: x),
 }  # fmt: skip
 
 
@@ -269,6 +275,30 @@ def test_an_operation_computes_its_formula(name: str, margin: int, fixed: bool) 
     expected = case.expected(*inputs)
     for ours, theirs in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num", [2, 0])
+def test_a_domain_takes_part_with_its_own_tokens(num: int) -> None:
+    """Between 3 tokens of the domain before and 1 of the next one; without tokens it only spreads."""
+    views = [View(number, 0, 4) for number in range(3)]
+    spread, keep = Op(0, Spread(), (views[0],), (views[1],)), Op(0, Keep(), (views[1],), (views[2],))
+    whole = reference(spread, (4, 4, 4), Case(Spread(), (4,), (4,), lambda x: x), Alone())
+    whole.program = replace(whole.program, shared=frozenset({1}))
+    whole.domain = Domain(1)
+    whole.domain.begin(StepPlan(1, (), b"", b"", b"", b"", b"", domain_tokens=(3, num, 1)))
+    registers, own = Registers(), torch.arange(4.0 * num).view(num, 4) + 1
+    if num:
+        registers.put(views[0], 4, own)
+    whole.run(spread, registers, step())
+    expected = torch.zeros(4 + num, 4)
+    expected[3 : 3 + num] = own
+    assert torch.equal(registers.get(views[1]), expected)
+    whole.run(keep, registers, step())
+    if num:
+        assert torch.equal(registers.get(views[2]), own)
+    else:
+        with pytest.raises(KeyError):
+            registers.get(views[2])
 
 
 def test_every_operation_has_a_case_or_a_test_of_its_own() -> None:

@@ -101,6 +101,35 @@ def test_each_rank_sums_after_every_sublayer_and_the_embedding() -> None:
     assert vars(embed.args)["first_id"] == 45
 
 
+def test_domains_share_what_follows_attention() -> None:
+    whole = llama(num_hidden_layers=1)
+    part = cut(whole, 1, 2, has_domains=True)
+    program = lower(part, ranks=2, has_domains=True)
+    assert listed(program) == [
+        "a = Embed() embedding",
+        "b = Normalize(a) 0.0.norm",
+        "c[0:64], c[64:96], c[96:128] = Product(b) 0.0.qkv",
+        "c[0:64] = Rotate(c[0:64])",
+        "c[64:96] = Rotate(c[64:96])",
+        "d = Attend(c[0:64], c[64:96], c[96:128])",
+        "e = Product(d) 0.0.o",
+        "a = Add(a, e)",
+        "f = Normalize(a) 0.1.norm",
+        "g = Spread(f)",
+        "g = AllReduce(g)",
+        "h = GatedProduct(g) 0.1.gate_up",
+        "i = Product(h) 0.1.down",
+        "i = AllReduce(i)",
+        "j = Keep(i)",
+        "a = Add(a, j)",
+        "k = Normalize(a) norm",
+    ]
+    assert program.shared == {6, 7, 8} and not lower(whole).shared
+    assert program.head == lower(whole).head and program.tiles == lower(whole).tiles, "a domain has all of them"
+    widths = [body.width for body in bodies(part) if isinstance(body, Mlp)]
+    assert [2 * width for width in widths] == [body.width for body in bodies(whole) if isinstance(body, Mlp)]
+
+
 def test_norms_over_the_heads_of_all_ranks_share_a_sum() -> None:
     norms = {"q_norm": rms("q_norm", 16, 1e-6), "k_norm": rms("k_norm", 8, 1e-6)}
     whole = of(Sublayer((Branch(replace(ATTENTION, rope=None, **norms)),)))

@@ -1,0 +1,69 @@
+"""KV domains (`--kv-domains`) give the tokens of one rank: requests are divided among domains, and each step is one of
+all domains, whichever of them have tokens."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import families
+import pytest
+from domain_ranks import DomainRanks
+from engine_loop import Loop
+from fakes import enqueue
+from msgspec.structs import replace
+
+from pagewire.ipc.messages import Enqueue, Sampling
+
+pytestmark = pytest.mark.slow
+
+DEALT: dict[str, Any] = {"enable_expert_parallel": True}
+
+
+def request(rid: int, prompt: list[int], max_tokens: int = 10) -> Enqueue:
+    """Greedy if its number is even."""
+    sampling = Sampling(temperature=0.0) if rid % 2 == 0 else Sampling(temperature=1.0, seed=rid)
+    return replace(enqueue(rid, prompt, max_tokens=max_tokens, ignore_eos=True), sampling=sampling)
+
+
+def wave(first: int, *lengths: int) -> list[Enqueue]:
+    rng = random.Random(first)
+    prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(num)] for num in lengths]
+    return [request(first + i, prompt, max_tokens=4 + 3 * i) for i, prompt in enumerate(prompts)]
+
+
+WAVES = (wave(0, 1, 7, 40, 18, 90, 33), wave(100, 5), wave(200, 60, 2, 17))
+
+
+def expected_of(folder: Path, **flags: Any) -> dict[int, Any]:
+    return Loop(folder, **flags).serve([each for wave in WAVES for each in wave])
+
+
+@pytest.mark.parametrize(
+    ("kind", "num", "flags"),
+    [
+        ("qwen3_moe", 2, DEALT),
+        ("qwen3_moe", 2, {"cpu_kernels": "torch", **DEALT}),
+        ("qwen3", 2, {"max_num_batched_tokens": 32}),
+        pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.long),
+    ],
+)
+def test_domains_compute_the_tokens_of_one_rank(kind: str, num: int, flags: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    flags = {"dtype": "float32", **flags}
+    alone = {name: value for name, value in flags.items() if name not in DEALT}
+    ranks = DomainRanks(folder, num, **flags)
+    assert ranks.serve(*WAVES) == expected_of(folder, **alone)
+    assert all(len(domains) == 1 for domains in ranks.domain_of.values())
+    assert set.union(*ranks.domain_of.values()) == set(range(num)), "every domain had requests"
+    assert all(ranks.num_idle[domain] for domain in range(1, num)), "the second wave has one request"
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama4_text", "jamba"))]
+)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Latent attention with shared experts; a router that reads the stream; recurrent layers."""
+    folder = families.make_family(tmp_path, family)
+    flags: dict[str, Any] = {"dtype": "float32"}
+    assert DomainRanks(folder, 2, **flags, **DEALT).serve(*WAVES) == expected_of(folder, **flags)
