@@ -72,6 +72,10 @@ _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py", "grid.py", "limits.py")
 _COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # always reported
 _MORE_REGISTERS = 1.1  # the growth beyond which a kernel is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)", re.MULTILINE)  # guard, opcode
+_TOUCHES = re.compile(r"LD(?!C)|ST|ATOM|RED|UTMA|UBLK|CCTL|BR|JMP|CALL|RET|EXIT")
+"""What a kernel that is launched early may not do before it waits: access memory (constants hold its arguments), branch
+around the wait, or end."""
 _BRANCH = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?BRA\b[^;]*?0x([0-9a-f]+)\s*;")  # address and target
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
@@ -99,6 +103,8 @@ class Report:
     buffers: int  # the fewest pipelining buffers of any operand; 1: no pipelining
     opcodes: dict[str, int]  # SASS mnemonic → occurrences, of `_COUNTED` and of the plan
     loops: int = 0  # branches back
+    is_early: bool = False  # launched while the kernel before it runs: `dependent_launch.py`
+    waits: bool = False  # for the end of that kernel, before it touches memory
 
     def __str__(self) -> str:
         opcodes = " ".join(f"{name} {n}" for name, n in self.opcodes.items())
@@ -209,14 +215,27 @@ def report_of(files: Files, wanted: Iterable[str]) -> Report:
         name: sum(n for opcode, n in found.items() if f"{opcode}.".startswith(f"{name}."))
         for name in sorted({*_COUNTED, *wanted})
     }
+    metadata = json.loads(files[".json"].read_text())
     return Report(
         registers=registers,
         stack=stack,
-        shared=json.loads(files[".json"].read_text())["shared"],
+        shared=metadata["shared"],
         buffers=min(map(int, _BUFFERS.findall(files[".ttgir"].read_text())), default=1),
         opcodes={name: n for name, n in counts.items() if n},
         loops=sum(int(target, 16) < int(address, 16) for address, target in _BRANCH.findall(text)),
+        is_early=metadata["launch_pdl"],
+        waits=waits(text),
     )
+
+
+def waits(sass: str) -> bool:
+    """Whether all threads of the kernel wait for the end of the kernel before it, before they touch memory."""
+    for guard, opcode in _INSTRUCTION.findall(sass):
+        if opcode == "ACQBULK":
+            return not guard
+        if _TOUCHES.match(opcode):
+            return False
+    return False
 
 
 def failures(plan: Plan, architecture: int, report: Report, before: Report | None, *, same_compiler: bool) -> list[str]:
@@ -226,6 +245,8 @@ def failures(plan: Plan, architecture: int, report: Report, before: Report | Non
         found.append(f"{report.buffers} buffers, {plan.buffers} planned")
     if plan.loops is not None and report.loops > plan.loops and architecture != 100:  # whose waits are loops
         found.append(f"{report.loops} loops, {plan.loops} planned")
+    if report.is_early and not report.waits:
+        found.append("launched early, and does not wait first")
     if report.shared > 1024 * MAX_SHARED.get(architecture, math.inf):
         found.append(f"{report.shared} bytes of shared memory, more than sm_{architecture} has")
     if plan.stack is not None and report.stack > plan.stack and same_compiler:

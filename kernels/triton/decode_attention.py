@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_previous, dependent
 from .tuned import tuned
 from .variant import FEW_BYTES, GRID, NO_TENSOR_CORES, Plan, Variant, pages_shaped, shaped
 
@@ -468,7 +469,7 @@ def fold(acc, most, total, of_acc, of_most, of_total):
     return acc, grown, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@dependent(do_not_specialize=["table_stride"])
 def _decode_kernel(
     out,
     query,
@@ -507,6 +508,7 @@ def _decode_kernel(
     ROUNDS_SLOPES: tl.constexpr,
 ):
     """The rows of a tile are query heads of one kv head, in some tiles if there are more than TILE_ROWS."""
+    await_previous()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     HEAD_TILES: tl.constexpr = (GROUP + TILE_ROWS - 1) // TILE_ROWS
     UNITS: tl.constexpr = KV_HEADS * HEAD_TILES

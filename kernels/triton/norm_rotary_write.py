@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode_attention import stride_of_pages
+from .dependent_launch import await_previous, dependent
 from .variant import WIDE, Plan, Variant, pages_shaped, shaped
 
 _MAX_HEADS = 16  # per program: with 4 warps a thread has 8 values of each half of a head
@@ -51,7 +52,7 @@ def _move(source, target, low_at, high_at, inside, of_head, norm, eps, cos, sin,
     tl.store(target + high_at, (high * factor).to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@dependent
 def _norm_rotary_write(
     qkv,
     q_norm,
@@ -81,6 +82,7 @@ def _norm_rotary_write(
     """One token and some of its heads: a token's first programs take queries, the others keys and values. The features
     i and i + PAIRS of a head turn together, for i < PAIRS; the others are taken in two halves, as are values. BLOCK,
     VALUE_BLOCK: the powers of two from the halves on."""
+    await_previous()
     HALF: tl.constexpr = DIM // 2
     VALUE_HALF: tl.constexpr = VALUE_DIM // 2
     Q_GROUPS: tl.constexpr = (HEADS + Q_BLOCK - 1) // Q_BLOCK

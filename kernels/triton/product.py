@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_previous, dependent
 from .epilogue import store_product
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
@@ -126,7 +127,7 @@ def _merged(sums, of_rows, address, beside, norm, SPLITS: tl.constexpr, TILE: tl
     return sums, of_rows
 
 
-@triton.jit(do_not_specialize=["rows"])
+@dependent(do_not_specialize=["rows"])
 def _product(
     x,
     weight,
@@ -162,6 +163,7 @@ def _product(
 ):
     """The weight's arguments are those of `Operand`. FEW: rows beyond the last are not read; else they are the last row
     again, which costs less than a mask. Neither is stored."""
+    await_previous()
     SPAN: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K  # one program's share of k
     EVEN: tl.constexpr = K == SPLITS * SPAN  # then no mask over k is left: x | True is True
     WIDTH: tl.constexpr = K if HALF is None else K // 2  # bytes or numbers of the weight's rows

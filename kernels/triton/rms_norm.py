@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_previous, dependent
 from .variant import WIDE, Plan, Variant, shaped
 
 
-@triton.jit
+@dependent
 def _norm(
     x, residual, weight, bias, mean_squares, out, x_stride, out_stride, mean_stride, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < DIM

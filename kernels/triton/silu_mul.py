@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import glu_of
+from .dependent_launch import await_previous, dependent
 from .variant import WIDE, Variant, shaped
 
 _BLOCK = 1024
@@ -21,8 +22,9 @@ def gated(gate, up, DTYPE: tl.constexpr):
     return glu_of(gate, up, 0.0, 0.0, "silu", DTYPE)
 
 
-@triton.jit
+@dependent
 def _silu_mul(gate_up, out, dim, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)

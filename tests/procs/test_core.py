@@ -103,7 +103,7 @@ def test_the_smallest_offer_of_the_ranks_is_opened_once_all_have_come() -> None:
         assert not opened
         core.handle([CacheOffer(rank, num_blocks, block_bytes=64 + rank)])
     assert opened == [OpenCache(90, (64, 65, 66))] * 3
-    assert core.scheduler.pool.num_pages == 90
+    assert isinstance(core.scheduler, Scheduler) and core.scheduler.pool.num_pages == 90
 
 
 def test_a_model_with_several_groups_is_refused_with_a_connector_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
