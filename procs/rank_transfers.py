@@ -11,7 +11,7 @@ class _Ended:
 
     ranks: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # blocks that a rank could not fill
-    num_blocks: int = 0  # loaded; the most that a rank reported with it
+    num_moved: int = 0  # blocks; the most that a rank reported with it
     load_ms: float = 0.0
 
 
@@ -33,7 +33,7 @@ class RankTransfers:
             load.ranks.add(message.rank)
             load.failed |= failed
             if number == 0:  # the cost is that of all loads of the message
-                load.num_blocks = max(load.num_blocks, message.num_blocks)
+                load.num_moved = max(load.num_moved, message.num_blocks)
                 load.load_ms = max(load.load_ms, message.load_ms)
         for rid in message.sent:
             self._sends.setdefault(rid, _Ended()).ranks.add(message.rank)
@@ -45,7 +45,7 @@ class RankTransfers:
             tuple(sorted(loads)),
             ids_to_bytes(sorted(set[int]().union(*(load.failed for load in over)))),
             tuple(sorted(sends)),
-            sum(load.num_blocks for load in over),
+            sum(load.num_moved for load in over),
             sum(load.load_ms for load in over),
         )
 

@@ -71,7 +71,7 @@ def split(args: Mapping[str, object]) -> tuple[ServeOptions, dict[str, object], 
 
 
 def build(args: Mapping[str, object]) -> Any:
-    """As `pagewire.ray.app`."""
+    """Makes the application: see `pagewire.ray.app` for the arguments."""
     options, settings, config = split(args)
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy

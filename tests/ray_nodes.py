@@ -79,7 +79,7 @@ class RayNodes:
         return descendants(self._nodes[number], itself=True)
 
     def kill(self, number: int) -> None:
-        """As if its machine lost power."""
+        """Ends it without a word, like a machine that loses power."""
         for process in self.processes(number):
             try:
                 process.kill()

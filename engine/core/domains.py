@@ -61,13 +61,13 @@ class Domains:
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal(self, message: Enqueue) -> Failed | None:
-        """See `Scheduler`. The queue is that of all domains."""
+        """Why the message cannot be taken, if so. The bound of the queue is that of all domains together."""
         queues = [scheduler.table.waiting for scheduler in self._schedulers]
         queued = Queued(sum(map(len, queues)), sum(queue.num_tokens for queue in queues))
         return self._first.admission.refusal(message, self.requests, queued)
 
     def add(self, message: Enqueue, now: float = 0.0) -> list[Accepted | Failed]:
-        """See `Scheduler`. All sequences of a message go to one domain, because they begin alike."""
+        """Takes a request in, as a scheduler does. All its sequences go to one domain, because they begin alike."""
         if (refusal := self.refusal(message)) is not None:
             return [replace(refusal, rid=message.rid + i) for i in range(message.n)]
         return self._choose(message).add(message, now)
@@ -226,7 +226,7 @@ class Domains:
         return tuple(_sum(group) for group in each)
 
     def prices(self) -> tuple[float, float]:
-        """See `Scheduler`. Domains compute alike."""
+        """Milliseconds that a prompt token costs, computed and loaded. Those of one domain: they compute alike."""
         return self._first.prices()
 
     def reset(self) -> None:

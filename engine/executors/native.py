@@ -145,7 +145,7 @@ class NativeModel:
         return self._register(program.result.register, tokens).clone()
 
     def help_others(self, attention: AttentionBackend) -> None:
-        """See `DescribedModel`."""
+        """Runs a step for a domain without rows: this rank's part of what all domains share."""
         if not isinstance(attention, NativePagedAttention):
             self._alone.help_others(attention)
             return

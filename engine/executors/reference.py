@@ -429,7 +429,7 @@ class ReferenceModel:
         return result_of(registers, program)
 
     def help_others(self, attention: AttentionBackend) -> None:
-        """See `DescribedModel`."""
+        """Runs a step for a domain without rows: this rank's part of what all domains share."""
         none = torch.empty(0, dtype=torch.int64)
         self._run(Registers(), Step(none, none, None, none))
 

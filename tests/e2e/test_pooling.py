@@ -71,9 +71,10 @@ def test_scores_of_a_cross_encoder_equal_the_reference(tmp_path: Path, start: Ca
     assert code == 400 and "scores pairs of texts" in refused["error"]["message"]
 
 
-def test_a_language_model_gives_embeddings_but_no_scores(server: Server) -> None:
+def test_a_language_model_gives_embeddings_and_their_likeness(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     (item,) = client.embeddings.create(model="pagewire-demo", input="Count from 1 to 5").data
     assert np.linalg.norm(item.embedding) == pytest.approx(1, abs=1e-5)
-    code, refused = post(server, "/score", {"text_1": "a", "text_2": "b"})
-    assert code == 400 and "generates text and makes embeddings" in refused["error"]["message"]
+    code, scores = post(server, "/score", {"text_1": "Count", "text_2": ["Count", "b"]})
+    same, other = (item["score"] for item in scores["data"])
+    assert code == 200 and same == pytest.approx(1, abs=1e-3) and other < same

@@ -137,8 +137,8 @@ def test_many_concurrent_async_streams_are_correct(server: Server) -> None:
 
 def test_errors_name_the_param_or_the_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="pagewire-demo", input="x", background=True)
-    assert caught.value.param == "background"
+        client.responses.create(model="pagewire-demo", input="x", temperature=9)
+    assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="pagewire-demo", input="x", previous_response_id="resp_gone")
     assert caught.value.code == "previous_response_not_found"

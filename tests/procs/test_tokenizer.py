@@ -251,7 +251,7 @@ def test_ids_beyond_the_vocabulary_of_the_model_are_refused(tmp_path: Path, post
 def test_describe_gives_the_special_tokens_and_the_chat_template(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([m.Describe(1)])
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    assert posts == [("api", m.Described(1, tokens, vocabulary.CHAT_TEMPLATE))]
+    assert posts == [("api", m.Described(1, tokens, vocabulary.CHAT_TEMPLATE, "PreTrainedTokenizerFast"))]
 
 
 def test_tokenize_and_detokenize_are_answered_without_the_core(actor: TokenizerActor, posts: Posts) -> None:
@@ -259,7 +259,7 @@ def test_tokenize_and_detokenize_are_answered_without_the_core(actor: TokenizerA
     actor.handle([m.Tokenize(1, m.TextPrompt("hi <s>", False), True), m.Tokenize(2, chat), submit(chat)])
     (_, text), (_, rendered), (_, enqueue) = posts
     assert isinstance(text, m.Tokenized) and isinstance(rendered, m.Tokenized) and isinstance(enqueue, m.Enqueue)
-    assert "".join(text.pieces) == "hi <s>" and len(text.pieces) == len(m.bytes_to_ids(text.ids))
+    assert "".join(text.pieces) == "hiĠ<s>" and len(text.pieces) == len(m.bytes_to_ids(text.ids))
     assert rendered.ids == enqueue.prompt_ids and rendered.pieces == ()
     posts.clear()
     actor.handle([m.Detokenize(3, text.ids), m.Detokenize(4, b"")])

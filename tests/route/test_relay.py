@@ -72,7 +72,7 @@ def test_invalid_requests_are_refused_by_the_engine(stack: ExitStack) -> None:
                 answer = router.ask(path, body)
                 assert answer.status == 400 and answer.json["error"]["message"], (path, body[:80])
     for body in (
-        b'{"prompt": "x", "stream": 1}',
+        b'{"prompt": "x", "stream": 3}',
         b'{"prompt": "x", "n": 1e30, %b}' % stream,
         b"[]",
         b"\xff",

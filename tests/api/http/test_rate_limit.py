@@ -11,6 +11,7 @@ from served import Served
 from pagewire.api.http.http_error import HttpError
 from pagewire.api.http.rate_limit import Account, Bucket, estimated_tokens
 from pagewire.config.access import ApiKey
+from pagewire.config.config import Purpose
 from pagewire.ipc.messages import (
     ChatPrompt,
     IdsPrompt,
@@ -155,7 +156,8 @@ def test_refused_requests_give_their_tokens_back() -> None:
 
 
 def test_the_tokens_of_pairs_are_charged() -> None:
-    answer = request(FakeEngine(), "/score", {"text_1": "abc", "text_2": ["a", "b"]}, tokens_per_minute=1000)
+    fields = {"text_1": "abc", "text_2": ["a", "b"]}
+    answer = request(FakeEngine(), "/score", fields, tokens_per_minute=1000, purpose=Purpose(tasks=("score",), size=1))
     assert answer.status == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "996"
 
 

@@ -277,7 +277,7 @@ def test_the_other_apis_submit_the_same_constraints() -> None:
 # Tools in requests that also have a format. No grammar can follow the parameters of the second and third.
 ODD: list[tuple[str, Any]] = [
     ("weather", SCHEMA),
-    ("odd", {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}),
+    ("odd", {"type": "object", "properties": {"x": {"if": {"type": "string"}, "then": {"minLength": 2}}}}),
     (
         "deep",
         {"type": "object", "properties": {"x": {"const": 1, "enum": [[[]], {"a": 1}]}, "y": {"type": "strng"}}},

@@ -98,7 +98,10 @@ def test_a_full_queue_is_not_ready_but_healthy() -> None:
 
 def test_load() -> None:
     engine = FakeEngine()
-    empty = {"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0}
+    empty = {
+        **{"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0},
+        **{"role": "both", "kv_host": None, "kv_port": None, "takes_peers": False, "prompt_ms": 0.0, "load_ms": 0.0},
+    }
     assert request(engine, "/load").json == empty
     engine.gateway.handle([IDLE])
     assert request(engine, "/load").json == {**empty, "num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.25}

@@ -621,7 +621,7 @@ SHOWN_BY = {
     "DeviceSteps._sample: follow": ("found_in_a_block", "early"),
     "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
-    "Runner.launch: synchronize": ("beside_a_connector", "late"),
+    "Runner._transferring: synchronize": ("beside_a_connector", "late"),
     "Runner.take_transferred: synchronize": ("beside_a_connector", "late"),
 }
 

@@ -148,4 +148,4 @@ def test_two_engines_load_from_one_shared_folder_within_its_size(tmp_path: Path)
     for engine in engines:
         engine.close()
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert size <= 80 * FILE_BYTES
+    assert size <= (80 + len(engines) - 1) * FILE_BYTES  # what another has written since one looked

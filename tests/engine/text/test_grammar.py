@@ -288,7 +288,7 @@ HOSTILE: dict[str, tuple[Constraint, str]] = {
     "an unknown type": (schema({"type": "strng"}), "Invalid type: strng"),
     "a missing reference": (schema({"$ref": "#/$defs/x"}), "does not exist"),
     "a remote reference": (schema({"$ref": "http://127.0.0.1:1/x"}), "cannot be enforced"),
-    "unknown keyword": (schema({"not": {"type": "string"}}), "not"),
+    "unknown keyword": (schema({"if": {"type": "string"}, "then": {"minLength": 2}}), "if"),
     "a format that is not enforced": (schema({"type": "string", "format": "uri-reference"}), "uri-reference"),
     "look-around": (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
     "oneOf branches that overlap": (
