@@ -7,7 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 MACHINES := $(shell uname -m)
-PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
+# One process more than cores, because tests with servers wait.
+PYTEST = $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 

@@ -44,7 +44,7 @@ class CreateMessageBatch(Struct, frozen=True):
     requests: Annotated[list[BatchRequest], Meta(min_length=1, max_length=MAX_REQUESTS)]
 
 
-class RequestCounts(Struct, frozen=True):
+class MessageBatchCounts(Struct, frozen=True):
     processing: int = 0
     succeeded: int = 0
     errored: int = 0
@@ -57,7 +57,7 @@ class MessageBatch(Struct, frozen=True, tag="message_batch"):
 
     id: str
     processing_status: Literal["in_progress", "canceling", "ended"]
-    request_counts: RequestCounts
+    request_counts: MessageBatchCounts
     created_at: str
     expires_at: str
     ended_at: str | None = None
@@ -139,7 +139,7 @@ class MessageBatches:
             raise HttpError(429, f"{MAX_OPEN} batches are already being answered.", code="queue_full")
         now, owner = datetime.now(UTC), scope["state"]["salt"]
         body = MessageBatch(
-            new_id("msgbatch_"), "in_progress", RequestCounts(len(ids)), _time(now), _time(now + _WINDOW)
+            new_id("msgbatch_"), "in_progress", MessageBatchCounts(len(ids)), _time(now), _time(now + _WINDOW)
         )
         await self._store.put(owner, body.id, StoredBatch(body))
         task = asyncio.get_running_loop().create_task(self._answer_all(owner, body, request.requests))
@@ -247,7 +247,7 @@ class MessageBatches:
             return
         found = {one: results.get(one, {"type": left}) for one in ids}
         types = [result["type"] for result in found.values()]
-        counts = RequestCounts(0, *(types.count(name) for name in RequestCounts.__struct_fields__[1:]))
+        counts = MessageBatchCounts(0, *(types.count(name) for name in MessageBatchCounts.__struct_fields__[1:]))
         lines = [_encode({"custom_id": one, "result": result}) + b"\n" for one, result in found.items()]
         body = replace(
             stored.body,
