@@ -26,9 +26,13 @@ def openai_agents(url: str) -> None:
 
     disable_tracing(True)
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-    for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
-        agent = Agent(name="counter", instructions="Use the tool.", tools=[function_tool(num_lines)], model=model)
-        print(asyncio.run(Runner.run(agent, QUESTION)).final_output)
+
+    async def ask() -> None:
+        for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
+            agent = Agent(name="counter", instructions="Use the tool.", tools=[function_tool(num_lines)], model=model)
+            print((await Runner.run(agent, QUESTION)).final_output)
+
+    asyncio.run(ask())
 
 
 def langgraph(url: str) -> None:
