@@ -62,8 +62,8 @@ types: $(VENV)/.dev
 check: lint types
 	$(PYTEST) -n $$((2 * $$(nproc))) -m "not e2e and not exactness and not slow and not long" $(ARGS)  # they wait a lot
 
-test: lint types
-	$(PYTEST) --durations=10 $(ARGS)
+test: lint
+	$(BIN)/mypy & types=$$!; $(PYTEST) --durations=10 $(ARGS); tests=$$?; wait $$types && exit $$tests
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m "long and not clients and not browser and not ray" --durations=10 $(ARGS)

@@ -1,17 +1,14 @@
 """Products of 8 and 4 bits in C: the bits of the reference, near the products of the weights as floats, on every level
 that this machine can run."""
 
-import ctypes
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from pagewire.kernels import grouped_weight, reference
-from pagewire.kernels.cpu import build, quantized
+from pagewire.kernels.cpu import build, levels, quantized
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.library import Kernels
 from pagewire.kernels.cpu.quantized import NativeFp8Matrix, NativeGroupedMatrix
@@ -23,29 +20,16 @@ if build.compiler() is None:
 
 TABLE = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the numbers of MXFP4, and 12
 ROWS = (1, 2, 11, 12, 13, 17, 33, 150)
-_LEVELS = {
-    "native": "-march=native",
-    "tiles": "-march=native -DPAGEWIRE_AMX -DPAGEWIRE_EMULATE_TILES",
-    "avx512": "-march=x86-64-v4",
-    "avx2": "-march=x86-64-v3",
-    "portable": "",
-}
-_NEEDS = {"avx512": "avx512bw", "avx2": "avx2"}
 
 
-@pytest.fixture(scope="module", params=_LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """The C kernels, compiled for a level."""
-    if request.param in _NEEDS and _NEEDS[request.param] not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this machine has no {_NEEDS[request.param]}")
-    library = tmp_path_factory.mktemp(request.param) / "kernels.so"
-    folder = Path(build.__file__).parent
-    flags = ["-O1", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-w", "-shared"]
-    command = [str(build.compiler()), *flags, *_LEVELS[request.param].split(), *map(str, sorted(folder.glob("*.c")))]
-    subprocess.run([*command, "-lm", "-lpthread", "-o", str(library)], check=True, timeout=300)
-    loaded = Kernels(ctypes.CDLL(str(library)))
-    loaded.threads()
-    return loaded
+@pytest.fixture
+def kernels(kernels_of_level: tuple[str, Kernels]) -> Kernels:
+    """The C kernels of a level of this machine."""
+    name, kernels = kernels_of_level
+    if name not in {level.name for level in levels.levels_here()} | {levels.EMULATED}:
+        pytest.skip("this many products would take minutes under an emulator")
+    kernels.threads()
+    return kernels
 
 
 class Pieces:
