@@ -2,6 +2,7 @@
 ordered, and the tokens do not depend on when work runs. Without any one of its waits, this is no longer so."""
 
 import ast
+import inspect
 import random
 import sys
 import types
@@ -593,6 +594,7 @@ def without(wait: Wait) -> Iterator[None]:
     function: Any = wait.module
     for name in wait.function.split("."):
         function = getattr(function, name)
+    function = inspect.unwrap(function)  # of a context manager
     code = next(
         each for each in _codes(compile(tree, wait.module.__file__, "exec")) if each.co_qualname == wait.function
     )
