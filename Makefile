@@ -17,7 +17,7 @@ PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
 	@echo "make check         run ruff, mypy and the tests without real processes: two minutes on two cores"
-	@echo "make test          run ruff, mypy and all tests but the longest: six minutes"
+	@echo "make test          run ruff, mypy and all tests but the longest: a quarter of an hour"
 	@echo "make test-long     run the longest tests"
 	@echo "make test-clients  install third-party clients and run the tests with them"
 	@echo "make test-agents   install coding agents (2 GB) and run the tests with them"
