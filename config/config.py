@@ -386,15 +386,11 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an api process stores and reports."""
 
-    batch_folder: Annotated[
-        str | None,
-        _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
-    ] = None
     state: Annotated[
         str | None,
         _doc(
             "server",
-            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+            "SQLite file of stored responses, files, batches, … for later servers (default: deleted at the end)",
         ),
     ] = None
     metrics_prefix: Annotated[
