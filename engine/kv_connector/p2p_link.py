@@ -97,7 +97,9 @@ class Link:
                 found.append(reply)
 
     def fail(self, now: float) -> None:
-        """Stops asking the peer for a while."""
+        """Stops asking the peer for a while. What fails during such a while has failed for the same reason."""
+        if now < self.paused_until:
+            return
         self.paused_until = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
