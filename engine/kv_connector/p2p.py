@@ -9,6 +9,9 @@ blocks of each request that it admits and keeps them as soon as a chunk has fill
 of the prompt is still computed: a lookup of announced blocks waits for up to `wait_ms` until half of them exist. A peer
 that is dead, slow or wrong costs time, bounded by `timeout_ms` and `fetch_timeout_ms`, and never changes a token.
 
+If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
+address of its own (`rank_address`). The first rank of the peer is asked what there is, because all ranks keep the same.
+
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
 """
@@ -54,13 +57,13 @@ class P2pConnector:
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> P2pCore:
-        return P2pCore(read_settings(options, facts.block_bytes), facts)
+        return P2pCore(read_settings(options, facts), facts)
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> P2pWorker:
         from .p2p_worker import P2pWorker
 
-        return P2pWorker(read_settings(options, facts.block_bytes), facts)
+        return P2pWorker(read_settings(options, facts), facts)
 
 
 class _Question(Struct):
