@@ -419,7 +419,12 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     api_processes: Annotated[
         int,
-        _doc("server", "processes that serve HTTP on the port; limits and rates apply to each separately", ge=1, le=64),
+        _doc(
+            "server",
+            "processes that serve HTTP on the port; limits other than rates apply to each",
+            ge=1,
+            le=64,
+        ),
     ] = 1
     drain_timeout: Annotated[
         float,
