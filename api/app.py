@@ -44,6 +44,7 @@ from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
+from .output.inner_call import InnerCalls
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
 from .responses.endpoints import ResponsesEndpoints
@@ -92,13 +93,11 @@ def create_app(
     """The application of one api process; parameters as of `Service`."""
     service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
     router = Router(redirect_slashes=False)
-    batches = BatchEndpoints(service, router)
-    responses = ResponsesEndpoints(service)
-    message_batches = MessageBatches(service, router)
+    calls = InnerCalls(router, most=min(64, config.max_num_seqs))
     sections = {
         "Chat and completions": OpenAIEndpoints(service).routes(),
-        "Responses": responses.routes(),
-        "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
+        "Responses": ResponsesEndpoints(service).routes(),
+        "Anthropic's messages": AnthropicEndpoints(service).routes() + MessageBatches(service, calls).routes(),
         "Ollama's API": OllamaEndpoints(service).routes(),
         "llama-server's API": LlamaCppEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
@@ -107,7 +106,7 @@ def create_app(
             *RenderEndpoints(service).routes(),
             *GenerateEndpoints(service).routes(),
         ],
-        "Files and batches": batches.routes(),
+        "Files and batches": BatchEndpoints(service, calls).routes(),
         "The server": AboutEndpoints(service).routes() + InvocationsEndpoint(service, router).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
     }
@@ -119,7 +118,7 @@ def create_app(
     ]
     return Edge(
         router,
-        _All([batches, responses, message_batches]),
+        service.jobs,
         config=http,
         stats=gateway.stats,
         retry_after_s=lambda: gateway.retry_after_s,
@@ -136,21 +135,6 @@ class Background(Protocol):
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...
-
-
-class _All:
-    """Several background works as one."""
-
-    def __init__(self, works: Sequence[Background]) -> None:
-        self._works = works
-
-    def start(self) -> None:
-        for work in self._works:
-            work.start()
-
-    async def stop(self) -> None:
-        for work in self._works:
-            await work.stop()
 
 
 class Edge:
