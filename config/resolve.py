@@ -281,11 +281,12 @@ def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
             "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
             "number of ranks, or leave it out."
         )
+    is_summed = not options.exchanges_tokens  # over the ranks, each of which adds what its experts give
     for what, is_so in (
         ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
         ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
         ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
-        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic),
+        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic and is_summed),
     ):
         if is_so and options.expert_replicas:
             raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")

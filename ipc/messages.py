@@ -495,6 +495,7 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     rank: int
     num_steps: int  # that the rank has run so far
     tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
+    sent_bytes: int = 0  # that other ranks have read from this one
 
 
 class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
@@ -774,6 +775,9 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     engine: int = 0  # of the core, if the launch has several
     prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
     load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
+    rank_sent_bytes: tuple[
+        int, ...
+    ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

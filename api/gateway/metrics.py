@@ -147,6 +147,12 @@ class Metrics:
                 "rank",
                 {str(rank): num for rank, num in enumerate(core.expert_tokens)},
             )
+            page.counters(
+                "rank_sent_bytes",
+                "Bytes that other ranks read from a rank, each of them: sums, tokens, experts' results; 0 on GPUs.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.rank_sent_bytes)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
