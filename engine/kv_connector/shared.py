@@ -55,7 +55,7 @@ class SharedCore:
         self._num_plans = 0  # since `_seen` was empty
         self._num_kept = sum(found.item is not None for found in files.scan())
         self._plan = FilePlan()
-        self._ledger = Ledger("shared", self._block_size, files.facts.state)
+        self._ledger = Ledger("shared", files.facts)
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         """After the first block of the full group that is missing, nothing is looked up."""
