@@ -98,7 +98,7 @@ class P2pCore:
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
-        self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = 0
+        self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
         self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
         self._layout = Layout.of(facts)
         self._digest = self._layout.digest
@@ -213,8 +213,11 @@ class P2pCore:
             if loading is None:
                 continue
             address, held = loading
-            good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
-            num_failed = sum(not failed.isdisjoint(pages) for _, pages in held)
+            loaded = [one for one in held if failed.isdisjoint(one.pages)]
+            good = Counter(item.group for item, _ in loaded if not item.num)
+            num_failed = len(held) - len(loaded)
+            num_pages = sum(len(pages) for _, pages in loaded)
+            self._num_bytes += num_pages * self._facts.of_engine(self._facts.block_bytes)
             self._num_failed += num_failed
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
             if (link := self._links.get(address)) is not None:
@@ -237,6 +240,7 @@ class P2pCore:
                 num_stored=self._num_stored,
                 num_evicted=self._num_evicted,
                 num_failed=self._num_failed,
+                num_loaded_bytes=self._num_bytes,
             ),
         )
 

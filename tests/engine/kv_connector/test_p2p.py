@@ -54,6 +54,7 @@ def test_blocks_arrive_bit_by_bit(folder, instance):
     assert torch.equal(decode.content([20, 21, 60, 22, 33]), prefill.content([3, 40, 0, 1, 2]))
     (tier,) = decode.core.tiers()
     assert (tier.name, tier.num_hit_tokens, tier.num_failed) == ("p2p", 5 * SIZE, 0)
+    assert tier.num_loaded_bytes == 5 * BLOCK_BYTES
     (tier,) = prefill.core.tiers()
     assert (tier.num_blocks, tier.num_stored, tier.num_evicted) == (7, 7, 0)
 
