@@ -501,7 +501,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-Task = Literal["generate", "embed", "score"]
+Task = Literal["generate", "embed", "score", "classify"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
@@ -514,6 +514,7 @@ class Purpose(Struct, frozen=True, kw_only=True):
     size: int = 0  # dimensions of a vector
     prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
+    labels: tuple[str, ...] = ()  # of a classifier with several
 
 
 class Infill(Struct, frozen=True, kw_only=True):
