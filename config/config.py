@@ -204,8 +204,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         tuple[str, ...],
         _doc(
             "engine",
-            "where KV is kept beyond the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
-            "options, such as host,size=4G disk,path=DIR,size=20G",
+            "where KV is kept beyond the device, nearest first: host, disk, shared, redis, p2p or module:Class, each "
+            "with its options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
     kv_peers: Annotated[
