@@ -90,6 +90,10 @@ class Metrics:
     def _state(self, page: "_Page", core: Snapshot) -> None:
         page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
         page.gauge("num_requests_waiting", "Sequences in the queue of the core.", core.num_waiting)
+        text = "The same by reason: capacity, or deferred while the engine is asleep."
+        waits = {"capacity": not core.is_asleep, "deferred": core.is_asleep}
+        reasons = [({"reason": reason}, core.num_waiting * is_so) for reason, is_so in waits.items()]
+        page.family("gauge", "num_requests_waiting_by_reason", text, reasons)
         usage = core.num_blocks_used / (core.num_blocks or 1)
         page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         text = "How long the oldest step in flight has been out; 0 with none."
