@@ -48,6 +48,8 @@ from .output.inner_call import InnerCalls
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
 from .responses.endpoints import ResponsesEndpoints
+from .state.database import Database
+from .state.rates import SharedRates
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
@@ -122,6 +124,7 @@ def create_app(
         config=http,
         stats=gateway.stats,
         retry_after_s=lambda: gateway.retry_after_s,
+        state=service.state,
     )
 
 
@@ -150,9 +153,10 @@ class Edge:
         retry_after_s: Callable[[], int],
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
+        state: Database | None = None,
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits."""
+        of the rate limits, which are shared through `state`, if that is given."""
         self._app = app
         self._background = background
         self._limits = config.clients
@@ -163,15 +167,20 @@ class Edge:
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
+        self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
         self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        if self._rates is not None:
+            self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
+        if self._rates is not None:
+            await self._rates.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

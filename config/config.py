@@ -433,7 +433,12 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     api_processes: Annotated[
         int,
-        _doc("server", "processes that serve HTTP on the port; limits and rates apply to each separately", ge=1, le=64),
+        _doc(
+            "server",
+            "processes that serve HTTP on the port; limits other than rates apply to each",
+            ge=1,
+            le=64,
+        ),
     ] = 1
     drain_timeout: Annotated[
         float,
@@ -496,7 +501,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-Task = Literal["generate", "embed", "score"]
+Task = Literal["generate", "embed", "score", "classify"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
@@ -509,6 +514,7 @@ class Purpose(Struct, frozen=True, kw_only=True):
     size: int = 0  # dimensions of a vector
     prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
+    labels: tuple[str, ...] = ()  # of a classifier with several
 
 
 class Infill(Struct, frozen=True, kw_only=True):

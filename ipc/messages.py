@@ -723,6 +723,7 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_stored: int  # blocks written to it
     num_evicted: int  # blocks dropped to make room
     num_failed: int  # blocks that could not be loaded
+    num_loaded_bytes: int = 0  # of blocks that could, on all ranks
 
 
 class GroupSnapshot(Struct, frozen=True, array_like=True):

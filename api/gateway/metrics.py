@@ -209,6 +209,8 @@ class Metrics:
         each("counter", "kv_tier_evicted_blocks_total", text, (t.num_evicted for t in tiers))
         text = "KV blocks that could not be loaded from the tier."
         each("counter", "kv_tier_failed_blocks_total", text, (t.num_failed for t in tiers))
+        text = "Bytes of KV that were loaded from the tier, on all ranks."
+        each("counter", "kv_tier_loaded_bytes_total", text, (t.num_loaded_bytes for t in tiers))
 
     def _ends(self, page: "_Page") -> None:
         stats = self._gateway.stats

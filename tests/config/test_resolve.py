@@ -18,12 +18,14 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
         decide(make_config(speculative="ngram", extension="module:Class"))
 
 
-def test_a_connector_for_one_rank_is_refused_with_several() -> None:
-    flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x")}
-    decide(make_config(**flags))
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "device": "cpu"}):
-        with pytest.raises(ConfigError, match="p2p serves the KV of one rank only"):
-            decide(make_config(**flags, **sizes))
+def test_a_connector_for_ranks_of_one_machine_is_refused_with_several_machines() -> None:
+    flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x"), "device": "cpu"}
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        decide(make_config(**flags, **sizes))
+        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks are all on one machine.* or --nnodes"):
+            decide(make_config(**flags, **sizes, nnodes=2))
+        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks .* or --backend ray out"):
+            decide(make_config(**flags, **sizes, backend="ray"))
 
 
 _RANKS: dict[str, object] = {"tensor_parallel_size": 2, "device": "cpu"}
