@@ -640,6 +640,17 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
+    def num_in_flight(self) -> int:
+        """Plans that the core has sent and not had answered, at most."""
+        return self.pipeline_parallel_size + self.pipeline_depth - 1
+
+    @property
+    def stages_by_mail(self) -> bool:
+        """Whether there are stages that send each other messages, as those on CPUs. Those on GPUs hand tensors from
+        device to device."""
+        return self.pipeline_parallel_size > 1 and self.kernels is not None
+
+    @property
     def batch_invariance(self) -> BatchInvariance:
         """How far a request's tokens depend on other requests, on chunks, prefix hits and preemptions.
 
