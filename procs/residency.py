@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 PATIENCE_S = 10.0  # a model that is asked for waits this long for others to be idle; a busy one may stay this long
 LOAD_SHARE = 0.25  # of the time that loads for which others must go may take
@@ -60,6 +61,7 @@ class Resident(Struct):
     load_s: float = 0.0  # what its last load took; 0: none has ended
     evicts: bool = False  # others had to go for its present load
     problem: str = ""  # why it failed last
+    is_asked: bool = False  # an administrator wants it, though nobody uses it
     num_failures: int = 0  # since it was loaded last
     retry_at: float = 0.0  # a model that has failed is not loaded before
 
@@ -96,10 +98,30 @@ class Residency:
         """`user` has open requests for this model, or has no more. `keep_alive_s`: of its last request."""
         model = self.models[number]
         (model.users.add if is_open else model.users.discard)(user)
-        if keep_alive_s is not None:
+        if keep_alive_s is not None and (is_open or model.takes_memory):
             model.keep_alive_s = keep_alive_s
         model.last_used = now
         self._want(model, now)
+
+    def ask(self, number: int, now: float, *, is_loaded: bool | None, is_pinned: bool | None) -> str:
+        """An administrator loads or unloads a model, or pins it or not; None: as it is. A model that is unloaded stays
+        as long as it answers. Returns why not, in one sentence, or nothing."""
+        model = self.models[number]
+        terms = replace(model.terms, is_pinned=model.terms.is_pinned if is_pinned is None else is_pinned)
+        if terms.is_pinned and is_loaded is False:
+            return "The model is pinned; unpin it to unload it."
+        others = [terms if each is model else each.terms for each in self.models]
+        if is_pinned and misfits(self.budget_bytes, others):
+            return "The other models would not fit into memory beside it; it cannot be pinned."
+        model.terms = terms
+        if is_loaded:
+            model.retry_at = now
+            model.is_asked = model.state in ("unloaded", "leaving", "failed")
+        elif is_loaded is False:
+            model.is_asked = False
+            model.keep_alive_s = 0.0
+        self._want(model, now)
+        return ""
 
     def forget(self, user: str, now: float) -> None:
         """`user` is gone, and its requests with it."""
@@ -169,7 +191,8 @@ class Residency:
 
     def _want(self, model: Resident, now: float) -> None:
         """Notes whether it is asked for, and since when."""
-        is_wanted = model.state == "unloaded" and (bool(model.users) or model.terms.is_pinned)
+        model.is_asked = model.is_asked and model.state != "loading"
+        is_wanted = model.state == "unloaded" and (bool(model.users) or model.terms.is_pinned or model.is_asked)
         if not is_wanted:
             model.wanted_since = None
             model.evicts = model.evicts and model.state == "loading"  # nobody asks for it any more

@@ -23,6 +23,7 @@ _MAX_WITHOUT_A_TEST = 5  # decisions; a module without logic of its own has fewe
 # Module → the tests that cover it instead, and why they are there.
 ELSEWHERE = {
     "api.admin.about": "api/test_app.py: over the whole application",
+    "api.admin.models": "api/test_by_model.py: over the whole application",
     "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
     "api.http.exchange": "api/http/test_server.py: needs a connection",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
@@ -31,6 +32,7 @@ ELSEWHERE = {
     "api.ollama.reply": "api/ollama/test_endpoints.py: over the whole application",
     "api.openai.conversation": "api/openai/test_chat.py: over the conversion of chat messages",
     "api.openai.endpoints": "api/openai/test_chat.py: over the whole application",
+    "api.gateway.residence": "api/test_by_model.py: over the whole application",
     "api.gateway.open_request": "api/gateway/test_gateway.py: with the gateway that owns it",
     "api.gateway.stream": "api/gateway/test_gateway.py: with the gateway that feeds it",
     "api.output.beam_search": "offline/test_beam.py: against transformers",

@@ -98,10 +98,12 @@ class Run:
 class BackgroundRuns:
     """The runs of one api process."""
 
-    def __init__(self, service: Service, most: int = MAX_RUNS) -> None:
-        self._service = service
+    def __init__(self, most: int = MAX_RUNS) -> None:
         self._most = most
         self._runs: dict[Key, Run] = {}
+
+    def start(self) -> None:
+        """Nothing goes on from an earlier server."""
 
     def check_room(self) -> None:
         """Raises HttpError 429 if there are too many."""
@@ -109,8 +111,9 @@ class BackgroundRuns:
             detail = f"{self._most} responses are already being made in the background."
             raise HttpError(429, detail, code="queue_full")
 
-    def start(
+    def begin(
         self,
+        service: Service,
         key: Key,
         run: Run,
         submits: list[Submit],
@@ -121,7 +124,7 @@ class BackgroundRuns:
     ) -> None:
         """Begins to make a response; see `Run.make`."""
         self._runs[key] = run
-        work = run.make(self._service, submits, scope, on_begin, on_end)
+        work = run.make(service, submits, scope, on_begin, on_end)
         run.task = asyncio.get_running_loop().create_task(work)
         run.task.add_done_callback(lambda _: self._runs.pop(key, None))
 

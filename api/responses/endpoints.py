@@ -50,19 +50,13 @@ _OPEN = ("queued", "in_progress")
 
 
 class ResponsesEndpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, runs: BackgroundRuns) -> None:
+        """`runs`: of all models of this process."""
         self._service = service
         self._decoder = request_decoder(ResponsesRequest)
         self._store = ResponseStore(service.state)
         self._conversations = Conversations(conversation_store(service.state))
-        self._runs = BackgroundRuns(service)
-
-    def start(self) -> None:
-        """Nothing goes on from an earlier server."""
-
-    async def stop(self) -> None:
-        """Ends what is made in the background."""
-        await self._runs.stop()
+        self._runs = runs
 
     def routes(self) -> list[Operation]:
         return [
@@ -188,7 +182,7 @@ class ResponsesEndpoints:
                 await note()
 
         await note()
-        self._runs.start(key, run, submits, scope, on_begin=note_begin, on_end=note_end)
+        self._runs.begin(self._service, key, run, submits, scope, on_begin=note_begin, on_end=note_end)
         if request.stream:
             await while_connected(receive, send_events(send, run.follow(0)))
         else:
