@@ -47,11 +47,13 @@ from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
+from .output.inner_call import InnerCalls
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
 from .responses.background import BackgroundRuns
 from .responses.endpoints import ResponsesEndpoints
 from .state.database import Database
+from .state.jobs import Jobs
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
@@ -97,6 +99,7 @@ class Served(NamedTuple):
 def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap: Swap | None = None) -> "Edge":
     """The application of one api process. `swap` asks the supervisor for another model, or to load one of several."""
     state = Database(http.reports.state)
+    jobs = Jobs(state)
     services = [
         Service(
             each.gateway,
@@ -107,6 +110,7 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
             observers=each.observers,
             residence=each.residence,
             state=state,
+            jobs=jobs,
         )
         for each in served
     ]
@@ -114,8 +118,9 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
     names = [each.config.served_model_names for each in served]
     app = routers[0] if len(served) == 1 else ByModel(routers, names)
     # What names no model is there once.
-    batches = BatchEndpoints(services[0], app)
-    message_batches = MessageBatches(services[0], app)
+    calls = InnerCalls(app, most=min(64, served[0].config.max_num_seqs))
+    batches = BatchEndpoints(services[0], calls)
+    message_batches = MessageBatches(services[0], calls)
     runs = BackgroundRuns()
     about = AboutEndpoints(services).routes()
     for router, service, sleeper in zip(routers, services, (each.sleeper for each in served), strict=True):
@@ -144,7 +149,7 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
             ]
     return Edge(
         app,
-        _All([batches, runs, message_batches]),
+        _All([jobs, runs]),
         config=http,
         stats=services[0].gateway.stats,
         retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),

@@ -212,8 +212,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         tuple[str, ...],
         _doc(
             "engine",
-            "where KV is kept beyond the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
-            "options, such as host,size=4G disk,path=DIR,size=20G",
+            "where KV is kept beyond the device, nearest first: host, disk, shared, redis, p2p or module:Class, each "
+            "with its options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
     kv_peers: Annotated[
@@ -394,15 +394,11 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an api process stores and reports."""
 
-    batch_folder: Annotated[
-        str | None,
-        _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
-    ] = None
     state: Annotated[
         str | None,
         _doc(
             "server",
-            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+            "SQLite file of stored responses, files, batches, … for later servers (default: deleted at the end)",
         ),
     ] = None
     metrics_prefix: Annotated[

@@ -145,8 +145,6 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     url = urlsplit("http://none" if endpoint is None else endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
-    if config.service.api_processes > 1 and config.reports.batch_folder is not None:
-        raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
     if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
         raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)

@@ -64,7 +64,7 @@ ROOMS: dict[str, str] = {
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.state api.openai",
     "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
-    "api.batches": "errors api.http api.output api.openai",
+    "api.batches": "api.http api.output api.openai api.state",
     "api.llamacpp": "errors ipc api.gateway api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
     "api.ollama": (

@@ -17,6 +17,7 @@ from ..http.exchange import ClientGone, client_gone, send_body
 from ..http.http_error import HttpError
 from ..http.rate_limit import Account
 from ..state.database import Database
+from ..state.jobs import Jobs
 from .reply import Reply
 from .sse import send_stream
 
@@ -35,10 +36,11 @@ class Service:
         observers: Sequence[Observer] = (),
         residence: Residence | None = None,
         state: Database | None = None,
+        jobs: Jobs | None = None,
     ) -> None:
         """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` get each
-        request that has ended. `residence`: of one of several models. `state`: what their services share (default: a
-        database of its own)."""
+        request that has ended. `residence`: of one of several models. `state` and `jobs`: what their services share
+        (default: of its own)."""
         self.gateway = gateway
         self.config = config
         self.http = http
@@ -46,6 +48,7 @@ class Service:
         self.version = version
         self.residence = residence
         self.state = Database(http.reports.state) if state is None else state  # of what is kept for later requests
+        self.jobs = Jobs(self.state) if jobs is None else jobs
         self._observers = observers
 
     async def answer(

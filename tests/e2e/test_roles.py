@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from pagewire.bench.serve.route import wait_until_all_ready
-from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams
+from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams, wait_until_all_ready
 from pagewire.tools.servers import ROUTE, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]

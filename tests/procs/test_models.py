@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pagewire.config.flags import make_config
-from pagewire.errors import ConfigError
 from pagewire.engine.runner.needs import Need
+from pagewire.errors import ConfigError
 from pagewire.procs import models
 from pagewire.procs.models import PROCESSES_BYTES, prepare_models
 from pagewire.procs.prepare import prepare, prepare_server
