@@ -32,7 +32,6 @@ ELSEWHERE = {
     "api.ollama.reply": "api/ollama/test_endpoints.py: over the whole application",
     "api.openai.conversation": "api/openai/test_chat.py: over the conversion of chat messages",
     "api.openai.endpoints": "api/openai/test_chat.py: over the whole application",
-    "api.gateway.residence": "api/test_by_model.py: over the whole application",
     "api.gateway.open_request": "api/gateway/test_gateway.py: with the gateway that owns it",
     "api.gateway.stream": "api/gateway/test_gateway.py: with the gateway that feeds it",
     "api.output.beam_search": "offline/test_beam.py: against transformers",
