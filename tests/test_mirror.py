@@ -69,7 +69,6 @@ ELSEWHERE = {
     "engine.core.constraints": "test_constraints.py: with real grammars",
     "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",
     "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",
-    "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
     "engine.executors.functions": "engine/executors/test_reference.py: as operations",
     "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
