@@ -54,6 +54,7 @@ from .responses.background import BackgroundRuns
 from .responses.endpoints import ResponsesEndpoints
 from .state.database import Database
 from .state.jobs import Jobs
+from .state.rates import SharedRates
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
@@ -121,7 +122,7 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
     calls = InnerCalls(app, most=min(64, served[0].config.max_num_seqs))
     batches = BatchEndpoints(services[0], calls)
     message_batches = MessageBatches(services[0], calls)
-    runs = BackgroundRuns()
+    runs = BackgroundRuns(state, jobs)
     about = AboutEndpoints(services).routes()
     for router, service, sleeper in zip(routers, services, (each.sleeper for each in served), strict=True):
         sections = {
@@ -149,10 +150,11 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
             ]
     return Edge(
         app,
-        _All([jobs, runs]),
+        jobs,
         config=http,
         stats=services[0].gateway.stats,
         retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),
+        state=state,
     )
 
 
@@ -170,21 +172,6 @@ class Background(Protocol):
     async def stop(self) -> None: ...
 
 
-class _All:
-    """Several background works as one."""
-
-    def __init__(self, works: Sequence[Background]) -> None:
-        self._works = works
-
-    def start(self) -> None:
-        for work in self._works:
-            work.start()
-
-    async def stop(self) -> None:
-        for work in self._works:
-            await work.stop()
-
-
 class Edge:
     """The outermost application, in an engine's server and in a router."""
 
@@ -198,9 +185,10 @@ class Edge:
         retry_after_s: Callable[[], int],
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
+        state: Database | None = None,
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits."""
+        of the rate limits, which are shared through `state`, if that is given."""
         self._app = app
         self._background = background
         self._limits = config.clients
@@ -211,15 +199,20 @@ class Edge:
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
+        self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
         self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        if self._rates is not None:
+            self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
+        if self._rates is not None:
+            await self._rates.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -73,7 +73,7 @@ ROOMS: dict[str, str] = {
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
     "api.web": "api.http api.openai api.admin",
     "api": (
-        "errors config api.http api.gateway api.state api.output api.openai api.anthropic api.responses "
+        "errors config api.http api.gateway api.output api.openai api.anthropic api.responses api.state "
         "api.batches api.pooling api.llamacpp api.ollama api.admin api.web"
     ),
     "procs": (

@@ -105,6 +105,10 @@ class Metrics:
     def _state(self, page: "_Page", core: Snapshot) -> None:
         page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
         page.gauge("num_requests_waiting", "Sequences in the queue of the core.", core.num_waiting)
+        text = "The same by reason: capacity, or deferred while the engine is asleep."
+        waits = {"capacity": not core.is_asleep, "deferred": core.is_asleep}
+        reasons = [({"reason": reason}, core.num_waiting * is_so) for reason, is_so in waits.items()]
+        page.family("gauge", "num_requests_waiting_by_reason", text, reasons)
         usage = core.num_blocks_used / (core.num_blocks or 1)
         page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         text = "How long the oldest step in flight has been out; 0 with none."
@@ -162,6 +166,12 @@ class Metrics:
                 "rank",
                 {str(rank): num for rank, num in enumerate(core.expert_tokens)},
             )
+            page.counters(
+                "rank_sent_bytes",
+                "Bytes that other ranks read from a rank, each of them: sums, tokens, experts' results; 0 on GPUs.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.rank_sent_bytes)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
@@ -218,6 +228,8 @@ class Metrics:
         each("counter", "kv_tier_evicted_blocks_total", text, (t.num_evicted for t in tiers))
         text = "KV blocks that could not be loaded from the tier."
         each("counter", "kv_tier_failed_blocks_total", text, (t.num_failed for t in tiers))
+        text = "Bytes of KV that were loaded from the tier, on all ranks."
+        each("counter", "kv_tier_loaded_bytes_total", text, (t.num_loaded_bytes for t in tiers))
 
     def _ends(self, page: "_Page") -> None:
         stats = self._gateway.stats

@@ -207,6 +207,23 @@ def test_a_query_may_name_the_model() -> None:
     assert several.engines[1].is_asleep and not several.engines[0].is_asleep
 
 
+def test_a_response_in_the_background_is_made_by_its_model() -> None:
+    async def scenario() -> None:
+        several = Several()
+        several.app.start()
+        body = {"model": "b", "input": "x", "background": True}
+        answer = await several.call("/v1/responses", body)
+        found = answer.json
+        while found["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0)
+            found = (await several.call(f"/v1/responses/{found['id']}")).json
+        assert found["status"] == "completed" and "from b" in json.dumps(found["output"])
+        assert not several.engines[0].submits
+        await several.app.stop()
+
+    run(scenario())
+
+
 def test_expiry_is_told() -> None:
     several = Several()
     residence = several.served[0].residence

@@ -18,7 +18,8 @@ from pagewire.tools.reference import full_name
 
 DOCS = Path(__file__).parents[3] / "docs"
 VLLM_HAS = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prompt_tokens_total
+generation_tokens_total
 time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
 request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
 request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
@@ -117,6 +118,7 @@ NO_PANEL = {
     "lora_requests_info": "it never changes",
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
+    "kv_tier_loaded_bytes_total": "in proportion to the prompt tokens from that tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
     "spec_decode_num_drafts_total": "accepted draft tokens",
 }
@@ -184,8 +186,10 @@ def test_what_the_systems_around_an_engine_read_is_there() -> None:
 
 def test_a_model_without_an_adapter_that_sleeps() -> None:
     gateway = Gateway(lambda message: None)
-    gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
+    gateway.handle([Snapshot(0, 0, 5, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
     found = families(Metrics(gateway, CONFIG).render().decode())
     assert "pagewire:lora_requests_info" not in found
     states = {s.labels["sleep_state"]: s.value for s in found["pagewire:engine_sleep_state"].samples}
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+    waiting = {s.labels["reason"]: s.value for s in found["pagewire:num_requests_waiting_by_reason"].samples}
+    assert waiting == {"capacity": 0, "deferred": 5}
