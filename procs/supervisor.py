@@ -24,6 +24,7 @@ from ..errors import StartError
 from ..ipc.epochs import Epochs, Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
+    Demand,
     Facts,
     Fault,
     Leave,
@@ -619,6 +620,8 @@ class Supervisor:
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
                 case Vacated():
                     self._on_vacated(message)
+                case Demand():
+                    self._on_demand(message)
                 case Fault():
                     self._faults[message.name] = message
                 case Leave():
@@ -631,6 +634,9 @@ class Supervisor:
 
     def _on_vacated(self, message: Vacated) -> None:
         """An api process of several engines has nothing open at one of them."""
+
+    def _on_demand(self, message: Demand) -> None:
+        """An api process of several models has requests for one of them, or has no more."""
 
     def _ready(self, message: Ready) -> None:
         if message.schema != SCHEMA_VERSION:

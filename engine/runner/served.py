@@ -14,12 +14,12 @@ import torch
 
 from ...config.config import EngineConfig
 from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
+from ...config.machine import available_memory
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
-from ..device.cpu import available_memory
 from ..gpu import attention, rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share

@@ -111,6 +111,8 @@ NO_PANEL = {
     "engine_ready": "only with several engines; /health and `pagewire top` show it",
     "engine_open_requests": "only with several engines",
     "engine_requests_total": "only with several engines",
+    "model_state": "only with several models",
+    "model_load_seconds": "only with several models",
     "cache_config_info": "it never changes",
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
