@@ -178,8 +178,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts with a common prefix")] = True
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
-        _doc("engine", "order of requests: by arrival, by their priority, or fair shares for tenants"),
+        Literal["fcfs", "priority", "fair", "shortest"],
+        _doc(
+            "engine",
+            "order of requests: by arrival, by their priority, fair shares for tenants, or the shortest first, which "
+            "wait for a multiple of what they take at most",
+        ),
     ] = "fcfs"
     itl_target_ms: Annotated[
         _PositiveFloat | None,

@@ -48,7 +48,7 @@ from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
 from .planner import Lateness, Planner
 from .poison import poison
-from .policy import Policy, PolicyName, make_policy
+from .policy import Expected, Policy, PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import Request, State
 from .request_table import RequestTable
@@ -182,6 +182,7 @@ class Scheduler:
         if (refusal := self.refusal(message)) is not None:
             return [replace(refusal, rid=rid) for rid in rids]
         root = self.root_of(message)
+        place = self._policy.place(message, 1e3 * now, self._expected(message))
         keys: list[bytes] = []
         for choice in range(message.n):
             self._num_arrived += 1
@@ -190,6 +191,7 @@ class Scheduler:
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
                 queue_key=self._policy.join(message),
+                place=place,
                 max_model_len=self.max_model_len,
                 block_size=self.block_size,
                 root=root,
@@ -209,6 +211,13 @@ class Scheduler:
                 self._outputs.add_item(request.as_opened(request.num_resumed - is_resent))
                 self._finish(request, finish, request.ids[-1:], is_new=is_resent)
         return [Accepted(rid, num_prompt) for rid in rids]
+
+    def _expected(self, message: Enqueue) -> Expected:
+        """Of one of its sequences. What caches have of the prompt is found only when it is admitted."""
+        num = (len(message.prompt_ids) + len(message.resume_ids)) // 4
+        room, asked = self.max_model_len - num, message.limits.max_tokens
+        num_output = room if asked is None else min(room, asked - len(message.resume_ids) // 4)
+        return Expected(*self._cost.of_request(num, max(0, num_output)))
 
     def root_of(self, message: Enqueue) -> bytes:
         """The parent key of its first block, in the first regime."""

@@ -39,7 +39,7 @@ from pagewire.ipc.messages import (
 from .clients import Ask, Client, Journal
 from .grammar import FakeGrammar
 from .oracle import Oracle
-from .patience import Fairness, FirstInQueue, Patience
+from .patience import Ageing, Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stages import Pipeline, Stage
 from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
@@ -103,7 +103,13 @@ class History:
     def run(self) -> Counter[str]:
         """Runs the history to its end. Returns the number of each event. Raises AssertionError if a check fails."""
         self._say(f"{vars(self._setting)}")
-        with patch.object(policy, "FAIR_QUANTUM", self._setting.quantum):
+        setting = self._setting
+        with patch.multiple(
+            policy,
+            FAIR_QUANTUM=setting.quantum,
+            PATIENCE=setting.patience,
+            MAX_PATIENCE_MS=setting.max_patience_ms,
+        ):
             while self._events:
                 assert self._num_events < MAX_EVENTS, "the history never ends"
                 self.now, _, happen = heappop(self._events)
@@ -216,7 +222,8 @@ class History:
             speculate=setting.speculate,
             regime_limit=setting.regime_limit,
         )
-        self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
+        self._patience = Patience(self._scheduler, setting.policy != "fair")
+        self._ageing = Ageing(self._scheduler, setting.longest_patience_s)
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
         self._routed.clear()
         self._grammar = FakeGrammar(self._grammar_fails_at)
@@ -278,6 +285,7 @@ class History:
                     self.counts["refused"] += not client.is_open
                     if client.is_open:
                         self._patience.arrive(client)
+                        self._ageing.arrive(client.rid, self.now)
                 if message.constraint is not None and scheduler.num_waiting > before:
                     rids, resumed = range(message.rid, message.rid + message.n), bytes_to_ids(message.resume_ids)
                     self._ask_grammar(lambda: self._grammar.open(rids, resumed))
@@ -375,6 +383,7 @@ class History:
             assert scheduler.plan() is None, "more plans than may be in flight"
             return False
         first = FirstInQueue(scheduler, self._passed)
+        self._ageing.look()
         before = scheduler.counters.num_preemptions
         distance = max(1, min(self._setting.num_stages, scheduler.micro_batches.num_rows))
         plan = scheduler.plan()
@@ -382,6 +391,7 @@ class History:
             self._say(self._describe(plan))
         if not scheduler.is_paused:
             first.check(plan is not None)
+            self._ageing.check()
         if plan is None:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
@@ -677,6 +687,8 @@ class History:
         assert scheduler.mend() is None, "the check for leaks finds one"
         if self._fairness is not None:
             self.counts["tenants far ahead"] += self._fairness.num_ahead
+        self.counts["overtaken"] += self._ageing.num_overtaken
+        self.counts["patience ended"] += self._ageing.num_ended
         counters = scheduler.counters
         self.counts["preempted"] += counters.num_preemptions
         self.counts["cached tokens"] += counters.num_cached_tokens

@@ -89,6 +89,11 @@ class Setting:
             )
         # Beyond so many ids, all positions of a sequence have another content.
         self.regime_limit = rng.randint(1, self.max_len) if rng.random() < 0.3 else None
+        if rng.random() < 0.15:
+            self.policy = "shortest"
+        self.patience = rng.choice([0.5, 10.0])  # of shortest: times what a request takes
+        self.max_patience_ms = rng.choice([2.0, 10.0, 50.0])
+        self.longest_patience_s = self.max_patience_ms / 1e3 if self.policy == "shortest" else float("inf")
         if num_stages > 1:
             if self.groups.state is not None:  # a stage is not told how many draft tokens its states have moved over
                 self.speculate = 0
