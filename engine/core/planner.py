@@ -381,7 +381,7 @@ class Planner:
         Stages that compute chunks of one prompt wait for the longest, so all chunks take the same time, whatever rows
         are beside them: that of a first chunk which uses all of the budget, or less, so that there are enough chunks.
         """
-        num_stages, target = self._micro_batches.num_stages, self._itl_target_ms
+        num_stages, target = self._micro_batches.num_stages, self._itl_target(builder)
         if num_stages == 1:
             return target if builder.work.rows else None
         share = None if target is None or not self._micro_batches.num_rows else target / num_stages
@@ -394,6 +394,13 @@ class Planner:
         even = min(even, cost.predict(with_chunk(NO_WORK, 0, self.budget)) * _ROUNDING)
         even += cost.predict_more(builder.work._replace(prefill=0, pairs=0))
         return even if share is None else min(even, share)
+
+    def _itl_target(self, builder: PlanBuilder) -> float | None:
+        """How long the next tokens of the streams in this plan may take, in ms: the least of the operator's target and
+        those of their classes."""
+        targets = self._policy.itl_targets
+        own = [targets[key] for key in {row.queue_key for row in builder.decodes} & targets.keys()] if targets else []
+        return min([*own, *([] if self._itl_target_ms is None else [self._itl_target_ms])], default=None)
 
     def _goes_before(self, waiting: Request, running: Request) -> bool:
         return self._policy.may_interrupt and self._policy.interrupts(waiting, running, Stake(len(waiting.ids)))

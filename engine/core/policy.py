@@ -1,15 +1,16 @@
-"""Which request goes first: `fcfs`, `priority`, `fair` or `shortest`.
+"""Which request goes first: `fcfs`, `priority`, `fair`, `shortest` or `slo`.
 
 Requests wait in queues. A policy says which queue a request joins, named by its queue key, how the queues are ranked,
 and which place a request has in its queue. Requests with equal places are served by arrival.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+from ...config.latency_classes import DEFAULT_CLASS, LatencyClass, with_default
 from ...ipc.messages import Enqueue
 
-PolicyName = Literal["fcfs", "priority", "fair", "shortest"]
+PolicyName = Literal["fcfs", "priority", "fair", "shortest", "slo"]
 
 FAIR_QUANTUM = 1024
 """Tokens by which a tenant must be ahead of another, at least, before the other interrupts its running requests."""
@@ -20,6 +21,12 @@ PATIENCE = 10.0
 MAX_PATIENCE_MS = 600_000.0
 """And once it has waited so long, whatever it takes."""
 
+AGEING_MS = 30_000.0
+"""Under `slo`, a request that has no target or misses it goes before newcomers so much later, over its weight."""
+
+SHARE_WINDOW = 65_536
+"""Under `slo`, tokens after which what a class was served counts half."""
+
 
 class Ranked(Protocol):
     """What a policy sees of a request."""
@@ -29,6 +36,9 @@ class Ranked(Protocol):
 
     @property
     def place(self) -> float: ...
+
+    @property
+    def is_streaming(self) -> bool: ...
 
 
 class Expected(NamedTuple):
@@ -53,11 +63,20 @@ class Policy(Protocol):
     may_interrupt: bool
     """Whether `interrupts` can ever be true."""
 
+    itl_targets: Mapping[Hashable, float]
+    """By queue key, milliseconds: how long the next tokens of requests of this queue may take."""
+
     def join(self, message: Enqueue) -> Hashable:
         """The queue key of a request that arrives; called once for each."""
 
     def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
         """The place in its queue of a request that arrives now: the smallest goes first."""
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        """Until when a request that has arrived must begin to get the place `late_place` otherwise."""
+
+    def late_place(self, waiting: Ranked) -> float:
+        """The place of a request that cannot meet its target any more."""
 
     def rank(self, queue_key: Hashable) -> int:
         """The rank of a queue: the smallest goes first. May change as tokens are served."""
@@ -77,12 +96,19 @@ class Fcfs:
 
     counts_tokens = False
     may_interrupt = False
+    itl_targets: Mapping[Hashable, float] = {}
 
     def join(self, message: Enqueue) -> Hashable:
         return None
 
     def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
         return 0.0
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        return float("inf")
+
+    def late_place(self, waiting: Ranked) -> float:
+        return waiting.place
 
     def rank(self, queue_key: Hashable) -> int:
         return 0
@@ -135,6 +161,61 @@ def patience_ms(expected: Expected) -> float:
     return min(PATIENCE * sum(expected), MAX_PATIENCE_MS)
 
 
+class Slo(Fcfs):
+    """A queue for each latency class, in it the earliest deadline first.
+
+    The place of a request is its deadline: arrival and the target of its class. A request that has not begun when only
+    the time that its prompt takes is left steps behind: its place is later by `AGEING_MS` over the weight of its class,
+    and so is that of one without a target. A place changes this once at most, so no newcomer goes before a request once
+    the target and that time have passed. A class that had more than its share of the tokens lets the others go first.
+    """
+
+    may_interrupt = True
+
+    def __init__(self, classes: Mapping[str, LatencyClass]) -> None:
+        self._classes: dict[Hashable, LatencyClass] = {**with_default(classes)}
+        self.counts_tokens = any(one.share < 1 for one in self._classes.values())
+        self.itl_targets = {name: one.itl_ms for name, one in self._classes.items() if one.itl_ms is not None}
+        self._served = dict.fromkeys(self._classes, 0.0)  # class → tokens, computed and sampled; older ones count less
+        self._all_served = 0.0
+
+    def join(self, message: Enqueue) -> Hashable:
+        return message.latency_class if message.latency_class in self._classes else DEFAULT_CLASS
+
+    def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
+        one = self._classes[self.join(message)]
+        taken_ms = 1e3 * message.times.taken
+        since = taken_ms if 0 < taken_ms < now_ms else now_ms  # the tokenizer may be on another machine's clock
+        if message.attempt:
+            return 0.0
+        return since + (AGEING_MS / one.weight if one.ttft_ms is None else one.ttft_ms)
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        has_target = self._classes[waiting.queue_key].ttft_ms is not None and waiting.place > 0
+        return waiting.place - expected.prompt_ms if has_target else float("inf")
+
+    def late_place(self, waiting: Ranked) -> float:
+        return waiting.place + AGEING_MS / self._classes[waiting.queue_key].weight
+
+    def rank(self, queue_key: Hashable) -> int:
+        share = self._classes[queue_key].share
+        return int(share < 1 and self._served[queue_key] > share * self._all_served)
+
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
+        self._served[queue_key] += num_tokens
+        self._all_served += num_tokens
+        if self._all_served > 2 * SHARE_WINDOW:
+            self._served = {name: num / 2 for name, num in self._served.items()}
+            self._all_served /= 2
+
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+        # A pause would break the promise to a stream. Deadlines hardly change, so no two requests interrupt each other
+        # in turns.
+        if running.is_streaming and running.queue_key in self.itl_targets:
+            return False
+        return stake.price_ms < stake.left_ms and waiting.place + stake.price_ms < running.place
+
+
 class Fair(Fcfs):
     """A queue for each tenant. The tenant that was served the fewest tokens goes first: virtual token counters (Sheng
     et al. 2024).
@@ -182,8 +263,8 @@ class Fair(Fcfs):
         return self.rank(running.queue_key) - self.rank(waiting.queue_key) > FAIR_QUANTUM + stake.num_tokens
 
 
-def make_policy(name: PolicyName) -> Policy:
-    """The policy of that name."""
+def make_policy(name: PolicyName, classes: Mapping[str, LatencyClass]) -> Policy:
+    """The policy of that name; `classes` are for `slo`."""
     match name:
         case "fcfs":
             return Fcfs()
@@ -193,5 +274,7 @@ def make_policy(name: PolicyName) -> Policy:
             return Fair()
         case "shortest":
             return Shortest()
+        case "slo":
+            return Slo(classes)
         case _:
             assert_never(name)

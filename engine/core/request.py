@@ -257,6 +257,10 @@ class Request:
             self.num_after += num
             self.after += tokens
 
+    def be_late(self, place: float) -> None:
+        """It can no longer meet its target, and steps behind."""
+        self.place = place
+
     def settle_end(self) -> None:
         """Nothing in flight touches it: what it holds is known to its last position."""
         if self.state is State.ENDED and self.num_after:
@@ -573,6 +577,11 @@ class Request:
     def generates(self) -> bool:
         """It samples at least one token."""
         return self.max_len > self.num_prompt
+
+    @property
+    def is_streaming(self) -> bool:
+        """A token of it was sampled, or is by a plan in flight."""
+        return self.num_total > self.num_prompt
 
     @property
     def num_due(self) -> int:

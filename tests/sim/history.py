@@ -109,6 +109,8 @@ class History:
             FAIR_QUANTUM=setting.quantum,
             PATIENCE=setting.patience,
             MAX_PATIENCE_MS=setting.max_patience_ms,
+            AGEING_MS=setting.ageing_ms,
+            SHARE_WINDOW=setting.quantum,
         ):
             while self._events:
                 assert self._num_events < MAX_EVENTS, "the history never ends"
@@ -149,7 +151,8 @@ class History:
             prompt[: setting.max_len - 1],
             max_tokens=rng.choice([None, 0, 1, 2, 5, 20, 20]),
             priority=rng.randint(0, 2),
-            tenant=rng.choice("ab"),
+            tenant=(tenant := rng.choice("ab")),
+            latency_class=tenant if rid % 3 else "",
             salt=salt,
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=rng.choice([(), (), (3, 11)]),
@@ -216,13 +219,15 @@ class History:
             eos_token_ids=(EOS,),
             prefix_caching=setting.prefix_caching,
             policy=setting.policy,
+            latency_classes=setting.classes,
             itl_target_ms=setting.itl_target_ms,
             connector=self._connector,
             kv_events=setting.kv_events,
             speculate=setting.speculate,
             regime_limit=setting.regime_limit,
         )
-        self._patience = Patience(self._scheduler, setting.policy != "fair")
+        is_ranked = setting.policy != "fair" and not (setting.policy == "slo" and setting.has_shares)
+        self._patience = Patience(self._scheduler, is_ranked)
         self._ageing = Ageing(self._scheduler, setting.longest_patience_s)
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
         self._routed.clear()
@@ -247,8 +252,9 @@ class History:
         mail, self._mail = self._mail, []
         for message in mail:
             self._handle(message)
-        if scheduler.deadlines:
+        if scheduler.has_deadlines:
             scheduler.expire(self.now)
+            self.counts["late"] += self._patience.step_back()
         self._tell_late()
         if scheduler.lateness not in self._setting.latenesses or self.rng.random() < 0.1:
             scheduler.set_lateness(self.rng.choice(self._setting.latenesses))

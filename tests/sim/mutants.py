@@ -18,7 +18,7 @@ from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.micro_batches import MicroBatches, Turn
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
-from pagewire.engine.core.policy import Expected, Ranked, Shortest, Stake
+from pagewire.engine.core.policy import Expected, Ranked, Shortest, Slo, Stake
 from pagewire.engine.core.prefix import PrefixCache, _Lookup, key_at
 from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
@@ -279,6 +279,14 @@ def _without_ageing(self: Shortest, message: Enqueue, now_ms: float, expected: E
 
 def _as_patient_as_it_is_long(expected: Expected) -> float:
     return policy.PATIENCE * sum(expected)
+
+
+def _late_ones_do_not_age(self: Slo, waiting: Ranked) -> float:
+    return waiting.place + 1e9
+
+
+def _by_target(self: Slo, message: Enqueue, now_ms: float, expected: Expected) -> float:
+    return self._classes[self.join(message)].ttft_ms or policy.AGEING_MS
 
 
 def _interrupt_each_other(self: Shortest, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
@@ -640,6 +648,8 @@ MUTANTS: dict[str, Patch] = {
     "a long request does not age": (Shortest, "place", _without_ageing),
     "a long request ages too slowly": (policy, "patience_ms", _as_patient_as_it_is_long),
     "requests interrupt each other in turns": (Shortest, "interrupts", _interrupt_each_other),
+    "a late request does not age": (Slo, "late_place", _late_ones_do_not_age),
+    "the class alone decides": (Slo, "place", _by_target),
     "the queue has no bound": (Scheduler, "refusal", _take_every_request),
     "a router is not told of removed blocks": (PrefixCache, "take_events", _never_removed),
     "a wrong draft token is accepted": (FakeWorker, "_speculate", _accept_one_too_many),

@@ -72,6 +72,16 @@ class Patience:
             return  # a request waits for its mask
         self._num_plans += 1
 
+    def step_back(self) -> int:
+        """Requests that are late have stepped behind others, for which they wait now. Returns their number."""
+        order_of, num = order(self._scheduler._policy), 0
+        for rid, wait in self._waits.items():
+            request = self._scheduler.table.requests.get(rid)
+            if request is not None and self._is_ranked and (rank := order_of(request)) > wait.rank:
+                wait.rank, num = rank, num + 1
+                wait.limit += sum(self._sizes[r] for r, other in self._waits.items() if other.rank < rank)
+        return num
+
     def change_regime(self) -> None:
         """A request has given its row back because its regime changed. It may wait until the requests that run have
         ended, whatever their rank, and others wait for it."""

@@ -31,6 +31,7 @@ COVERED = {
     "draft tokens": 2500,
     "draft tokens accepted": 1200,
     "late rows": 4000,
+    "late": 200,
     "loaded states": 10,
     "loads": 100,
     "loads of several groups": 40,
