@@ -37,8 +37,8 @@ def check_classes(classes: Mapping[str, LatencyClass], policy: str) -> None:
         is_plain = 0 < len(name) <= _MAX_NAME and name[0] in _LETTERS and _CHARACTERS.issuperset(name)
         if not is_plain or name == "auto":
             raise ConfigError(
-                f"--latency-classes: {name[:40]!r} is not a name; write up to {_MAX_NAME} of a-z, 0-9, _ and -, a letter first, "
-                "and not auto, which asks for the class of the key."
+                f"--latency-classes: {name[:40]!r} is not a name; write up to {_MAX_NAME} of a-z, 0-9, _ and -, a letter"
+                " first, and not auto, which asks for the class of the key."
             )
     if policy == "slo" and not classes:
         raise ConfigError(

@@ -173,7 +173,7 @@ class Slo(Fcfs):
     may_interrupt = True
 
     def __init__(self, classes: Mapping[str, LatencyClass]) -> None:
-        self._classes: dict[Hashable, LatencyClass] = {**with_default(classes)}
+        self._classes: dict[Hashable, LatencyClass] = dict(with_default(classes).items())
         self.counts_tokens = any(one.share < 1 for one in self._classes.values())
         self.itl_targets = {name: one.itl_ms for name, one in self._classes.items() if one.itl_ms is not None}
         self._served = dict.fromkeys(self._classes, 0.0)  # class → tokens, computed and sampled; older ones count less
