@@ -11,6 +11,9 @@ from ..errors import ConfigError
 DEFAULT_CLASS = "default"
 """The class of requests that name none. The operator need not describe it; then it has no targets."""
 
+BATCH_CLASS = "batch"
+"""The class of requests in batches, if the operator describes it."""
+
 _MAX_NAME = 32
 _LETTERS = frozenset(string.ascii_lowercase)
 _CHARACTERS = _LETTERS | set(string.digits + "_-")
@@ -26,9 +29,9 @@ class LatencyClass(Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # of the tokens, while other classes wait
 
 
-def with_default(classes: Mapping[str, LatencyClass]) -> dict[str, LatencyClass]:
-    """The classes, and the one of requests that name none."""
-    return {DEFAULT_CLASS: LatencyClass()} | dict(classes)
+def with_default(classes: Mapping[str, LatencyClass] | None) -> dict[str, LatencyClass]:
+    """The classes, and the one of requests that name none; empty without classes."""
+    return {DEFAULT_CLASS: LatencyClass()} | dict(classes) if classes else {}
 
 
 def check_classes(classes: Mapping[str, LatencyClass], policy: str) -> None:
@@ -37,8 +40,8 @@ def check_classes(classes: Mapping[str, LatencyClass], policy: str) -> None:
         is_plain = 0 < len(name) <= _MAX_NAME and name[0] in _LETTERS and _CHARACTERS.issuperset(name)
         if not is_plain or name == "auto":
             raise ConfigError(
-                f"--latency-classes: {name[:40]!r} is not a name; write up to {_MAX_NAME} of a-z, 0-9, _ and -, a letter"
-                " first, and not auto, which asks for the class of the key."
+                f"--latency-classes: {name[:40]!r} is not a name; write up to {_MAX_NAME} of a-z, 0-9, _ and -, "
+                "beginning with a letter, and not auto, which asks for the class of the key."
             )
     if policy == "slo" and not classes:
         raise ConfigError(

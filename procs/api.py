@@ -21,6 +21,7 @@ from ..api.gateway.gateway import FromEngine, Gateway
 from ..api.gateway.request_end import Observer, log_request
 from ..api.http.server import HttpServer, UvicornConfig
 from ..config.config import EngineConfig, HttpConfig
+from ..config.latency_classes import with_default
 from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -110,6 +111,7 @@ class ApiActor:
             max_held=len(engines) * config.max_queued_requests,
             max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
             has_siblings=self._http.service.api_processes > 1,
+            latency_classes=with_default(config.latency_classes),
         )
         self._heard_at = [time.monotonic()] * len(engines)
         self._socket = socket.socket(fileno=self._http_fd)

@@ -5,10 +5,15 @@ import logging
 
 from starlette.types import ASGIApp, Message
 
+from ...config.latency_classes import BATCH_CLASS
+from ..http.entitlement import Entitlement
 from ..http.http_error import anthropic_error_body, as_http_error, error_body, speaks_anthropic
 from ..http.rate_limit import Account
 
 log = logging.getLogger(__name__)
+
+_BATCH = Entitlement((BATCH_CLASS,), 0)
+"""Requests of batches wait behind those for which somebody waits."""
 
 
 async def call_endpoint(app: ASGIApp, path: str, body: bytes, *, owner: bytes, request_id: str) -> tuple[int, bytes]:
@@ -21,7 +26,7 @@ async def call_endpoint(app: ASGIApp, path: str, body: bytes, *, owner: bytes, r
         "root_path": "",
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
-        "state": {"salt": owner, "request_id": request_id, "account": Account()},
+        "state": {"salt": owner, "request_id": request_id, "account": Account(), "entitlement": _BATCH},
         "app": app,  # makes the router raise errors
     }
     incoming = [body]

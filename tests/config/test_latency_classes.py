@@ -17,7 +17,8 @@ def test_classes_are_json_or_a_table_of_the_file() -> None:
 
 
 def test_requests_without_a_class_have_one_without_targets_unless_it_is_described() -> None:
-    assert with_default({}) == {DEFAULT_CLASS: LatencyClass()}
+    assert with_default(None) == with_default({}) == {}
+    assert with_default({"chat": LatencyClass(9)}) == {DEFAULT_CLASS: LatencyClass(), "chat": LatencyClass(9)}
     assert with_default({"default": LatencyClass(9)}) == {DEFAULT_CLASS: LatencyClass(9)}
 
 
