@@ -16,6 +16,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import vocabulary
+from redis_server import needs_redis, redis_server
 
 from pagewire.config.flags import make_config
 from pagewire.ipc.messages import (
@@ -285,6 +286,26 @@ def test_decode_goes_on_when_its_peer_closes(case: Case, engine: Callable[..., E
     check(case, decode.run(case.prompts[:20]), range(20))
     prefill.inline.close()
     check(case, decode.run(case.prompts[20:64]), range(20, 64))
+
+
+@needs_redis
+@pytest.mark.usefixtures("always_loads")
+def test_engines_that_share_a_redis_server_outlive_it(case: Case, engine: Callable[..., Engine]) -> None:
+    with redis_server() as server:
+        spec = (f"redis,url={server.url},size=64M,timeout_ms=20000,fetch_timeout_ms=20000",)
+        small = {"kv_cache_memory": 60 * BLOCK_BYTES, "kv_connector": spec, "pipeline_depth": 2}
+        check(case, engine(**small).run(case.prompts[:64]), range(64))
+        second = engine(**small)
+        check(case, second.run(case.prompts[:40]), range(40))
+        tier = second.tier("redis")
+        assert tier.num_hit_tokens > 0 and tier.num_failed == 0
+        damaged = server.names()[::3]
+        for name in damaged:
+            server.call("SETRANGE", name, 200, b"another")
+        check(case, second.run(case.prompts[:64]), range(64))
+        assert second.tier("redis").num_failed > 0
+        server.kill()
+        check(case, second.run(case.prompts[:64]), range(64))
 
 
 @pytest.mark.usefixtures("always_loads")

@@ -117,6 +117,7 @@ NO_PANEL = {
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
     "slo_target_seconds": "it never changes",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
+    "kv_tier_loaded_bytes_total": "in proportion to the prompt tokens from that tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
     "spec_decode_num_drafts_total": "accepted draft tokens",
 }
