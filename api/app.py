@@ -44,9 +44,12 @@ from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
+from .output.inner_call import InnerCalls
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
 from .responses.endpoints import ResponsesEndpoints
+from .state.database import Database
+from .state.rates import SharedRates
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
@@ -92,13 +95,11 @@ def create_app(
     """The application of one api process; parameters as of `Service`."""
     service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
     router = Router(redirect_slashes=False)
-    batches = BatchEndpoints(service, router)
-    responses = ResponsesEndpoints(service)
-    message_batches = MessageBatches(service, router)
+    calls = InnerCalls(router, most=min(64, config.max_num_seqs))
     sections = {
         "Chat and completions": OpenAIEndpoints(service).routes(),
-        "Responses": responses.routes(),
-        "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
+        "Responses": ResponsesEndpoints(service).routes(),
+        "Anthropic's messages": AnthropicEndpoints(service).routes() + MessageBatches(service, calls).routes(),
         "Ollama's API": OllamaEndpoints(service).routes(),
         "llama-server's API": LlamaCppEndpoints(service).routes(),
         "Embeddings and scores": PoolingEndpoints(service).routes(),
@@ -107,7 +108,7 @@ def create_app(
             *RenderEndpoints(service).routes(),
             *GenerateEndpoints(service).routes(),
         ],
-        "Files and batches": batches.routes(),
+        "Files and batches": BatchEndpoints(service, calls).routes(),
         "The server": AboutEndpoints(service).routes() + InvocationsEndpoint(service, router).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
     }
@@ -119,10 +120,11 @@ def create_app(
     ]
     return Edge(
         router,
-        _All([batches, responses, message_batches]),
+        service.jobs,
         config=http,
         stats=gateway.stats,
         retry_after_s=lambda: gateway.retry_after_s,
+        state=service.state,
     )
 
 
@@ -138,21 +140,6 @@ class Background(Protocol):
     async def stop(self) -> None: ...
 
 
-class _All:
-    """Several background works as one."""
-
-    def __init__(self, works: Sequence[Background]) -> None:
-        self._works = works
-
-    def start(self) -> None:
-        for work in self._works:
-            work.start()
-
-    async def stop(self) -> None:
-        for work in self._works:
-            await work.stop()
-
-
 class Edge:
     """The outermost application, in an engine's server and in a router."""
 
@@ -166,9 +153,10 @@ class Edge:
         retry_after_s: Callable[[], int],
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
+        state: Database | None = None,
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits."""
+        of the rate limits, which are shared through `state`, if that is given."""
         self._app = app
         self._background = background
         self._limits = config.clients
@@ -179,15 +167,20 @@ class Edge:
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
+        self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
         self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        if self._rates is not None:
+            self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
+        if self._rates is not None:
+            await self._rates.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -153,6 +153,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             le=64,
         ),
     ] = 1
+    all2all_backend: Annotated[
+        Literal["all-to-all", "allgather_reducescatter"],
+        _doc(
+            "engine",
+            "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
+            "all-to-all: those that chose them; allgather_reducescatter: all",
+        ),
+    ] = "all-to-all"
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -272,6 +280,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc("engine", "address for programs that send token ids (`EngineClient`): ipc:///path or tcp://host:port"),
     ] = None
 
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether each rank has tokens of its own, and gives others those that their experts compute."""
+        is_dealt = self.kv_domains > 1 and self.enable_expert_parallel
+        return is_dealt and self.all2all_backend == "all-to-all"
+
 
 class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What computes on a CPU."""
@@ -386,15 +400,11 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an api process stores and reports."""
 
-    batch_folder: Annotated[
-        str | None,
-        _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
-    ] = None
     state: Annotated[
         str | None,
         _doc(
             "server",
-            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+            "SQLite file of stored responses, files, batches, … for later servers (default: deleted at the end)",
         ),
     ] = None
     metrics_prefix: Annotated[
@@ -423,7 +433,12 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     api_processes: Annotated[
         int,
-        _doc("server", "processes that serve HTTP on the port; limits and rates apply to each separately", ge=1, le=64),
+        _doc(
+            "server",
+            "processes that serve HTTP on the port; limits other than rates apply to each",
+            ge=1,
+            le=64,
+        ),
     ] = 1
     drain_timeout: Annotated[
         float,
@@ -486,7 +501,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-Task = Literal["generate", "embed", "score"]
+Task = Literal["generate", "embed", "score", "classify"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
@@ -499,6 +514,7 @@ class Purpose(Struct, frozen=True, kw_only=True):
     size: int = 0  # dimensions of a vector
     prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
+    labels: tuple[str, ...] = ()  # of a classifier with several
 
 
 class Infill(Struct, frozen=True, kw_only=True):
@@ -615,6 +631,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.pipeline_layers,
             self.enable_expert_parallel,
             self.kv_domains,
+            self.exchanges_tokens,  # then each rank has shared experts whole
         )
 
     @property
@@ -629,8 +646,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
         changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
         16 or 8 bits amplify these differences."""
-        # Which ranks have an expert decides how sums are grouped, and replicas follow what is served.
-        if self.deterministic or (self.runs_in_c and self.model.attends_in_c and not self.expert_replicas):
+        # Which ranks have an expert decides how sums over the ranks are grouped, and replicas follow what is served.
+        is_regrouped = self.expert_replicas and not self.exchanges_tokens
+        if self.deterministic or (self.runs_in_c and self.model.attends_in_c and not is_regrouped):
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
         return "float32" if is_wide else "none"

@@ -131,10 +131,22 @@ def _check_machines(config: Config) -> int:
             f"--nnodes {nnodes} does not divide the {num_stages} stages of --pipeline-parallel-size: each machine runs "
             "as many whole stages."
         )
-    if (nnodes > 1 or service.backend == "ray") and config.cpu.cpu_bind not in ("auto", "none"):
-        what = "--nnodes" if nnodes > 1 else "--backend ray"
-        raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
+    if nnodes > 1 or service.backend == "ray":
+        what = "--backend ray" if service.backend == "ray" else "--nnodes"
+        if config.cpu.cpu_bind not in ("auto", "none"):
+            raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
+        if num_ranks * num_stages > 1:
+            check_one_machine(config.engine, what)
     return nnodes
+
+
+def check_one_machine(options: EngineOptions, what: str) -> None:
+    """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
+    if any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
+        raise ConfigError(
+            "--kv-connector p2p is for engines whose ranks are all on one machine, where each answers at a port of its "
+            f"own; leave it or {what} out."
+        )
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:
@@ -145,8 +157,6 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     url = urlsplit("http://none" if endpoint is None else endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
-    if config.service.api_processes > 1 and config.reports.batch_folder is not None:
-        raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
     if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
         raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)
@@ -178,12 +188,6 @@ _STAGES = "--pipeline-parallel-size"
 
 def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses what several ranks cannot do."""
-    for sizes, num in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        (_STAGES, options.pipeline_parallel_size),
-    ):
-        if num > 1 and any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
-            raise ConfigError(f"--kv-connector p2p serves the KV of one rank only; leave it or {sizes} out.")
     if options.pipeline_parallel_size == 1:
         if options.pipeline_layers is not None:
             raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
@@ -277,11 +281,12 @@ def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
             "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
             "number of ranks, or leave it out."
         )
+    is_summed = not options.exchanges_tokens  # over the ranks, each of which adds what its experts give
     for what, is_so in (
         ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
         ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
         ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
-        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic),
+        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic and is_summed),
     ):
         if is_so and options.expert_replicas:
             raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")

@@ -495,6 +495,7 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     rank: int
     num_steps: int  # that the rank has run so far
     tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
+    sent_bytes: int = 0  # that other ranks have read from this one
 
 
 class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
@@ -722,6 +723,7 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_stored: int  # blocks written to it
     num_evicted: int  # blocks dropped to make room
     num_failed: int  # blocks that could not be loaded
+    num_loaded_bytes: int = 0  # of blocks that could, on all ranks
 
 
 class GroupSnapshot(Struct, frozen=True, array_like=True):
@@ -774,6 +776,9 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     engine: int = 0  # of the core, if the launch has several
     prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
     load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
+    rank_sent_bytes: tuple[
+        int, ...
+    ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

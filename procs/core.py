@@ -513,6 +513,7 @@ class CoreActor:
             bubble_ratio=bubble_ratio,
             expert_tokens=self._expert_loads.tokens,
             expert_imbalance=self._expert_loads.imbalance,
+            rank_sent_bytes=self._expert_loads.sent_bytes,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..config.config import EngineConfig, ServerConfig
+from ..config.config import EngineConfig, HttpConfig, ServerConfig
 from ..config.machine import usable_cores
 from ..errors import StartError
 from ..ipc.epochs import Epochs, Link
@@ -66,6 +66,14 @@ STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
 Process = asyncio.subprocess.Process | ForkedProcess | RemoteProcess
+
+
+def with_state(http: HttpConfig, folder: Path) -> HttpConfig:
+    """With a state file in this folder, unless the user names one."""
+    if http.reports.state is not None:
+        return http
+    reports = msgspec.structs.replace(http.reports, state=str(folder / "state"))
+    return msgspec.structs.replace(http, reports=reports)
 
 
 class Child:
@@ -158,9 +166,7 @@ class Supervisor:
             loop.add_signal_handler(signum, self.on_signal, signum)
         self._mark("configuration")
         self._run_folder = run_folder = self._given_folder or make_run_folder()
-        if self._service.api_processes > 1 and self._http.reports.state is None:
-            reports = msgspec.structs.replace(self._http.reports, state=str(run_folder / "state"))
-            self._http = msgspec.structs.replace(self._http, reports=reports)
+        self._http = with_state(self._http, run_folder)
         context = ZmqContext(self._keys, Epochs(engine=self._engine))
         self._lifeline, self._lifeline_held = os.pipe()
         if any(kind(name) == "worker" for name in self._actors):

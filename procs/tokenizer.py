@@ -122,7 +122,7 @@ class TokenizerActor:
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
         try:
-            check_task(self._config.model.purpose, submit.pooling)
+            check_task(self._config.model.purpose, submit.pooling, is_pair=isinstance(submit.prompt, PairPrompt))
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
             marks = self._within_limits(submit.prompt, lambda: self._marks(submit.prompt, len(ids)))

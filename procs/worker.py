@@ -81,6 +81,7 @@ class Worker:
         self._queue = StageQueue(is_first=rank_info.stage == 0, knows_ids=self._knows_ids)
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
+        self._sent_bytes = 0  # of the reports
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -220,8 +221,13 @@ class Worker:
         """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""
         if self._config.enable_expert_parallel and self._num_answered > self._num_reported:
             self._num_reported = self._num_answered
-            tokens = self._started().take_expert_load()
-            self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
+            runner = self._started()
+            sent_bytes = runner.sent_bytes
+            load = ExpertLoad(
+                self._rank_info.rank, self._num_answered, runner.take_expert_load(), sent_bytes - self._sent_bytes
+            )
+            self._sent_bytes = sent_bytes
+            self._post("core", load)
 
     def _sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""

@@ -23,7 +23,7 @@ def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
-    core = replace(core, expert_tokens=(40, 20), expert_imbalance={0: 1.5, 2: 1.25})
+    core = replace(core, expert_tokens=(40, 20), rank_sent_bytes=(7000, 6000), expert_imbalance={0: 1.5, 2: 1.25})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
     gateway.late_beats = {"node-2": 1}
     config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))

@@ -2,6 +2,7 @@
 steps without memory. The first rank is in this process, the other one in a process of its own."""
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,32 @@ def test_a_folder_that_engines_share_and_draft_tokens(
             assert (tier(llm, "shared").num_hit_tokens > 0) is is_second
 
 
+@pytest.mark.parametrize("lost", ["nothing", "a rank of the peer"])
+def test_kv_of_another_engine(lost: str, alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r of one engine loads from rank r of the other; what one of them cannot get is computed on both."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
+        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,fetch_timeout_ms=2000"
+        serves = engine(folder, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"])
+        with engine(folder, kv_connector=[asks], max_num_seqs=1) as llm:
+            with serves:
+                tokens(serves, GREEDY)
+                if lost != "nothing":
+                    ranks = serves._engine._ranks
+                    assert ranks is not None
+                    ranks._processes["worker-1"].kill()
+                    ranks._processes["worker-1"].wait()
+                assert tokens(llm, GREEDY) == tokens(alone, GREEDY)
+                found = tier(llm, "p2p")
+            if lost == "nothing":
+                assert found.num_hit_tokens == sum((len(ids) - 1) // 16 * 16 for ids in PROMPTS)
+                assert not found.num_failed
+            else:
+                assert found.num_failed > 0
+            scheduler = llm._engine.scheduler
+            assert scheduler.pool.num_free == scheduler.pool.num_pages
+
+
 @pytest.mark.parametrize("short", ["worker", "worker-1"])
 def test_a_rank_without_memory_changes_no_token(short: str, folder: Path) -> None:
     """Both ranks give the step up, whichever of them lacks memory, and an extension runs on both of them."""
@@ -176,5 +203,3 @@ def test_a_rank_that_cannot_start_or_ends_is_named(folder: Path, tmp_path: Path)
 def test_what_llm_cannot_do_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="LLM has stages of one rank each"):
         engine(folder, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="--kv-connector p2p serves the KV of one rank only"):
-        engine(folder, kv_connector=["p2p,peer=/nowhere"])

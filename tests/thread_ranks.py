@@ -2,7 +2,7 @@
 interpreter is not made for several threads; it hands over where it waits for the others."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ class ThreadGroup:
     """A rank's side. Sums are added in the order of the ranks, as those of processes are."""
 
     can_give_up = False
+    sent_bytes = 0
 
     def __init__(self, meeting: Meeting, rank: int, runs: threading.Lock) -> None:
         self.rank, self.size = rank, meeting.size
@@ -46,6 +47,13 @@ class ThreadGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x))
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        assert len(x) == sum(counts)
+        nums = [each.tolist() for each in self._exchange(torch.tensor(counts))]
+        parts = [torch.split(part, num)[self.rank] for part, num in zip(self._exchange(x), nums, strict=True)]
+        assert sum(map(len, parts)) <= most
+        return torch.cat(parts), [len(part) for part in parts]
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._runs.release()

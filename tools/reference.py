@@ -283,7 +283,7 @@ def engine_metrics() -> list[Metric]:
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
-    core = replace(core, expert_tokens=(0,), expert_imbalance={0: 1.0})
+    core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
     gateway.late_beats = {"m": 0}
     gateway.handle([core, Pulse("core", nothing)])
     engine = config().engine

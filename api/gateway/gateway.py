@@ -352,8 +352,8 @@ class Gateway:
             return self.engines[0] if self.engines[0].takes_requests else None
         if not any(engine.is_able for engine in self.engines):
             return None
-        blocks, conversation = beginning(submit)
-        return self._choice.choose(blocks, conversation, self._clock())
+        prompt = beginning(submit)
+        return self._choice.choose(prompt.blocks, prompt.conversation, self._clock(), key_of=prompt.key_of)
 
     def _hold(self, request: OpenRequest) -> None:
         """It waits for an engine: as long as it takes if one had admitted it, else for a while."""

@@ -147,6 +147,12 @@ class Metrics:
                 "rank",
                 {str(rank): num for rank, num in enumerate(core.expert_tokens)},
             )
+            page.counters(
+                "rank_sent_bytes",
+                "Bytes that other ranks read from a rank, each of them: sums, tokens, experts' results; 0 on GPUs.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.rank_sent_bytes)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
@@ -203,6 +209,8 @@ class Metrics:
         each("counter", "kv_tier_evicted_blocks_total", text, (t.num_evicted for t in tiers))
         text = "KV blocks that could not be loaded from the tier."
         each("counter", "kv_tier_failed_blocks_total", text, (t.num_failed for t in tiers))
+        text = "Bytes of KV that were loaded from the tier, on all ranks."
+        each("counter", "kv_tier_loaded_bytes_total", text, (t.num_loaded_bytes for t in tiers))
 
     def _ends(self, page: "_Page") -> None:
         stats = self._gateway.stats

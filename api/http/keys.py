@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...config.access import ApiKey
 from .http_error import HttpError
-from .rate_limit import Account
+from .rate_limit import Account, Bucket
 
 
 class Caller:
@@ -29,6 +29,15 @@ class Keys:
             for digest, rate in zip(self._digests, rates, strict=True)
         ]
         self._anyone = Caller(b"", anyone)
+
+    def buckets(self) -> dict[str, Bucket]:
+        """Of all accounts, by names that do not depend on the other keys."""
+        owned = dict(zip(self._digests, self._callers, strict=True)) or {b"": self._anyone}
+        return {
+            f"{digest.hex()}/{name}": bucket
+            for digest, caller in owned.items()
+            for name, bucket in caller.account.buckets.items()
+        }
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """The owner of the request's key. Raises HttpError 401."""

@@ -16,6 +16,7 @@ from ..http.exchange import ClientGone, client_gone, send_body
 from ..http.http_error import HttpError
 from ..http.rate_limit import Account
 from ..state.database import Database
+from ..state.jobs import Jobs
 from .reply import Reply
 from .sse import send_stream
 
@@ -41,6 +42,7 @@ class Service:
         self.healthy = healthy
         self.version = version
         self.state = Database(http.reports.state)  # of what is kept for later requests
+        self.jobs = Jobs(self.state)
         self._observers = observers
 
     async def answer(

@@ -39,14 +39,36 @@ class Store:
         """Ids and values of the owner's entries, latest first. It is no use that keeps an entry."""
         return await self._database.run(lambda connection: self._entries(connection, owner))
 
-    async def all_entries(self) -> list[tuple[bytes, str, bytes]]:
-        """(owner, id, value) of all entries, oldest first."""
+    async def entries_between(self, owner: bytes, first: str, end: str, max_bytes: int) -> list[tuple[str, bytes]]:
+        """Ids and values of the owner's entries from id `first` to before `end`, in the order of their ids: at least
+        one, if there is one, and then as many as `max_bytes` allow. It is no use that keeps an entry."""
 
-        def work(connection: sqlite3.Connection) -> list[tuple[bytes, str, bytes]]:
-            query = "SELECT owner, id, value FROM entries WHERE kind = ? ORDER BY number"
-            return connection.execute(query, (self._kind,)).fetchall()
+        def work(connection: sqlite3.Connection) -> list[tuple[str, bytes]]:
+            query = "SELECT id, value FROM entries WHERE kind = ? AND owner = ? AND id >= ? AND id < ? ORDER BY id"
+            found, size = list[tuple[str, bytes]](), 0
+            for id, value in connection.execute(query, (self._kind, owner, first, end)):
+                size += len(value)
+                if found and size > max_bytes:
+                    break
+                found.append((id, value))
+            return found
 
         return await self._database.run(work)
+
+    async def change_all(self, change: Callable[[bytes, str, bytes], bytes | None]) -> None:
+        """Replaces each entry of every owner by what `change` makes of owner, id and value, oldest first, with no
+        change of others in between. None deletes it. `change` is called in another thread."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "SELECT owner, id, value FROM entries WHERE kind = ? ORDER BY number"
+            for owner, id, value in connection.execute(query, (self._kind,)).fetchall():
+                changed = change(owner, id, value)
+                if changed is None:
+                    self._delete(connection, owner, id)
+                elif changed != value:
+                    self._put(connection, owner, id, changed)
+
+        await self._database.run(work)
 
     async def change(self, owner: bytes, id: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replaces an entry by what `change` makes of its value, with no change of others in between, and returns that.

@@ -56,7 +56,7 @@ class DiskCore:
         self._others: list[tuple[str, int]] = []  # (name, size) of files of other models; the last is removed first
         self._bytes = 0  # of all files
         self._plan = FilePlan()
-        self._ledger = Ledger("disk", facts.block_size, facts.state)
+        self._ledger = Ledger("disk", facts)
         self._list()
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:

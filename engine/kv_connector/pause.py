@@ -10,7 +10,9 @@ class Pause:
         self._next_s = FIRST_PAUSE_S
 
     def fail(self, now: float) -> None:
-        """It is not asked for a while, each time longer."""
+        """It is not asked for a while, each time longer. What fails meanwhile has the same reason."""
+        if now < self.until:
+            return
         self.until = now + self._next_s
         self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
 

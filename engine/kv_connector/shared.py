@@ -84,7 +84,7 @@ class SharedCore:
         self._block_size = facts.block_size
         self._num_kept = num_kept
         self._plan = FilePlan()
-        self._ledger = Ledger(name, facts.block_size, facts.state)
+        self._ledger = Ledger(name, facts)
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         return self._index.available(request, items)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -30,6 +31,10 @@ class Group(Protocol):
     size: int
     can_give_up: bool  # a step that one rank has no memory for can be given up by all
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank that others have read, one after the other; 0 on GPUs."""
+
     def agree(self) -> None:
         """The last call of a step: after it, the step has succeeded on all ranks. Raises NoMemoryElsewhere; so do the
         other methods, during the step."""
@@ -44,6 +49,11 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: the x of all ranks in their order. All are contiguous and of one shape."""
 
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        """Gives each rank some rows. x: [sum of counts, width], contiguous: for each rank so many rows, in the ranks'
+        order; all ranks have the same width and dtype. most: rows that this rank may get. Returns the rows that all
+        ranks have for this one, in the ranks' order, and how many each has."""
+
 
 class Alone:
     """A group of one rank."""
@@ -51,6 +61,7 @@ class Alone:
     rank = 0
     size = 1
     can_give_up = True
+    sent_bytes = 0
 
     def agree(self) -> None:
         pass
@@ -63,6 +74,9 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        return x, list(counts)
 
 
 class SharedMemoryGroup:
@@ -87,6 +101,19 @@ class SharedMemoryGroup:
         out = x.new_empty((self.size, *x.shape))
         self._run(x, out, x.nbytes, "copy")
         return out
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        assert x.is_contiguous() and len(x) == sum(counts), (x.shape, counts)
+        out, row = x.new_empty((most, x.shape[1])), x.shape[1] * x.itemsize
+        sent = [num * row for num in counts]
+        got = self._exchange.all_to_all(self.sum_in_c, x.data_ptr(), sent, out.data_ptr(), out.nbytes)
+        self.check()
+        assert got is not None, "gave up without a reason"
+        return out[: sum(got) // row], [num // row for num in got]
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._exchange.sent_bytes
 
     def agree(self) -> None:
         self.all_reduce(self._own)
@@ -150,7 +177,7 @@ class GlooGroup:
 
     def __init__(self, rank_info: RankInfo, size: int) -> None:
         """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = rank_info.t, size
+        self.rank, self.size, self.sent_bytes = rank_info.t, size, 0
         _join("gloo", rank_info, size, None)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -160,13 +187,19 @@ class GlooGroup:
             x.add_(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        self.sent_bytes += x.nbytes * (self.size - 1)
         return _all_gather(x, self.size)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        self.sent_bytes += (len(x) - counts[self.rank]) * x.shape[1] * x.itemsize
+        return _all_to_all(x, counts)
 
 
 class NcclGroup:
     """Processes with a CUDA device each. Neither NCCL nor the one-shot sum has been tested on a GPU so far."""
 
     can_give_up = False
+    sent_bytes = 0  # recorded steps would not count
 
     def agree(self) -> None:
         pass
@@ -188,6 +221,9 @@ class NcclGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return _all_gather(x, self.size)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        return _all_to_all(x, counts)
 
 
 class OneShot:
@@ -269,3 +305,14 @@ def _all_gather(x: Tensor, size: int) -> Tensor:
     out = x.new_empty((size, *x.shape))
     torch.distributed.all_gather(list(out.unbind()), x)
     return out
+
+
+def _all_to_all(x: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """The numbers of rows go first, since memory is needed for them."""
+    sent = torch.tensor(counts, device=x.device)
+    got = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(got, sent)
+    nums = got.tolist()
+    out = x.new_empty((sum(nums), x.shape[1]))
+    torch.distributed.all_to_all_single(out, x, nums, list(counts))
+    return out, nums

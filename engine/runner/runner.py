@@ -498,6 +498,11 @@ class Runner:
         with torch.inference_mode():
             return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
 
+    @property
+    def sent_bytes(self) -> int:
+        """That other ranks have read from this one so far, one after the other; 0 on GPUs."""
+        return self._group.sent_bytes
+
     def place_experts(self, message: PlaceExperts) -> bool:
         """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
         rank could not read their weights, and nothing changes on any."""

@@ -211,7 +211,7 @@ def how_served(
         )  # fmt: skip
     program = program_of(
         spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel,
-        num_replicas=config.expert_replicas, has_domains=config.kv_domains > 1,
+        num_replicas=config.expert_replicas, has_domains=config.kv_domains > 1, exchanges=config.exchanges_tokens,
     )  # fmt: skip
     return Served(
         spec=spec,
@@ -305,14 +305,15 @@ def _expert_shares(program: Program | None) -> str:
 
 def program_of(
     spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0,
-    has_domains: bool = False,
+    has_domains: bool = False, exchanges: bool = False,
 ) -> Program:  # fmt: skip
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
     first_id = 0 if has_domains else share(spec.decoder.vocab, rank, size)[0]
     part = cut(
-        spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains
-    )
+        spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains,
+        exchanges=exchanges,
+    )  # fmt: skip
     return lower(part, ranks=size, first_id=first_id, has_domains=has_domains)
 
 

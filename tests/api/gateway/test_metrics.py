@@ -115,6 +115,7 @@ NO_PANEL = {
     "lora_requests_info": "it never changes",
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
+    "kv_tier_loaded_bytes_total": "in proportion to the prompt tokens from that tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
     "spec_decode_num_drafts_total": "accepted draft tokens",
 }

@@ -2,7 +2,6 @@
 happens when connections break."""
 
 import random
-import socket
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,20 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from kv_instance import Asked, held
-from p2p_instance import BLOCK_BYTES, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
+from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
 from proxy import Proxy
+from waiting import until
 
 from pagewire.engine.kv_connector import p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.errors import ConfigError
+from pagewire.tools.servers import free_port
 
 Start = Callable[..., Instance]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -220,6 +215,7 @@ def test_a_connection_that_breaks_in_the_middle(
         proxy.partition()
     else:
         proxy.cut()
+        until(lambda: proxy.num_refused > 5, "the connection is tried again", DEADLINE_S)
     compute(prefill, computing, blocks, 6, 10)
     if trouble == "cut for a moment":
         proxy.heal()

@@ -1,11 +1,13 @@
 """Possible faults of the choice: each is a small change to the real class that must make some history fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from pagewire.api.engines.choice import Choice, Condition, Member
+from pagewire.api.engines import choice
+from pagewire.api.engines.choice import Choice, Condition, Conversation, Member
+from pagewire.api.engines.prefixes import Prefixes
 
 
 def _takes_anything(self: Choice[Member], member: Member, *_: object) -> bool:
@@ -31,19 +33,30 @@ def _choose_silent_never(self: Choice[Member]) -> None:
         self._total += member.load
 
 
-def _own_place(self: Choice[Member], conversation: int, now: float, avoid: object) -> Member | None:
+def _own_place(
+    self: Choice[Member], blocks: Sequence[int], conversation: Conversation | None, *_: object
+) -> Member | None:
     """Each router has another ring."""
-    return self._candidates[hash((id(self), conversation)) % len(self._candidates)] if self._candidates else None
+    if conversation is None or not self._candidates:
+        return None
+    return self._candidates[hash((id(self), conversation.key)) % len(self._candidates)]
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+MUTANTS: dict[str, tuple[object, str, Callable[..., Any] | float]] = {
     "an engine is never too busy": (Choice, "takes", _takes_anything),
     "a lost engine keeps its prefixes": (Choice, "lost", _keep_the_cache),
     "nobody inherits conversations": (Choice, "started", _no_heir),
     "silent engines are never chosen": (Choice, "_select", _choose_silent_never),
     "routers have rings of their own": (Choice, "_at_home", _own_place),
-    "slow engines are not told from others": (Choice, "compare_paces", lambda self: None),
-    "requests of other routers do not count": (Choice, "reported", lambda self, member, load: None),
+    "prompts of unknown conversations have no home": (Prefixes, "num_common", lambda self, blocks, num: len(blocks)),
+    "the home of a beginning is that of its first block": (Prefixes, "num_common", lambda self, blocks, num: 0),
+    "slow engines are not told from others": (Choice, "compare", lambda self: None),
+    "requests of other routers do not count": (
+        Choice,
+        "reported",
+        lambda self, member, load: None,
+    ),
+    "other routers do nothing between reports": (choice, "ECHO", 0.0),
     "the least busy engine is not looked for": (Choice, "_least_busy", lambda self, now, avoid: self._candidates[0]),
     "prefixes are ignored": (Choice, "_with_prefix", lambda self, blocks, root, now, avoid: (None, 0)),
     "a new engine gets all at once": (Member, "ramp", lambda self, now: 1.0),
