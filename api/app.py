@@ -255,7 +255,7 @@ class Edge:
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
         if scope["path"] not in _OPEN_PATHS:
             caller = self._caller(scope["path"], headers)
-            state |= {"salt": caller.salt, "account": caller.account}
+            state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from ..errors import ConfigError
 from .access import ApiKey
 from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from .latency_classes import LatencyClass
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
@@ -194,9 +195,21 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts with a common prefix")] = True
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
-        _doc("engine", "order of requests: by arrival, by their priority, or fair shares for tenants"),
+        Literal["fcfs", "priority", "fair", "shortest", "slo"],
+        _doc(
+            "engine",
+            "order of requests: by arrival, by their priority, fair shares for tenants, the shortest first, or by the "
+            "deadlines of --latency-classes; under the last two nobody waits for newcomers for ever",
+        ),
     ] = "fcfs"
+    latency_classes: Annotated[
+        dict[str, LatencyClass] | None,
+        _doc(
+            "engine",
+            "targets of classes of requests, in JSON, which requests name as service_tier: "
+            '{"interactive": {"ttft_ms": 500, "itl_ms": 50}, "batch": {"share": 0.5}}',
+        ),
+    ] = None
     itl_target_ms: Annotated[
         _PositiveFloat | None,
         _doc("engine", "longest delay of a stream's next token by a prompt's chunk, in ms (default: no bound)"),
@@ -660,6 +673,17 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     def num_ranks(self) -> int:
         """The workers of this engine: rank stage · tensor_parallel_size + t is rank t of its stage."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that the core has sent and not had answered, at most."""
+        return self.pipeline_parallel_size + self.pipeline_depth - 1
+
+    @property
+    def stages_by_mail(self) -> bool:
+        """Whether there are stages that send each other messages, as those on CPUs. Those on GPUs hand tensors from
+        device to device."""
+        return self.pipeline_parallel_size > 1 and self.kernels is not None
 
     @property
     def batch_invariance(self) -> BatchInvariance:

@@ -18,7 +18,9 @@ _SIZES = frozenset(  # settings that may be written 2G or 8k
     {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}
     | {"max_body_size", "max_head_size", "models_memory"}
 )
-_OBJECTS = frozenset({"default_chat_template_kwargs", "override_generation_config"})  # may be written as JSON
+_OBJECTS = frozenset(
+    {"default_chat_template_kwargs", "latency_classes", "override_generation_config"}
+)  # may be written as JSON
 _GROUPS = ("model", "engine", "network", "server", "access", "limits")
 
 

@@ -28,6 +28,7 @@ from .config import (
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
+from .latency_classes import check_classes
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -41,6 +42,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         )
     if options.kv_peers and not options.kv_connector:
         raise ConfigError("--kv-peers names hosts to load KV from; give --kv-connector p2p,peer=… or shared,… as well.")
+    check_classes(options.latency_classes or {}, options.scheduling_policy)
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
@@ -197,10 +199,10 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
 
 def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) -> None:
     """Refuses what several stages cannot do yet."""
-    if not on_cpu:
+    if options.speculative is not None and not on_cpu:
         raise ConfigError(
-            f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
-            "choose --tensor-parallel-size."
+            f"--speculative is not there for GPUs with {_STAGES}: only the last stage knows how many draft tokens were "
+            "accepted when the next pass begins; leave one of them out."
         )
     if options.expert_replicas:
         raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")

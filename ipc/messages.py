@@ -236,6 +236,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     kv_peer: str = ""  # as in `Enqueue`
     keeps_start: bool = False  # `truncate` keeps the first tokens instead
+    latency_class: str = ""  # as in `Enqueue`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -268,6 +269,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     kv_peer: str = ""  # tcp:// address of the engine that has or computes its KV; empty: the operator's peer
+    latency_class: str = ""  # one of `--latency-classes`; empty: the default one
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):

@@ -23,6 +23,7 @@ from ..api.gateway.request_end import Observer, log_request
 from ..api.gateway.residence import Residence
 from ..api.http.server import HttpServer, UvicornConfig
 from ..config.config import EngineConfig, HttpConfig
+from ..config.latency_classes import with_default
 from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -145,6 +146,7 @@ class ApiActor:
             max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
             has_siblings=self._http.service.api_processes > 1,
             on_use=(lambda _: None) if residence is None else residence.use,
+            latency_classes=with_default(config.latency_classes),
         )
         if residence is not None:  # until it is said to be there
             gateway.handle([Reset(1, 1, (), f"{config.served_model_names[0]} is not loaded.")])

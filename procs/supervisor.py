@@ -259,7 +259,8 @@ class Supervisor:
                 group = launch
                 if memory is not None and kind(name) == "worker":
                     group = msgspec.structs.replace(launch, **memory.fields(index(name)))
-                    if RENDEZVOUS not in self._given:  # the ranks of each stage are a group of their own
+                    # With messages between the stages, the ranks of each are a group of their own.
+                    if self._config.stages_by_mail and RENDEZVOUS not in self._given:
                         stage = index(name) // self._config.tensor_parallel_size
                         group = msgspec.structs.replace(group, rendezvous=f"{launch.rendezvous}-{stage}")
                 await self._start(name, group)

@@ -157,6 +157,7 @@ class TokenizerActor:
                 awaits_kv=submit.awaits_kv,
                 kv_peer=submit.kv_peer,
                 cache_hit_threshold=submit.cache_hit_threshold,
+                latency_class=submit.latency_class,
             ),
         )
 

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
 from pagewire.api.gateway.residence import Residence
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, TierSnapshot
 from pagewire.ipc.reports import SECONDS, Histogram
 
@@ -16,7 +17,7 @@ MODEL = 'my "model"\\1'
 
 def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     """The page as text."""
-    gateway = Gateway(*[lambda message: None] * num_engines)
+    gateway = Gateway(*[lambda message: None] * num_engines, latency_classes={"chat": LatencyClass(500, 50)})
     lag = Histogram(SECONDS)
     for value in (0.0, 0.0003, 0.5, 99.0):
         lag.observe(value)

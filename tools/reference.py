@@ -29,6 +29,7 @@ from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import ServerConfig
 from ..config.flags import make_config
+from ..config.latency_classes import LatencyClass
 from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
@@ -272,7 +273,8 @@ def _list(value: object) -> list[object]:
 
 def engine_metrics() -> list[Metric]:
     """Every metric family of a server, as if it had two engines and several models."""
-    gateway = Gateway(lambda message: None, lambda message: None)
+    classes = {"chat": LatencyClass(ttft_ms=500, itl_ms=50)}
+    gateway = Gateway(lambda message: None, lambda message: None, latency_classes=classes)
     nothing = Histogram(SECONDS).report()
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))

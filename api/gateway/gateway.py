@@ -11,10 +11,11 @@ engine, so that they cannot kill one after the other.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...config.latency_classes import LatencyClass
 from ...errors import RequestError
 from ...ipc.messages import (
     RID_BITS,
@@ -81,13 +82,14 @@ class Gateway:
         max_open: int | None = None,
         has_siblings: bool = False,
         on_use: Callable[[bool], None] = lambda _: None,
+        latency_classes: Mapping[str, LatencyClass] = {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`posts`: for each engine what sends to its tokenizer; it must neither block nor raise. `outage_wait_s`: how
         long a request that was not admitted waits for an engine that is whole. `max_held`: sequences that may wait for
         one. `max_open`: sequences that the cores can run and queue; they would refuse more, and refusing here costs
         less. `has_siblings`: other api processes send to the engines as well. `on_use` is called with whether something
-        is open, when that changes."""
+        is open, when that changes. `latency_classes`: whose targets are compared with what requests get."""
         self._clock = clock
         self._outage_wait_s = outage_wait_s
         self._max_held = max_held
@@ -111,7 +113,7 @@ class Gateway:
         self._drain_rate = DrainRate(clock())
         self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
-        self.stats = Stats()
+        self.stats = Stats(latency_classes)
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -172,7 +174,8 @@ class Gateway:
             raise RequestError("queue_full", "Too many requests wait for the engine, which is not ready.")
         now = self._clock()
         self._drain_rate.note(now, is_busy=True)
-        request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed))
+        attainment = self.stats.attainment.get(submits[0].latency_class)
+        request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed), attainment)
         self._next_rid += num_choices
         self._register(request)
         self._note_busy()
@@ -294,9 +297,13 @@ class Gateway:
             before = sequence.last_chunk_at
             if before is None:
                 stats.time_to_first_token_s.observe(now - request.arrived)
+                if request.attainment is not None:
+                    request.attainment.ttft.observe(now - request.arrived)
                 sequence.first_chunk_at = now
             else:
                 stats.inter_token_latency_s.observe(now - before)
+                if request.attainment is not None:
+                    request.attainment.itl.observe(now - before)
             sequence.last_chunk_at = now
             request.num_tokens += num_ids
         sequence.entry.note(chunk)

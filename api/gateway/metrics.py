@@ -101,6 +101,7 @@ class Metrics:
         self._ends(page)
         self._processes(page, are_several=are_several)
         self._requests(page)
+        self._attainment(page)
 
     def _state(self, page: "_Page", core: Snapshot) -> None:
         page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
@@ -247,6 +248,23 @@ class Metrics:
             page.counters("late_beats", text, "machine", late)
         text = "Requests refused before a first byte, by code or status."
         page.counters("request_refused", text, "reason", stats.refused)
+
+    def _attainment(self, page: "_Page") -> None:
+        """Nothing without `--latency-classes`."""
+        goals = [
+            ({"latency_class": name, "target": kind}, goal, goal.target_ms / 1e3)
+            for name, one in self._gateway.stats.attainment.items()
+            for kind, goal in (("ttft", one.ttft), ("itl", one.itl))
+            if goal.target_ms is not None
+        ]
+        if not goals:
+            return
+        text = "Target of a latency class: from arrival to the first token (ttft), or between two tokens (itl)."
+        page.family("gauge", "slo_target_seconds", text, [(labels, seconds) for labels, _, seconds in goals])
+        text = "First tokens and gaps between tokens of the requests of a latency class that has such a target."
+        page.family("counter", "slo_observations_total", text, [(labels, goal.num) for labels, goal, _ in goals])
+        text = "Of these, those that met the target."
+        page.family("counter", "slo_attained_total", text, [(labels, goal.num_met) for labels, goal, _ in goals])
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:
         for name, (text, bounds) in _STEP_HISTOGRAMS.items():

@@ -394,6 +394,7 @@ def _submits(
             constraint=constraint,
             bad_words=tuple(request.bad_words or ()),
             cache_salt=request.cache_salt or "",
+            latency_class=request.service_tier or "",
         )
         for prompt in prompts
     ]

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeVar
 
 from starlette.types import ASGIApp, Message
 
+from ...config.latency_classes import BATCH_CLASS
+from ..http.entitlement import Entitlement
 from ..http.http_error import anthropic_error_body, as_http_error, error_body, speaks_anthropic
 from ..http.rate_limit import Account
 
@@ -16,6 +18,9 @@ _PAUSE_S = 1.0  # before a request is sent again after 429 or 503
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
+
+_BATCH = Entitlement((BATCH_CLASS,), 0)
+"""Requests of batches wait behind those for which somebody waits."""
 
 
 class InnerAnswer(NamedTuple):
@@ -66,7 +71,7 @@ async def _call(app: ASGIApp, path: str, body: bytes, *, owner: bytes, request_i
         "root_path": "",
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
-        "state": {"salt": owner, "request_id": request_id, "account": Account()},
+        "state": {"salt": owner, "request_id": request_id, "account": Account(), "entitlement": _BATCH},
         "app": app,  # makes the router raise errors
     }
     incoming = [body]

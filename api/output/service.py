@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig, HttpConfig
+from ...config.latency_classes import with_default
 from ...errors import RequestError
 from ...ipc.messages import Chunk, Submit
 from ..gateway.gateway import Gateway
@@ -13,6 +14,7 @@ from ..gateway.request_end import Observer, request_end
 from ..gateway.residence import Residence
 from ..gateway.stream import Stream
 from ..http.direct import DIRECT
+from ..http.entitlement import Entitlement
 from ..http.exchange import ClientGone, client_gone, send_body
 from ..http.http_error import HttpError
 from ..http.rate_limit import Account
@@ -57,6 +59,7 @@ class Service:
         """Sends nothing before the engine has admitted the request, so that a refusal has its own status. The account
         in the scope's state pays for the tokens."""
         self.check_health()
+        submits = self.classify(submits, scope)
         account: Account = scope["state"]["account"]
         with account.hold(submits) as hold:
             stream = self.gateway.submit(submits)
@@ -100,6 +103,12 @@ class Service:
                 deadline.cancel()
             watcher.cancel()
             stream.end(RequestError("internal", "The answer could not be made."))
+
+    def classify(self, submits: Sequence[Submit], scope: Scope) -> list[Submit]:
+        """The request with the latency class that it may have; the same again if it has it already. Raises
+        HttpError."""
+        entitlement: Entitlement = scope["state"]["entitlement"]
+        return entitlement.apply(submits, dict(scope["headers"]), with_default(self.config.latency_classes))
 
     def check_health(self) -> None:
         """Raises RequestError if the engine is unhealthy. Requests may wait while a part of it is being replaced."""

@@ -182,6 +182,11 @@ def how_served(
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
         backend = Backend.reference(dtype)
+    elif has_triton and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size} on GPUs needs the Triton kernels, which cannot "
+            f"be used: {why}."
+        )
     elif config.attention_backend not in ("auto", "torch"):
         reason = why or "the device is no GPU"
         raise ConfigError(

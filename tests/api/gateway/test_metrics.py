@@ -11,8 +11,9 @@ from metrics_page import MODEL, families, page
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import OLD_NAMES, Metrics
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.epochs import NO_ENGINE
-from pagewire.ipc.messages import Pulse, Snapshot
+from pagewire.ipc.messages import Chunk, IdsPrompt, Limits, Pulse, Sampling, Snapshot, Submit, TextBatch, TextSpec
 from pagewire.ipc.reports import SECONDS, Histogram
 from pagewire.tools.reference import full_name
 
@@ -117,6 +118,7 @@ NO_PANEL = {
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
+    "slo_target_seconds": "it never changes",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
     "kv_tier_loaded_bytes_total": "in proportion to the prompt tokens from that tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
@@ -193,3 +195,26 @@ def test_a_model_without_an_adapter_that_sleeps() -> None:
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
     waiting = {s.labels["reason"]: s.value for s in found["pagewire:num_requests_waiting_by_reason"].samples}
     assert waiting == {"capacity": 0, "deferred": 5}
+
+
+def test_the_attainment_of_each_class_with_targets_is_counted() -> None:
+    now, posted = 1.0, list[object]()
+    classes = {"chat": LatencyClass(ttft_ms=500, itl_ms=50), "batch": LatencyClass(), "report": LatencyClass(ttft_ms=1)}
+    gateway = Gateway(posted.append, latency_classes=classes, clock=lambda: now)
+    for name in ("chat", "chat", "batch", "report", ""):
+        gateway.submit([Submit(0, 1, IdsPrompt(b""), Sampling(), Limits(), TextSpec(), latency_class=name)])
+    rids = [submit.rid for submit in posted if isinstance(submit, Submit)]
+    for at, chosen in ((1.4, rids[:1]), (1.44, rids[:1]), (1.6, rids)):
+        now = at
+        gateway.handle([TextBatch(tuple(Chunk(rid, "a", bytes(4)) for rid in chosen))])
+    found = families(Metrics(gateway, CONFIG).render().decode())
+
+    def values(name: str) -> dict[tuple[str, str], float]:
+        samples = found[f"pagewire:{name}"].samples
+        return {(s.labels["latency_class"], s.labels["target"]): s.value for s in samples}
+
+    assert values("slo_target_seconds") == {("chat", "ttft"): 0.5, ("chat", "itl"): 0.05, ("report", "ttft"): 0.001}
+    assert values("slo_observations") == {("chat", "ttft"): 2, ("chat", "itl"): 2, ("report", "ttft"): 1}
+    assert values("slo_attained") == {("chat", "ttft"): 1, ("chat", "itl"): 1, ("report", "ttft"): 0}
+    without = Metrics(Gateway(posted.append), CONFIG).render().decode()
+    assert not any(name.startswith("pagewire:slo") for name in families(without))
