@@ -48,6 +48,14 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "model of pagewire; demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
+    models: Annotated[
+        tuple[str, ...],
+        _doc(
+            "model",
+            "several models behind one port, loaded when they are asked for: models, folders of models, and TOML files "
+            "with a [[models]] table for each; the same as several MODELs",
+        ),
+    ] = ()
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
     served_model_name: Annotated[
         tuple[str, ...], _doc("model", "name(s) that clients may use; responses have the first (default: the model's)")
@@ -453,6 +461,18 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             le=64,
         ),
     ] = 1
+    models_memory: Annotated[
+        _Positive | None,
+        _doc(
+            "server",
+            "memory that the loaded ones of several models may take together, such as 24G (default: four fifths of "
+            "what is free at the start)",
+        ),
+    ] = None
+    model_wait: Annotated[
+        float,
+        _doc("server", "how long requests wait for one of several models to be loaded, in seconds, before a 503", ge=0),
+    ] = 300.0
     drain_timeout: Annotated[
         float,
         _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
@@ -609,7 +629,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    engine_number: int = 0  # among those of `data_parallel_size`
+    engine_number: int = 0  # among those of `data_parallel_size`, or among the models of one launch
+    is_one_of_models: bool = False  # other models are served by the same api processes
+    system_prompt: str = ""  # of conversations that have none
     block_size: int
     # Narrowed: what the user may leave open is decided here.
     max_model_len: int
@@ -651,6 +673,17 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     def num_ranks(self) -> int:
         """The workers of this engine: rank stage · tensor_parallel_size + t is rank t of its stage."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that the core has sent and not had answered, at most."""
+        return self.pipeline_parallel_size + self.pipeline_depth - 1
+
+    @property
+    def stages_by_mail(self) -> bool:
+        """Whether there are stages that send each other messages, as those on CPUs. Those on GPUs hand tensors from
+        device to device."""
+        return self.pipeline_parallel_size > 1 and self.kernels is not None
 
     @property
     def batch_invariance(self) -> BatchInvariance:

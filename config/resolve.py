@@ -199,10 +199,10 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
 
 def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) -> None:
     """Refuses what several stages cannot do yet."""
-    if not on_cpu:
+    if options.speculative is not None and not on_cpu:
         raise ConfigError(
-            f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
-            "choose --tensor-parallel-size."
+            f"--speculative is not there for GPUs with {_STAGES}: only the last stage knows how many draft tokens were "
+            "accepted when the next pass begins; leave one of them out."
         )
     if options.expert_replicas:
         raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")

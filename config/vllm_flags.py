@@ -225,7 +225,7 @@ _ROWS = (
         "--cudagraph-capture-sizes=+ --max-cudagraph-capture-size= --cudagraph-metrics --jit-monitor-mode= "
         "--jit-monitor-verbose --kernel-config={} --ir-op-priority={} --enable-flashinfer-autotune",
     ),
-    (NotNeeded("a request gets at most 20 candidates for each token."), "--max-logprobs="),
+    (NotNeeded("a request gets at most 20 candidates for each token, which is its default."), "--max-logprobs="),
     (
         Refused("log-probabilities are those of the model, before other parameters.", ("raw_logprobs",)),
         "--logprobs-mode=",

@@ -53,6 +53,8 @@ def prepare_http(config: Config) -> HttpConfig:
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     """The facts about the model and this machine. Raises ConfigError."""
     source, options = config.source, config.engine
+    if source.models:
+        raise ConfigError("Several models are for `pagewire serve`; name one.")
     kv_connectors.check(options.kv_connector)
     parsers.check(options.tool_call_parser, options.reasoning_parser)
     num_draft_tokens(options.speculative)

@@ -24,6 +24,7 @@ from ..errors import StartError
 from ..ipc.epochs import Epochs, Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
+    Demand,
     Facts,
     Fault,
     Leave,
@@ -258,7 +259,8 @@ class Supervisor:
                 group = launch
                 if memory is not None and kind(name) == "worker":
                     group = msgspec.structs.replace(launch, **memory.fields(index(name)))
-                    if RENDEZVOUS not in self._given:  # the ranks of each stage are a group of their own
+                    # With messages between the stages, the ranks of each are a group of their own.
+                    if self._config.stages_by_mail and RENDEZVOUS not in self._given:
                         stage = index(name) // self._config.tensor_parallel_size
                         group = msgspec.structs.replace(group, rendezvous=f"{launch.rendezvous}-{stage}")
                 await self._start(name, group)
@@ -618,6 +620,8 @@ class Supervisor:
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
                 case Vacated():
                     self._on_vacated(message)
+                case Demand():
+                    self._on_demand(message)
                 case Fault():
                     self._faults[message.name] = message
                 case Leave():
@@ -630,6 +634,9 @@ class Supervisor:
 
     def _on_vacated(self, message: Vacated) -> None:
         """An api process of several engines has nothing open at one of them."""
+
+    def _on_demand(self, message: Demand) -> None:
+        """An api process of several models has requests for one of them, or has no more."""
 
     def _ready(self, message: Ready) -> None:
         if message.schema != SCHEMA_VERSION:

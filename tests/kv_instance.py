@@ -80,6 +80,10 @@ class Running:
     awaits_kv: bool = False
     kv_peer: str = ""
 
+    @property
+    def num_prompt(self) -> int:
+        return len(self.ids)
+
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         assert num * block_size <= len(self.ids), "keys of full blocks only"
         while len(self.keys) < num:

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
+from pagewire.api.gateway.residence import Residence
 from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, TierSnapshot
 from pagewire.ipc.reports import SECONDS, Histogram
@@ -28,7 +29,8 @@ def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
     gateway.late_beats = {"node-2": 1}
     config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))
-    return Metrics(gateway, config, prefix=prefix).render().decode()
+    residence = Residence(lambda is_open, keep_alive_s: None)
+    return Metrics(gateway, config, prefix=prefix, residence=residence).render().decode()
 
 
 def families(text: str) -> dict[str, Metric]:

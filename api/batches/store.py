@@ -89,16 +89,9 @@ class BatchStore:
 
     async def _drop_unfinished(self) -> None:
         """Removes what processes that have died left of files."""
-        old, before = list[tuple[bytes, str]](), time.time() - _UPLOAD_S
-
-        def look(owner: bytes, id: str, stored: StoredFile) -> StoredFile:
-            if not stored.is_complete and stored.body.created_at < before:
-                old.append((owner, id))
-            return stored
-
-        await self._files.change_all(look)
-        for owner, id in old:
-            await self.drop_file(owner, id)
+        for owner, id, stored in await self._files.all():
+            if not stored.is_complete and stored.body.created_at < time.time() - _UPLOAD_S:
+                await self.drop_file(owner, id)
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -129,6 +129,8 @@ class Choice(Generic[M]):
         self.num_blocks_asked = 0
         self.num_blocks_met = 0
         self._prefixes = Prefixes() if prefixes is None else prefixes
+        # Of prompts computed for other engines: in one table, those engines would be forgotten for these.
+        self._prefilled = Prefixes()
         self._random = random.Random(seed)
         self._by_incarnation: dict[int, M] = {}
         self._num_incarnations = 0
@@ -262,7 +264,7 @@ class Choice(Generic[M]):
         """The engine for a request whose prompt has so many tokens, as `choose`, and the one that computes the prompt
         for it; None: it does so itself."""
         self._select()
-        met = self._prefixes.matches(blocks) if self._prefillers else {}
+        met = {**self._prefixes.matches(blocks), **self._prefilled.matches(blocks)} if self._prefillers else {}
         chosen = self.choose(blocks, conversation, now, avoid, key_of)
         if chosen is None or chosen.role == PREFILL or num_tokens < LEAST_REMOTE:
             return chosen, None
@@ -377,7 +379,7 @@ class Choice(Generic[M]):
             return None
         self._num_turns += 1
         best.last_turn = self._num_turns
-        self._prefixes.add(blocks, best.incarnation)
+        self._prefilled.add(blocks, best.incarnation)
         return best
 
     # ── its tables ───────────────────────────────────────────────────────────────────────────────────────────────────

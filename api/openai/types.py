@@ -253,6 +253,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "pagewire"
     parent: None = None
     batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
+    state: str | UnsetType = UNSET  # of one of several models: unloaded, loading, loaded, leaving or failed
     versions: tuple[ModelVersion, ...] | UnsetType = UNSET  # served before and now, once the model was swapped
 
 

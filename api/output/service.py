@@ -11,6 +11,7 @@ from ...errors import RequestError
 from ...ipc.messages import Chunk, Submit
 from ..gateway.gateway import Gateway
 from ..gateway.request_end import Observer, request_end
+from ..gateway.residence import Residence
 from ..gateway.stream import Stream
 from ..http.direct import DIRECT
 from ..http.entitlement import Entitlement
@@ -35,16 +36,21 @@ class Service:
         healthy: Callable[[], str | None],
         version: str,
         observers: Sequence[Observer] = (),
+        residence: Residence | None = None,
+        state: Database | None = None,
+        jobs: Jobs | None = None,
     ) -> None:
         """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` get each
-        request that has ended."""
+        request that has ended. `residence`: of one of several models. `state` and `jobs`: what their services share
+        (default: of its own)."""
         self.gateway = gateway
         self.config = config
         self.http = http
         self.healthy = healthy
         self.version = version
-        self.state = Database(http.reports.state)  # of what is kept for later requests
-        self.jobs = Jobs(self.state)
+        self.residence = residence
+        self.state = Database(http.reports.state) if state is None else state  # of what is kept for later requests
+        self.jobs = Jobs(self.state) if jobs is None else jobs
         self._observers = observers
 
     async def answer(
@@ -108,6 +114,11 @@ class Service:
         """Raises RequestError if the engine is unhealthy. Requests may wait while a part of it is being replaced."""
         if self.gateway.outage is None and (trouble := self.healthy()) is not None:
             raise RequestError("unavailable", trouble)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model takes memory now, or is the only one."""
+        return self.residence is None or self.residence.state.state in ("loaded", "leaving")
 
     def model_name(self, asked: str | None) -> str:
         """The served name for the request's `model`; the first one if it is empty. Raises HttpError 404."""

@@ -23,7 +23,8 @@ from ..http.http_error import HttpError, as_http_error
 from ..http.rate_limit import Account
 from ..output.service import Service
 from ..output.turn import Turn
-from ..state.jobs import MAX_DEATHS, Doing
+from ..state.database import Database
+from ..state.jobs import MAX_DEATHS, Doing, Jobs
 from ..state.pieces import Pieces
 from .reply import ResponsesReply
 from .store import ResponseStore, StoredResponse
@@ -105,19 +106,25 @@ class Run:
             self._changed.set()
 
 
+Prepare = Callable[[bytes, StoredResponse], Prepared]
+
+
 class BackgroundRuns:
-    def __init__(
-        self, service: Service, store: ResponseStore, prepare: Callable[[bytes, StoredResponse], Prepared]
-    ) -> None:
-        """`prepare` is given the owner, too, and raises HttpError for a request that this server cannot answer."""
-        self._service = service
-        self._store = store
-        self._prepare = prepare
-        self._jobs = service.jobs
-        self._events = Pieces(service.state, "response_events", max_bytes=_MAX_EVENT_BYTES)
+    """Those of all models of one api process."""
+
+    def __init__(self, state: Database, jobs: Jobs) -> None:
+        self._store = ResponseStore(state)
+        self._jobs = jobs
+        self._makers: list[tuple[Service, Prepare]] = []
+        self._events = Pieces(state, "response_events", max_bytes=_MAX_EVENT_BYTES)
         self._runs: dict[Key, Run] = {}
         self._scopes: dict[Key, Scope] = {}  # of requests whose jobs begin
         self._jobs.register(_JOB, self._run, most=MAX_RUNS)
+
+    def add(self, service: Service, prepare: Prepare) -> None:
+        """Has responses of this model made. `prepare` is given the owner, too, and raises HttpError for a request that
+        this server cannot answer."""
+        self._makers.append((service, prepare))
 
     async def begin(self, owner: bytes, id: str, stored: StoredResponse, scope: Scope) -> None:
         """Keeps a new response and makes it; the account in `scope` pays, unless another process makes it. Raises
@@ -166,12 +173,14 @@ class BackgroundRuns:
     async def _make(self, owner: bytes, id: str, stored: StoredResponse, scope: Scope, doing: Doing) -> None:
         earlier = [piece async for _, piece in self._events.read(owner, id)]
         response = msgspec.json.decode(stored.body, type=ResponseBody)
+        makers = (maker for maker in self._makers if response.model in maker[0].config.served_model_names)
+        service, prepare = next(makers, self._makers[0])
         try:
             if stored.is_streamed and (earlier or doing.num_deaths):
                 raise HttpError(500, "The process that made this response has ended, and a stream is not made again.")
             if doing.num_deaths >= MAX_DEATHS:
                 raise HttpError(500, f"{MAX_DEATHS} processes have died while they made this response.")
-            submits, reply = self._prepare(owner, stored)
+            submits, reply = prepare(owner, stored)
         except HttpError as error:
             num = len(_split(b"".join(earlier)))
             reply = ResponsesReply(response, turn=Turn(None), has_logprobs=False, on_end=_nothing, first=num)
@@ -185,7 +194,7 @@ class BackgroundRuns:
         run = self._runs[owner, id] = Run(reply, keeps_events=stored.is_streamed)
         note = asyncio.create_task(self._note_progress(owner, id, stored, run, reply))
         try:
-            await run.make(self._service, submits, scope, doing)
+            await run.make(service, submits, scope, doing)
             note.cancel()
             await asyncio.wait((note,))
             if reply.response.status in ("failed", "cancelled"):

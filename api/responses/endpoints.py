@@ -46,12 +46,14 @@ from .types import (
 
 
 class ResponsesEndpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, runs: BackgroundRuns) -> None:
+        """`runs`: of all models of this process."""
         self._service = service
         self._decoder = request_decoder(ResponsesRequest)
         self._store = ResponseStore(service.state)
         self._conversations = Conversations(conversation_store(service.state))
-        self._runs = BackgroundRuns(service, self._store, self._prepared)
+        self._runs = runs
+        runs.add(service, self._prepared)
 
     def routes(self) -> list[Operation]:
         return [

@@ -54,21 +54,22 @@ class Database:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         weakref.finalize(self, _close, self._opened)  # at the latest when the process ends
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Calls `work` in the thread, within one transaction. Raises HttpError 503 if the database cannot be used."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+    async def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
+        """Calls `work` in the thread, within one transaction. `writes` False: it only reads, so it waits for no other
+        process, and none waits for it. Raises HttpError 503 if the database cannot be used."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work, writes)
 
     def close(self) -> None:
         """Waits for the work that was begun."""
         self._thread.shutdown()
         _close(self._opened)
 
-    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _run(self, work: Callable[[sqlite3.Connection], T], writes: bool) -> T:
         try:
             if not self._opened:
                 self._opened.append(self._open())
             connection = self._opened[0]
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
                 done = work(connection)
                 connection.execute("COMMIT")

@@ -99,14 +99,7 @@ class Jobs:
 
     async def check_room(self, name: str) -> None:
         """Raises HttpError 429 if there are too many jobs of this name already."""
-        num, most = 0, self._works[name][1]
-
-        def count(owner: bytes, id: str, job: Job) -> Job:
-            nonlocal num
-            num += job.work == name
-            return job
-
-        await self._records.change_all(count)
+        num, most = sum(job.work == name for _, _, job in await self._records.all()), self._works[name][1]
         if num >= most:
             raise HttpError(429, f"{most} of these are already under way; try again later.", code="queue_full")
 
@@ -144,18 +137,18 @@ class Jobs:
     async def _look(self) -> None:
         """Takes the jobs that nobody does, renews leases, and hears of cancels."""
         async with self._looking:
-            mine: dict[Key, Job] = {}
             now = self._clock()
 
             def take(owner: bytes, id: str, job: Job) -> Job:
-                if job.work in self._works and (job.holder == self._me or job.until <= now):
-                    num_deaths = job.num_deaths + (job.holder not in (b"", self._me))
-                    if job.holder != self._me or job.until - now < LEASE_S * 2 / 3:
-                        job = replace(job, holder=self._me, until=now + LEASE_S, num_deaths=num_deaths)
-                    mine[owner, id] = job
-                return job
+                is_mine = job.holder == self._me
+                left_s = job.until - now
+                if job.work not in self._works or (left_s >= LEASE_S * 2 / 3 if is_mine else left_s > 0):
+                    return job
+                num_deaths = job.num_deaths + (not is_mine and job.holder != b"")
+                return replace(job, holder=self._me, until=now + LEASE_S, num_deaths=num_deaths)
 
-            await self._records.change_all(take)
+            jobs = await self._records.change_all(take)
+            mine = {(owner, id): job for owner, id, job in jobs if job.holder == self._me}
             for key, doing in self._doing.items():
                 if key not in mine and doing.task is not None:  # it took this process too long to renew the lease
                     doing.task.cancel()

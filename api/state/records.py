@@ -1,6 +1,6 @@
 """Records of one type in a `Store`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -49,11 +49,15 @@ class Records(Generic[R]):
         value = await self._store.change(owner, id, changed)
         return None if value is None else self._decode(value)
 
-    async def change_all(self, change: Callable[[bytes, str, R], R | None]) -> None:
-        """Replaces each record by what `change` makes of owner, id and record; None deletes it. See `Store`."""
+    async def change_all(self, change: Callable[[bytes, str, R], R | None]) -> Sequence[tuple[bytes, str, R]]:
+        """Replaces each record by what `change` makes of owner, id and record, as `Store.change_all`."""
 
         def changed(owner: bytes, id: str, value: bytes) -> bytes | None:
             record = change(owner, id, self._decode(value))
             return None if record is None else self._encode(record)
 
-        await self._store.change_all(changed)
+        return [(owner, id, self._decode(value)) for owner, id, value in await self._store.change_all(changed)]
+
+    async def all(self) -> Sequence[tuple[bytes, str, R]]:
+        """(owner, id, record) of all records, oldest first."""
+        return await self.change_all(lambda owner, id, record: record)

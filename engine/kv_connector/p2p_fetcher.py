@@ -262,13 +262,13 @@ class Fetcher:
     def _resume(self, peer: _Peer) -> None:
         """Repeats all wants over a new connection, which the server knows by another name. Where none was sent yet,
         ZeroMQ connects again by itself, and the loads' deadlines bound it. Raises _PeerFailed."""
+        peer.has_credit, peer.num_read = False, 0
         lost = [load for load in peer.loads.values() if load.is_sent]
         if not lost:
             return
         _close(peer)
         new = self._connect(peer.address)
         peer.socket, peer.monitor = new.socket, new.monitor
-        peer.has_credit, peer.num_read = False, 0
         for load in lost:
             load.is_sent, load.part = False, None
             load.num_resumes += 1

@@ -380,6 +380,21 @@ class Program(Data):
     shared: frozenset[int] = frozenset()
 
     @property
+    def passed(self) -> frozenset[int]:
+        """The registers with columns that stages pass on."""
+        return frozenset(view.register for view in (*self.receives, *self.sends))
+
+    @property
+    def received_width(self) -> int:
+        """Columns that a stage receives."""
+        return sum(view.width for view in self.receives)
+
+    @property
+    def sent_width(self) -> int:
+        """Columns that a stage sends."""
+        return sum(view.width for view in self.sends)
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         """All, in the order of their use, each once."""
         return tuple(dict.fromkeys(found for found in _parts(self) if isinstance(found, Matrix)))

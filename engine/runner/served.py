@@ -14,12 +14,12 @@ import torch
 
 from ...config.config import EngineConfig
 from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
+from ...config.machine import available_memory
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
-from ..device.cpu import available_memory
 from ..gpu import attention, rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share
@@ -182,6 +182,11 @@ def how_served(
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
         backend = Backend.reference(dtype)
+    elif has_triton and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size} on GPUs needs the Triton kernels, which cannot "
+            f"be used: {why}."
+        )
     elif config.attention_backend not in ("auto", "torch"):
         reason = why or "the device is no GPU"
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Anthropic's message batches: results, cancels, lists, owners."""
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from harness import Answer, Client, FakeEngine, make_app, request, run
 from waiting import until_async
 
 from pagewire.api.anthropic import message_batches
+from pagewire.api.state.database import Database
+from pagewire.api.state.pieces import Pieces
 
 PATH = "/v1/messages/batches"
 PARAMS = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -95,11 +98,14 @@ def test_the_next_server_continues_a_batch(tmp_path: Path) -> None:
         engine, state = FakeEngine(), str(tmp_path / "state")
         caller = Caller(engine, state=state)
         entries = [entry(f"n{i}") for i in range(30)]
+        first_key = hashlib.sha256(b"first").digest()[:16]
         created = (await caller.call("POST", PATH, {"requests": entries})).json
         await until_async(lambda: len(engine.submits) >= 12, "some are answered")
         engine.hold = True
         await caller.app.stop()
-        num_done = len(engine.submits) - len({rid for rid in engine.cancels})
+        results = Pieces(Database(state), "message_batch_result", max_bytes=1 << 20)
+        num_done = len([piece async for piece in results.read(first_key, created["id"])])
+        assert 0 < num_done < 30
         second = FakeEngine()
         next_caller = Caller(second, state=state)
         next_caller.app.start()

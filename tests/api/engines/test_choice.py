@@ -240,6 +240,19 @@ def test_a_queue_of_prompts_or_a_slow_link_keeps_a_prompt_at_home() -> None:
     assert choice.legs([9, 8], None, 2000, NOW, avoid=(of["p"], of["q"])) == (of["d"], None)
 
 
+def test_prompts_that_others_compute_do_not_make_the_router_forget_who_has_the_stream() -> None:
+    helpers = {name: "prefill" for name in "pqrst"}
+    choice, of = with_roles(**helpers, d="decode", e="decode")
+    first, _ = choice.legs([1, 2], None, 2000, NOW)
+    assert first is not None
+    for member in (of["d"], of["e"]):
+        choice.opened(member)
+    for turn in range(3, 12):
+        others = [of[name] for i, name in enumerate(helpers) if i != turn % len(helpers)]
+        stream, helper = choice.legs([*range(1, turn)], None, 9000, NOW, others)
+        assert stream is first and (helper is None or helper.role == "prefill")
+
+
 def test_roles_are_preferences() -> None:
     choice, of = with_roles(p="prefill", d="decode")
     assert {choice.choose([i], None, NOW) for i in range(9)} == {of["d"]}

@@ -19,7 +19,8 @@ from pagewire.tools.reference import full_name
 
 DOCS = Path(__file__).parents[3] / "docs"
 VLLM_HAS = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prompt_tokens_total
+generation_tokens_total
 time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
 request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
 request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
@@ -111,6 +112,8 @@ NO_PANEL = {
     "engine_ready": "only with several engines; /health and `pagewire top` show it",
     "engine_open_requests": "only with several engines",
     "engine_requests_total": "only with several engines",
+    "model_state": "only with several models",
+    "model_load_seconds": "only with several models",
     "cache_config_info": "it never changes",
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
@@ -185,11 +188,13 @@ def test_what_the_systems_around_an_engine_read_is_there() -> None:
 
 def test_a_model_without_an_adapter_that_sleeps() -> None:
     gateway = Gateway(lambda message: None)
-    gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
+    gateway.handle([Snapshot(0, 0, 5, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
     found = families(Metrics(gateway, CONFIG).render().decode())
     assert "pagewire:lora_requests_info" not in found
     states = {s.labels["sleep_state"]: s.value for s in found["pagewire:engine_sleep_state"].samples}
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+    waiting = {s.labels["reason"]: s.value for s in found["pagewire:num_requests_waiting_by_reason"].samples}
+    assert waiting == {"capacity": 0, "deferred": 5}
 
 
 def test_the_attainment_of_each_class_with_targets_is_counted() -> None:

@@ -421,6 +421,26 @@ def test_cache_salts_differ() -> None:
     assert len(set(salts)) == 3 and salts[2] == b""
 
 
+def test_requests_in_the_form_of_open_webui() -> None:
+    """A turn of a chat with its settings, and then a title, as its source makes them."""
+    headers = {
+        "authorization": "Bearer none",
+        "x-openwebui-user-name": "A",
+        "x-openwebui-user-id": "1",
+        "x-openwebui-chat-id": "2",
+    }
+    models = request(FakeEngine(), "/v1/models", headers=headers).json["data"]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 9, "frequency_penalty": 0.1, "seed": 7, "stop": []}
+    turn = {"stream": True, "stream_options": {"include_usage": True}, "model": models[0]["id"], "messages": messages}
+    events = request(FakeEngine(), "/v1/chat/completions", turn | settings, headers=headers).events
+    texts = [choice["delta"].get("content") or "" for event in events[:-1] for choice in event["choices"]]
+    assert "".join(texts) == "Hello" and events[-1] == "[DONE]" and events[-2]["usage"]["completion_tokens"] == 5
+    title = {"model": models[0]["id"], "messages": messages[1:], "stream": False, "max_completion_tokens": 100}
+    answer = request(FakeEngine(), "/v1/chat/completions", title, headers=headers).json
+    assert answer["choices"][0]["message"]["content"] == "Hello"
+
+
 def test_the_answer_names_the_latency_class() -> None:
     config: dict[str, Any] = {"latency_classes": {"interactive": LatencyClass(ttft_ms=500)}}
     body = {"messages": [{"role": "user", "content": "x"}], "service_tier": "interactive"}

@@ -98,6 +98,20 @@ def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict
     wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
 
 
+def test_a_peer_that_was_started_again_has_credit(instance: Start, keys: dict[str, str]) -> None:
+    """It knows nothing of what the one before was given."""
+    port = free_port()
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="30000", **keys)
+    for seed in (1, 2):
+        prefill = instance(serve=f"tcp://127.0.0.1:{port}", **keys)
+        prefill.serve(prompt(1, 41, seed), list(range(11)))
+        request = prompt(seed, 41, seed)
+        wait_for(lambda request=request: decode.core.get_num_new_matched_tokens(request, 0)[0], bool)
+        assert decode.load(request, list(range(20, 30)), 10) == set()
+        assert torch.equal(decode.content(list(range(20, 30))), prefill.content(list(range(10))))
+        prefill.close()
+
+
 def test_requests_name_their_peers(instance: Start, keys: dict[str, str]) -> None:
     ports = [free_port(), free_port()]
     prefills = [instance(serve=f"tcp://127.0.0.1:{port}", **keys) for port in ports]

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -156,29 +156,35 @@ def test_a_slow_server_costs_its_timeouts(server: RedisServer) -> None:
         server.thaw()
 
 
-def test_a_server_that_answers_byte_by_byte_is_given_up(server: RedisServer, tmp_path: Path) -> None:
+def test_a_server_that_answers_byte_by_byte_is_given_up(server: RedisServer) -> None:
     """Every byte is in time, but not the block."""
     with closing(Instance(spec(server))) as first:
         first.serve(sequence(1, (1, 5 * SIZE + 1)))
         wait_until_written(first)
-    with closing(Instance(spec(server, fetch_timeout_ms=300))) as engine:
+    with closing(Instance(spec(server, fetch_timeout_ms=300))) as engine, socket.socket(socket.AF_UNIX) as listener:
+        engine.serve(sequence(2, (2, 2 * SIZE)))
+        wait_until_written(engine)  # its connections are made
         request = sequence(3, (1, 5 * SIZE + 1))
         assert engine.admit(request)
         server.kill()
-        with socket.socket(socket.AF_UNIX) as listener:
-            server.path.unlink(missing_ok=True)
-            listener.bind(str(server.path))
-            listener.listen()
-            engine.step()
-            connection, _ = listener.accept()
-            with connection:
+        server.path.unlink(missing_ok=True)
+        listener.bind(str(server.path))
+        listener.listen()
+        listener.setblocking(False)
+        engine.step()
+        with ExitStack() as stack:
+            connections: list[socket.socket] = []
 
-                def drips() -> bool:
-                    connection.send(b"*")
-                    engine.take()
-                    return not engine.worker.num_pending
+            def drips() -> bool:
+                with suppress(BlockingIOError):
+                    connections.append(stack.enter_context(listener.accept()[0]))
+                for connection in connections:
+                    with suppress(OSError):  # it was closed
+                        connection.send(b"*")
+                engine.take()
+                return not engine.worker.num_pending
 
-                until(drips, "the load is given up")
+            until(drips, "the load is given up")
         assert len(engine.failed) == 5
 
 

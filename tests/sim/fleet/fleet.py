@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from pagewire.api.engines.choice import SLACK, Choice, Condition, Member, check_interval_s, stable_hash
+from pagewire.api.engines.choice import PREFILL, SLACK, Choice, Condition, Member, check_interval_s, stable_hash
 from pagewire.api.engines.choice import Conversation as Known
 from pagewire.api.engines.prefixes import Prefixes
 
@@ -17,6 +17,7 @@ BLOCK_TOKENS = 512  # coarse, so that a prompt is few blocks
 PREFILL_S = 1 / 20_000  # of a token
 STEP_S = 0.01  # of a decode step with one row
 ROW_S = 0.0002  # of each further row
+LOAD_S = PREFILL_S / 10  # to load a token's KV from another engine
 CACHED_BLOCKS = 6_000  # of an engine
 
 
@@ -24,6 +25,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     """What happens in a history. Times are seconds of virtual time."""
 
     num_engines: int = 16
+    num_prefill: int = 0  # the first ones of the engines compute prompts for the others
     num_routers: int = 1
     num_conversations: int = 1000
     num_apps: int = 8  # conversations of an app share a system prompt
@@ -49,10 +51,28 @@ class Request:
         self.num_output = num_output
         self.num_attempts = 0
         self.num_ends = 0
+        self.leg: Leg | None = None  # of the last attempt, until it ends
 
     def key_of(self, num_blocks: int) -> int:
         """That of a beginning, the same in every router."""
         return stable_hash(b"%d" % self.blocks[num_blocks - 1])
+
+
+class Leg:
+    """A prompt that one engine computes for the stream of another."""
+
+    def __init__(self, request: Request, helper: Member, engine: "Engine", member: Member) -> None:
+        """`engine`, `member`: of the stream."""
+        self.request = request
+        self.helper = helper
+        self.engine = engine
+        self.member = member
+        self.life = engine.life
+        self.num_tokens = len(request.blocks) * BLOCK_TOKENS
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.request.leg is self and self.engine.life == self.life
 
 
 class Conversation:
@@ -86,31 +106,41 @@ class Engine:
         self.num_outside = 0
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.up_since = -math.inf
+        self.computes_prompts = False
+        self.legs: dict[Leg, None] = {}  # that it computes
+        self.free_at = 0.0  # when it has computed them
+        self.num_legs = 0
         self.num_computed = 0  # tokens of prompts
         self.num_found = 0
 
     @property
     def load(self) -> int:
         """Requests."""
-        return len(self.open) + self.num_outside
+        return len(self.open) + len(self.legs) + self.num_outside
 
     def num_cached(self, blocks: list[int]) -> int:
         """The leading blocks whose KV it has."""
         return next((i for i, block in enumerate(blocks) if block not in self.cache), len(blocks))
 
-    def seconds(self, request: Request) -> tuple[float, float]:
-        """(seconds of the whole request, seconds of a token), now that it begins."""
-        num_cached = self.num_cached(request.blocks)
-        for block in reversed(request.blocks):
+    def take(self, blocks: list[int]) -> int:
+        """Has the KV of a prompt from now on. The tokens that it lacked."""
+        num_cached = self.num_cached(blocks)
+        for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
         while len(self.cache) > CACHED_BLOCKS:
             self.cache.popitem(last=False)
-        num_new = (len(request.blocks) - num_cached) * BLOCK_TOKENS
-        self.num_computed += num_new
         self.num_found += num_cached * BLOCK_TOKENS
+        return (len(blocks) - num_cached) * BLOCK_TOKENS
+
+    def seconds(self, request: Request, *, loads: bool) -> tuple[float, float]:
+        """(seconds of the whole request, seconds of a token), now that it begins. `loads`: the KV that it lacks comes
+        from another engine."""
+        num_new = self.take(request.blocks)
+        if not loads:
+            self.num_computed += num_new
         token = self.slowness * (STEP_S + ROW_S * self.load)
-        return self.slowness * num_new * PREFILL_S + request.num_output * token, token
+        return num_new * (LOAD_S if loads else self.slowness * PREFILL_S) + request.num_output * token, token
 
 
 class Router:
@@ -123,6 +153,7 @@ class Router:
 
     def add(self, engine: Engine) -> Member:
         member = Member(engine.name)
+        member.prompt_ms, member.load_ms = 1000 * PREFILL_S, 1000 * LOAD_S
         self.member_of[engine.name] = member
         self.engine_of[member] = engine
         self.choice.add(member)
@@ -165,8 +196,12 @@ class Fleet:
             engine = Engine(f"engine-{i}")
             self.engines[engine.name] = engine
             engine.num_outside = 0 if i else setting.num_outside
+            engine.computes_prompts = i < setting.num_prefill
             for router in self.routers:
-                router.choice.turned(router.add(engine), Condition.ABLE)
+                member = router.add(engine)
+                router.choice.turned(member, Condition.ABLE)
+                if engine.computes_prompts:
+                    router.choice.described(member, PREFILL, member.prompt_ms, member.load_ms)
 
     @property
     def share_found(self) -> float:
@@ -226,7 +261,10 @@ class Fleet:
         router, conversation = request.router, request.conversation
         refused: list[Member] = []
         while True:
-            member = router.choice.choose(request.blocks, conversation.known, self.now, refused, request.key_of)
+            num_tokens = len(request.blocks) * BLOCK_TOKENS if self.setting.num_prefill else 0
+            member, helper = router.choice.legs(
+                request.blocks, conversation.known, num_tokens, self.now, refused, request.key_of
+            )
             if member is None:
                 self.counts["waits for an engine"] += 1
                 self._waiting.append(request)
@@ -238,12 +276,54 @@ class Fleet:
             router.choice.lost(member)
             refused.append(member)
         self._check_choice(request, member, engine)
+        self._check_roles(member, engine)
         request.num_attempts += 1
+        request.leg = None
         conversation.place = engine, engine.life
         router.choice.opened(member)
-        seconds, token = engine.seconds(request)
         engine.open[request] = None
+        if helper is None or not self._prefill(request, helper, engine, member):
+            self._compute(request, engine, member, loads=False)
+
+    def _compute(self, request: Request, engine: Engine, member: Member, *, loads: bool) -> None:
+        """The engine of its stream has begun. `loads`: another engine has computed the prompt."""
+        seconds, token = engine.seconds(request, loads=loads)
         self.at(self.now + seconds, lambda life=engine.life: self._finish(request, engine, life, member, token))
+
+    # ── prompts that other engines compute ───────────────────────────────────────────────────────────────────────────
+
+    def _prefill(self, request: Request, helper: Member, engine: Engine, member: Member) -> bool:
+        """Has a prompt computed for `engine`. False: the engine that was to do it is dead, as the router learns."""
+        router, other = request.router, request.router.engine_of[helper]
+        if not other.is_up:
+            self.counts["legs refused"] += 1
+            router.choice.lost(helper)
+            return False
+        self.counts["legs"] += 1
+        request.leg = leg = Leg(request, helper, engine, member)
+        other.legs[leg] = None
+        other.num_legs += 1
+        router.choice.opened(helper)
+        helper.num_due_tokens += leg.num_tokens
+        num_new = other.take(request.blocks)
+        other.num_computed += num_new
+        other.free_at = max(other.free_at, self.now) + num_new * PREFILL_S
+        self.at(other.free_at, lambda: self._leg_ends(leg, other, is_lost=False))
+        return True
+
+    def _leg_ends(self, leg: Leg, other: Engine, *, is_lost: bool) -> None:
+        """The stream begins, with the KV of the `other` engine unless that is lost."""
+        if leg not in other.legs:
+            return  # it was lost
+        del other.legs[leg]
+        leg.helper.num_due_tokens -= leg.num_tokens
+        leg.request.router.choice.closed(leg.helper)
+        if is_lost:
+            self.counts["legs lost"] += 1
+            leg.request.router.choice.lost(leg.helper)
+        if leg.is_awaited:
+            leg.request.leg = None
+            self._compute(leg.request, leg.engine, leg.member, loads=not is_lost)
 
     def _finish(self, request: Request, engine: Engine, life: int, member: Member, token: float) -> None:
         if engine.life != life or request not in engine.open:
@@ -293,11 +373,14 @@ class Fleet:
         engine.is_up = False
         engine.life += 1
         engine.cache.clear()
+        engine.free_at = 0.0
         lost, engine.open = list(engine.open), {}
         for request in lost:
             member = request.router.member_of[engine.name]
             request.router.choice.closed(member)
             request.router.choice.lost(member)
+        for leg in [*engine.legs]:
+            self._leg_ends(leg, engine, is_lost=True)
         for request in lost:
             self.counts["resumed"] += 1
             self._send(request)
@@ -383,9 +466,16 @@ class Fleet:
         else:
             self.counts["moved without a reason"] += 1
 
+    def _check_roles(self, member: Member, engine: Engine) -> None:
+        """Streams are not for engines that compute prompts, while another one is able."""
+        if member.role == PREFILL:
+            router = next(router for router in self.routers if member in router.engine_of)
+            if any(one.role != PREFILL and one.is_able for one in router.choice.members):
+                raise Broken(f"{engine.name}, which computes prompts, got a stream")
+
     def _check_balance(self, router: Router) -> None:
         """No engine has much more to do than the others, by its true load."""
-        counted = [engine for engine in self.engines.values() if engine.is_up and not engine.was_slow]
+        counted = [one for one in self.engines.values() if one.is_up and not (one.was_slow or one.computes_prompts)]
         loads = [engine.load for engine in counted]
         mean = sum(loads) / max(1, len(loads))
         # Routers that have just started do not see each other's requests yet: each gives the slack.
@@ -404,6 +494,14 @@ class Fleet:
         counts = self.counts
         if counts["ends"] != counts["requests"]:
             raise Broken(f"{counts['requests']} requests had {counts['ends']} ends")
+        members = [member for router in self.routers for member in router.choice.members]
+        if any(member.num_due_tokens or member.num_open for member in members):
+            raise Broken("an engine is believed to have requests or prompts when all have ended")
+        if counts["legs refused"] > len(self.routers) * counts["deaths"]:
+            raise Broken(f"{counts['legs refused']} prompts went to engines that the router knew to be dead")
+        shares = [engine.num_legs for engine in self.engines.values() if engine.computes_prompts]
+        if counts["legs"] and not counts["deaths"] and max(shares) > 2 * min(shares):
+            raise Broken(f"engines computed so many prompts for others: {shares}")
         if counts["second moves by the upgrade"] > 0.05 * counts["moved by an upgrade"]:
             raise Broken(f"the upgrade moved {counts['second moves by the upgrade']} conversations again")
         if self.worst_excess > 0:

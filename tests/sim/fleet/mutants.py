@@ -1,8 +1,7 @@
 """Possible faults of the choice: each is a small change to the real class that must make some history fail."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from pagewire.api.engines import choice
@@ -42,7 +41,15 @@ def _own_place(
     return self._candidates[hash((id(self), conversation.key)) % len(self._candidates)]
 
 
-MUTANTS: dict[str, tuple[object, str, Callable[..., Any] | float]] = {
+_select = Choice._select
+
+
+def _select_dead_prefillers(self: Choice[Member]) -> None:
+    _select(self)
+    self._prefillers = [member for member in self.members if member.role == choice.PREFILL]
+
+
+MUTANTS: dict[str, tuple[object, str, object]] = {
     "an engine is never too busy": (Choice, "takes", _takes_anything),
     "a lost engine keeps its prefixes": (Choice, "lost", _keep_the_cache),
     "nobody inherits conversations": (Choice, "started", _no_heir),
@@ -57,6 +64,18 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any] | float]] = {
         lambda self, member, load: None,
     ),
     "other routers do nothing between reports": (choice, "ECHO", 0.0),
+    "engines that compute prompts get streams": (choice, "PREFILL", "none"),
+    "engines that are dead get prompts": (Choice, "_select", _select_dead_prefillers),
+    "prompts that an engine has to compute do not count": (
+        Member,
+        "num_due_tokens",
+        property(lambda self: 0, lambda self, num: None),
+    ),
+    "prompts for others make the router forget who has the stream": (
+        Choice,
+        "_prefilled",
+        property(lambda self: self._prefixes, lambda self, prefixes: None),
+    ),
     "the least busy engine is not looked for": (Choice, "_least_busy", lambda self, now, avoid: self._candidates[0]),
     "prefixes are ignored": (Choice, "_with_prefix", lambda self, blocks, root, now, avoid: (None, 0)),
     "a new engine gets all at once": (Member, "ramp", lambda self, now: 1.0),
@@ -66,5 +85,5 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any] | float]] = {
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """Runs the block with this fault."""
-    with patch.object(*MUTANTS[name]):
+    with patch.object(*MUTANTS[name], create=True):
         yield

@@ -15,6 +15,8 @@ SETTINGS = {
     "checks that fail": Setting(num_conversations=2000, blackout=5.0),
     "short questions": Setting(num_routers=8, num_conversations=8000, duration=40.0, share_short=1.0),
     "other clients": Setting(num_conversations=2000, num_outside=20),
+    "roles": Setting(num_conversations=1500, num_prefill=4),
+    "roles and deaths": Setting(num_conversations=1500, num_prefill=6, num_routers=2, deaths=8, restart=8.0),
     "an upgrade": Setting(num_conversations=2000, duration=240.0, is_upgraded=True),
     "several routers": Setting(num_engines=48, num_routers=3, num_conversations=4000, table=4000, deaths=2),
 }
@@ -45,6 +47,9 @@ def test_a_history_keeps_every_invariant(name: str) -> None:
 def test_the_histories_have_what_they_are_about() -> None:
     upgrade, deaths = (play(SETTINGS[name]) for name in ("an upgrade", "deaths"))
     assert upgrade["upgrades"] >= 8 and upgrade["moved by an upgrade"] > 50
+    roles, roles_and_deaths = (play(SETTINGS[name]) for name in ("roles", "roles and deaths"))
+    assert roles["legs"] > 0.7 * roles["requests"]
+    assert roles_and_deaths["legs lost"] and roles_and_deaths["legs refused"]
     assert deaths["deaths"] == 6 and deaths["resumed"] > 20 and deaths["moved by a death"] > 50
 
 
