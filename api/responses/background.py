@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from starlette.types import Message, Scope
 
 from ...ipc.messages import Submit
+from ..http.entitlement import EVERYTHING
 from ..http.http_error import HttpError, as_http_error
 from ..http.rate_limit import Account
 from ..output.service import Service
@@ -236,7 +237,8 @@ def _split(events: bytes) -> list[bytes]:
 
 def _scope(owner: bytes, id: str) -> Scope:
     """Of a request that another process got, and was paid for."""
-    state = {"salt": owner, "request_id": id, "account": Account()}
+    # What its key may ask for was checked when it was accepted.
+    state = {"salt": owner, "request_id": id, "account": Account(), "entitlement": EVERYTHING}
     return {"type": "http", "method": "POST", "path": "/v1/responses", "headers": [], "state": state}
 
 

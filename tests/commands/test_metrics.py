@@ -8,9 +8,10 @@ from rich.console import Console
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
-from pagewire.commands.metrics import quantile, rate, read, stage_shares
+from pagewire.commands.metrics import Reading, quantile, rate, read, stage_shares
 from pagewire.commands.top import Screen, curve, duration, stage_bar
 from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.config.resolve import resolve
 from pagewire.ipc.messages import Reset, Snapshot
 
@@ -53,6 +54,24 @@ def test_shares_of_engines_are_averaged_and_the_screen_says_which_are_down() -> 
     screen.add(reading)
     Console(file=shown, width=100).print(screen.render())
     assert "of 3; not 2" in shown.getvalue() and "30.0 %" in shown.getvalue()
+
+
+def test_the_screen_says_how_often_each_latency_class_had_its_tokens_in_time() -> None:
+    gateway = Gateway(lambda message: None, latency_classes={"chat": LatencyClass(500, 50), "batch": LatencyClass(900)})
+    chat = gateway.stats.attainment["chat"]
+
+    def reading(at: float) -> Reading:
+        return read(Metrics(gateway, resolve(Config(), FACTS, MachineFacts(num_cores=1))).render().decode(), at)
+
+    screen, shown = Screen("http://x", "m"), io.StringIO()
+    chat.ttft.observe(0.6)  # before the window
+    screen.add(reading(0.0))
+    for seconds in (0.01, 0.02, 0.06, 0.04):
+        chat.itl.observe(seconds)
+    screen.add(reading(1.0))
+    Console(file=shown, width=100).print(screen.render())
+    lines = [line.split() for line in shown.getvalue().splitlines() if " class " in line]
+    assert [line[2:4] for line in lines] == [["chat", "75.0"], ["batch", "idle"]]
 
 
 def test_quantiles_are_those_of_the_new_samples() -> None:
