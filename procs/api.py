@@ -90,6 +90,7 @@ class ApiActor:
         self._tracing: Tracing | None = None
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
+        self._waits_for = ""  # what a replacement waits for on other machines
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
         self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
@@ -152,6 +153,7 @@ class ApiActor:
                     leaving.add_done_callback(self._leaving.discard)
                 case Ping():
                     self._gateway.late_beats = message.late_beats
+                    self._waits_for = message.waits_for
                 case Leave():
                     pass
                 case _:
@@ -222,7 +224,8 @@ class ApiActor:
         now = time.monotonic()
         if (outage := engine.outage) is not None:
             for_s = now - outage.since
-            return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced."
+            still = f" It is {self._waits_for}." if self._waits_for else ""
+            return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced.{still}"
         silent = now - self._heard_at[engine.number]
         if silent > SILENT_LIMIT_S:
             return f"The engine core has not reported for {silent:.0f} s."
