@@ -104,6 +104,7 @@ class ApiActor:
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
+        self._waits_for = ""  # what a replacement waits for on other machines
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
         self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
@@ -204,6 +205,7 @@ class ApiActor:
                 leaving.add_done_callback(self._leaving.discard)
             case Ping():
                 self._served[0].gateway.late_beats = message.late_beats
+                self._waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
             case Serve() | Leave():
@@ -304,7 +306,8 @@ class ApiActor:
         now = time.monotonic()
         if (outage := engine.outage) is not None:
             for_s = now - outage.since
-            return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced."
+            still = f" It is {self._waits_for}." if self._waits_for else ""
+            return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced.{still}"
         silent = now - heard_at[engine.number]
         if silent > SILENT_LIMIT_S:
             return f"The engine core has not reported for {silent:.0f} s."

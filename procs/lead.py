@@ -120,16 +120,20 @@ class Lead(Supervisor):
     def _receivers(self, name: str) -> tuple[str, ...]:
         return receivers(name, len(self._ranks), self._service.api_processes, self._num_stages)
 
+    def _waits_for(self, waiting: str) -> str:
+        """What the engine does while no machine has these actors, a clause."""
+        return f"waiting for a follower for {waiting}"
+
     def _call_for(self, waiting: str) -> str:
-        """What the operator is told while no machine has these actors."""
+        """What the operator is told of it."""
         key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
-        return f"waiting for a follower for {waiting}; run there: pagewire launch --join {self._join_address}{key}"
+        return f"{self._waits_for(waiting)}; run there: pagewire launch --join {self._join_address}{key}"
 
     async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
         """Waits until followers have all actors of other machines. `drains`: also after the first signal. Raises
         StartError."""
         now = time.monotonic()
-        deadline, next_report = now + timeout_s, now + 1.0
+        deadline, next_report, told = now + timeout_s, now + 1.0, ""
         while not self._fleet.is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
             for machine in self._fleet.deal():
                 self._send(machine.peer, Assign(machine.actors))
@@ -143,8 +147,19 @@ class Lead(Supervisor):
             if now > next_report and waiting:
                 next_report = now + START_REPORT_S
                 print(f"pagewire: {self._call_for(waiting)}", file=sys.stderr, flush=True)
+            if waiting and self._waits_for(waiting) != told:
+                told = self._waits_for(waiting)
+                self._tell_apis(told)
             await self._next_event(0.1)
             self._check_followers()
+        if told:
+            self._tell_apis("")
+
+    def _tell_apis(self, waits_for: str) -> None:
+        """For /health; at the engine's start there are none yet."""
+        for name in self._apis:
+            if name in self._children:
+                self._outboxes[name].send(Ping(dict(self._fleet.late_beats), waits_for))
 
     def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
         """Tells the followers of this epoch, and counts their new processes among the children."""

@@ -131,7 +131,8 @@ class _Parts:
             elif time.monotonic() > self._started_at[part] + PAUSE_S:
                 self._started_at[part] = time.monotonic()
                 self._start(part, table)
-        messages.append(Waiting(waits_for(group, states, self._place.bundle)))
+        free = {} if group == "CREATED" else self._ray.available_resources()
+        messages.append(Waiting(waits_for(group, states, self._place.bundle, free)))
         return messages
 
     def release(self) -> None:

@@ -83,8 +83,11 @@ class RayLead(Lead):
         self._broker.place(self._place)
         return await super().run()
 
+    def _waits_for(self, waiting: str) -> str:
+        return f"waiting for a node for {waiting}: {self._broker.waits_for or 'its follower joins soon'}"
+
     def _call_for(self, waiting: str) -> str:
-        return f"waiting for a node for {waiting}: {self._broker.waits_for or 'its follower joins soon'}."
+        return f"{self._waits_for(waiting)}."
 
     def _check_followers(self) -> None:
         """Raises StartError if a node cannot take part and the engine has not begun: the next one will not either."""

@@ -4,7 +4,7 @@ The broker (`broker.py`) is the only process of an engine that is connected to R
 JSON on its standard input and output. A broker that ends is started again and finds what the one before has placed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from msgspec import Struct
@@ -101,10 +101,14 @@ def next_steps(group: str | None, holders: Sequence[HolderState]) -> list[tuple[
     return steps
 
 
-def waits_for(group: str | None, holders: Sequence[HolderState], bundle: dict[str, float]) -> str:
-    """What the engine waits for, as a clause; empty: nothing."""
-    room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+def waits_for(
+    group: str | None, holders: Sequence[HolderState], bundle: dict[str, float], free: Mapping[str, float]
+) -> str:
+    """What the engine waits for, as a clause; empty: nothing. `free`: what no program has of all nodes' resources."""
     if group != "CREATED":
-        return f"Ray has no room for {len(holders)} times {room}, each on one node (its state: {group or 'new'})"
+        room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+        left = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in bundle)
+        state = f"its state: {group or 'new'}; free on all nodes: {left}"
+        return f"Ray has no room for {len(holders)} times {room}, each on one node ({state})"
     missing = [part for part, holder in enumerate(holders) if holder in (HolderState.NONE, HolderState.ENDED)]
     return f"Ray starts {len(missing)} of {len(holders)} followers" if missing else ""

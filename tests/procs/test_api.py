@@ -13,7 +13,7 @@ from pagewire.config.config import MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve, resolve_http
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import IdsPrompt, Limits, Sampling, Stop, Submit, TextSpec, ids_to_bytes
+from pagewire.ipc.messages import IdsPrompt, Limits, Ping, Reset, Sampling, Stop, Submit, TextSpec, ids_to_bytes
 from pagewire.procs.api import ApiActor
 
 
@@ -40,6 +40,23 @@ def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monke
     actor = make_actor(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318")
     with pytest.raises(ConfigError, match=r"pip install 'pagewire\[otel\]'"):
         observers(actor)
+
+
+def test_health_says_what_a_replacement_waits_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        actor = make_actor(tmp_path, socket.socket().detach())
+        actor.start(lambda receiver, message: None)
+        actor.handle([Reset(2, 2, ("worker",), "worker was lost.")])
+        actor.handle([Ping({}, "waiting for a node for worker: Ray has no room")])
+        told = str(actor._complaint())
+        assert told.startswith("worker was lost. ") and told.endswith(
+            "It is waiting for a node for worker: Ray has no room."
+        )
+        actor.handle([Ping()])
+        assert str(actor._complaint()).endswith("requests wait until it is replaced.")
+        actor._socket.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", ""])

@@ -1,6 +1,7 @@
 """An engine whose ranks Ray places: nodes, the broker and the lead end under streams, and nothing keeps its room."""
 
 import json
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def text_of(stream: OpenRequest) -> str:
     return "".join(choice["text"] for choice in choices)
 
 
+def health(server: Server) -> str:
+    """The body of /health, whatever its status."""
+    try:
+        return server.get("/health")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()
+
+
 def says(server: Server, text: str) -> None:
     until(lambda: text in server.log.read_text(), lambda: f"the log says {text}: {server.log.read_text()}", END_S)
 
@@ -82,6 +92,11 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
 
     stream = long_stream(server)
     nodes.kill(4)
+    until(
+        lambda: "waiting for a node for worker" in (told := health(server)) and "Ray has no room for" in told,
+        lambda: f"/health says what is missing: {health(server)}",
+        END_S,
+    )
     nodes.add(5)
     assert text_of(stream) == expected
     says(server, "has not answered for")

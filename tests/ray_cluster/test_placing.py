@@ -29,8 +29,9 @@ def test_a_holder_that_has_ended_is_forgotten_before_another_one_starts() -> Non
 
 def test_what_the_engine_waits_for() -> None:
     bundle = {"CPU": 2.0, "GPU": 2.0}
-    assert waits_for("RESCHEDULING", [RUNS, NONE], bundle) == (
-        "Ray has no room for 2 times 2 CPU, 2 GPU, each on one node (its state: RESCHEDULING)"
+    assert waits_for("RESCHEDULING", [RUNS, NONE], bundle, {"CPU": 3.0, "memory": 1e9}) == (
+        "Ray has no room for 2 times 2 CPU, 2 GPU, each on one node "
+        "(its state: RESCHEDULING; free on all nodes: 3 CPU, 0 GPU)"
     )
-    assert waits_for("CREATED", [RUNS, NONE], bundle) == "Ray starts 1 of 2 followers"
-    assert waits_for("CREATED", [RUNS, UNCERTAIN], bundle) == ""
+    assert waits_for("CREATED", [RUNS, NONE], bundle, {}) == "Ray starts 1 of 2 followers"
+    assert waits_for("CREATED", [RUNS, UNCERTAIN], bundle, {}) == ""
