@@ -72,6 +72,7 @@ class Decoder:
 
     group = 2
     num_ranks = 1
+    is_last = True
     shapes: list[Any] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)  # table of each step: rows, chunks and pages

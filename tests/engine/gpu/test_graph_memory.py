@@ -26,6 +26,7 @@ from pagewire.engine.gpu.rules import parts_of
 from pagewire.engine.gpu.shapes import StepShape
 from pagewire.engine.models.program import Program
 from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.runner import loading
 from pagewire.engine.runner.kernel_checks import Checked
 from pagewire.engine.runner.served import how_served
@@ -72,7 +73,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         served = how_served(config, read_spec(tmp_path), META, has_triton=True)
         assert served.executor == "Triton" and served.program is not None, served.why
         queue = TracingQueue(META)
-        model = loading._on_device(config, Checked(served, config), queue, Alone(), fill_of(served.program), None)
+        model = loading._on_device(
+            config, Checked(served, config), queue, Alone(), fill_of(served.program), None, RankInfo(), None
+        )
         cache = KvCache(shape=model.kv_shape, num_pages=16, block_size=64, device=META, head_major=True)
         steps = model.steps(config, cache)
         return Loaded(model, steps, queue, cache, model.weights)
@@ -90,7 +93,7 @@ def fill_of(program: Program) -> Callable[[Sink], None]:
 
 
 def in_planned_order(found: Loaded) -> list[object]:
-    return _planned(found.model.limits, is_deterministic=False)
+    return _planned(found.model.limits, is_deterministic=False, samples=True)
 
 
 def as_load_grows(found: Loaded) -> list[object]:
@@ -151,7 +154,7 @@ def test_what_is_accounted_is_what_is_taken(loaded, name, order):
     found = loaded(name, 2048)
     model, shapes = found.model, order(found)
     assert found.steps.num_recorded == 0
-    kinds = _kinds(model.limits, is_deterministic=False)
+    kinds = _kinds(model.limits, is_deterministic=False, samples=True)
     warm_up, captures = unrecorded(found, kinds), recorded(found, shapes)
     assert found.steps.num_recorded == len(captures) == len(shapes)
 
@@ -180,7 +183,7 @@ def test_what_is_accounted_is_what_is_taken(loaded, name, order):
 def test_a_step_of_llama_allocates_nothing(loaded):
     """All that its launches hand to each other is in the scratch."""
     found = loaded("llama", 8192)
-    kinds = _kinds(found.model.limits, is_deterministic=False)
+    kinds = _kinds(found.model.limits, is_deterministic=False, samples=True)
     assert {trace.name: trace.peak for trace in unrecorded(found, kinds) if trace.peak} == {}
     assert found.queue.reserved == 0
 
