@@ -10,13 +10,14 @@ import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 
 import msgspec
 from msgspec import Raw, Struct
 from starlette.types import Receive
 
 from ..api.engines.choice import Conversation
-from ..api.engines.conversation import conversation_of
+from ..api.engines.conversation import conversation_of, key_of_beginning
 from ..api.engines.prefixes import prefix_blocks
 from ..api.http.exchange import ClientGone
 from .journal import ChatJournal, Journal
@@ -98,6 +99,7 @@ class Ask:
         self.num_choices = 1
         self.num_tokens = len(body) // 4 + 1  # estimate of prompt and output
         self.blocks: list[int] = []  # of the prompt, for `Prefixes`
+        self.key_of: Callable[[int], int] | None = None  # of a number of these blocks
         self.num_prompt = 0  # estimated tokens of a prompt that another engine may compute; 0: none may
         self.conversation: Conversation | None = None
         self.patience_s = math.inf  # its own `timeout`: how long it waits for an engine to take it
@@ -119,6 +121,7 @@ class Ask:
         prompt = b"".join(bytes(part) for part in (fields.system, fields.messages, fields.prompt, fields.input))
         root = salt + bytes(fields.tools)
         self.blocks = prefix_blocks(root, prompt)
+        self.key_of = partial(key_of_beginning, root, prompt)
         turns = bytes(fields.messages or fields.input)
         self.conversation = conversation_of(bytes(fields.system), turns, root, fields.prompt_cache_key)
         is_own = not (bytes(fields.kv_transfer_params) or bytes(fields.cache_hit_threshold))  # no proxy has split it

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -262,11 +262,16 @@ class Fleet:
             await self._forget(engine)
 
     def legs(
-        self, blocks: Sequence[int], conversation: Conversation | None, num_tokens: int, avoid: Collection[Engine]
+        self,
+        blocks: Sequence[int],
+        conversation: Conversation | None,
+        num_tokens: int,
+        avoid: Collection[Engine],
+        key_of: Callable[[int], int] | None,
     ) -> tuple[Engine | None, Engine | None]:
         """The engine for a request, and the one that computes its prompt for it, as `Choice.legs` says. `num_tokens`:
         of a prompt that another engine may compute, else 0."""
-        return self.choice.legs(blocks, conversation, num_tokens, time.monotonic(), avoid)
+        return self.choice.legs(blocks, conversation, num_tokens, time.monotonic(), avoid, key_of)
 
     async def news(self, deadline: float) -> bool:
         """Waits for the next check of an engine. False: the loop's clock has reached `deadline`."""
@@ -296,7 +301,7 @@ class Fleet:
             await engine.check(self._key)
             if (now := time.monotonic()) > self._compared_at + _COMPARE_INTERVAL_S:
                 self._compared_at = now
-                self.choice.compare_paces()
+                self.choice.compare()
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)

@@ -37,6 +37,11 @@ class FakeRequest:
     root: bytes = root_key(b"model", b"")
     awaits_kv: bool = False
     kv_peer: str = ""
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.ids)
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         while len(self.keys) < num:

@@ -11,6 +11,7 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from redis_server import needs_redis, redis_server
 from short_memory import ShortMemory
 
 from pagewire import LLM, SamplingParams
@@ -111,6 +112,25 @@ def test_tiers_of_kv_in_deterministic_mode_and_across_a_sleep(
         assert tokens(llm, GREEDY) == expected
         found = tier(llm, "disk")
         assert found.num_hit_tokens > 0 and found.num_failed > 0  # of what the other rank could not read
+
+
+@needs_redis
+def test_a_redis_server_has_the_part_of_each_rank(alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    expected = tokens(alone, GREEDY)
+    with redis_server() as server:
+        spec = [f"redis,url={server.url},size=8M,timeout_ms=20000,fetch_timeout_ms=20000"]
+        for is_second in (False, True):
+            with engine(folder, kv_connector=spec) as llm:
+                assert tokens(llm, GREEDY) == expected
+                assert (tier(llm, "redis").num_hit_tokens > 0) is is_second
+        ranks = [server.names(f"*:{rank}-of-2:*") for rank in range(2)]
+        assert len(ranks[0]) == len(ranks[1]) > 8
+        for name in ranks[1][::2]:
+            server.call("SETRANGE", name, 100, b"another")
+        with engine(folder, kv_connector=spec) as llm:
+            assert tokens(llm, GREEDY) == expected
+            assert tier(llm, "redis").num_failed > 0
 
 
 def test_a_folder_that_engines_share_and_draft_tokens(

@@ -9,9 +9,15 @@ asks in this order, and takes the first engine that is not too busy:
    the engine is leaving, the one that started last takes its place: in a rolling upgrade that is a new one, so that a
    conversation moves only once;
 2. the conversation's home: its place on a ring of hashes, which every router computes alike. With the bound on the load
-   this is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, arXiv:1608.01350);
+   this is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, arXiv:1608.01350). A prompt whose
+   conversation is not known has the home of its beginning, up to the first block that not many engines have been sent:
+   all routers learn what many engines have, so they agree on that block as well;
 3. the least busy of all engines, or of a sample of them when there are many (Mitzenmacher, "The Power of Two Choices in
    Randomized Load Balancing", 2001).
+
+What other routers have sent to an engine is known from its reports. So that several routers do not all run to the
+engine that was the idlest at its last report, each takes the others to have done since then, in proportion, what it has
+done itself.
 
 The cost of a choice does not grow with the number of engines.
 
@@ -25,7 +31,7 @@ import hashlib
 import math
 import random
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -39,6 +45,7 @@ SAMPLE = 8  # engines that are compared when neither a beginning nor a home deci
 RAMP_S = 10.0  # until an engine that has just started gets as much as the others
 SLOW_FACTOR = 2.0  # an engine so many times slower than the median gets less
 MAX_SLOWNESS = 10.0
+ECHO = 0.5  # of what other routers would do if they did as this one; with all of it, its chance would count as theirs
 PREFILL = "prefill"  # the role of an engine that computes prompts for others
 LEAST_REMOTE = 256  # tokens that an engine lacks of a prompt for which another one is worth asking
 _RAMP_START = 0.1
@@ -71,6 +78,8 @@ class Member:
         self.is_leaving = False
         self.num_open = 0  # requests of this router
         self.num_foreign = 0  # other requests, by its last report
+        self.num_open_then = 0  # `num_open` at that report
+        self.echo = 0.0  # requests that other routers send it for one of this router
         self.num_sent = 0
         self.started_at: float | None = None  # None: before this router
         self.pace = 0.0  # seconds of a stream for a token, smoothed; 0.0: unknown
@@ -91,8 +100,8 @@ class Member:
 
     @property
     def load(self) -> int:
-        """Requests."""
-        return self.num_open + self.num_foreign
+        """Requests, as far as it can be known: since the last report other routers have done as this one has."""
+        return self.num_open + max(0, self.num_foreign + round(self.echo * (self.num_open - self.num_open_then)))
 
     def ramp(self, now: float) -> float:
         """Its share of what others get: less than 1 while it has only just started."""
@@ -120,6 +129,8 @@ class Choice(Generic[M]):
         self.num_blocks_asked = 0
         self.num_blocks_met = 0
         self._prefixes = Prefixes() if prefixes is None else prefixes
+        # Of prompts computed for other engines: in one table, those engines would be forgotten for these.
+        self._prefilled = Prefixes()
         self._random = random.Random(seed)
         self._by_incarnation: dict[int, M] = {}
         self._num_incarnations = 0
@@ -191,6 +202,7 @@ class Choice(Generic[M]):
     def reported(self, member: M, load: int) -> None:
         """`load`: all requests of the engine, by its own count."""
         member.num_foreign = max(0, load - member.num_open)
+        member.num_open_then = member.num_open
         self._count(member)
 
     def paced(self, member: M, seconds_per_token: float) -> None:
@@ -198,27 +210,37 @@ class Choice(Generic[M]):
         old = member.pace or seconds_per_token
         member.pace = old + _PACE_WEIGHT * (seconds_per_token - old)
 
-    def compare_paces(self) -> None:
-        """Finds the slow engines. Call it about once a second."""
+    def compare(self) -> None:
+        """Finds the slow engines, and how much other routers send. Call it about once a second."""
         self._select()
         known = [member.pace for member in self._candidates if member.pace]
         median = statistics.median(known) if len(known) > 1 else 0.0
+        num_open = sum(member.num_open for member in self.members)
+        num_foreign = sum(member.num_foreign for member in self.members)
         for member in self.members:
+            member.echo = ECHO * num_foreign / max(1, num_open)
+            self._count(member)
             slowness = member.pace / median if median else 1.0
             member.slowness = min(slowness, MAX_SLOWNESS) if slowness >= SLOW_FACTOR else 1.0
 
     # ── what it is asked ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def choose(
-        self, blocks: Sequence[int], conversation: Conversation | None, now: float, avoid: Collection[M] = ()
+        self,
+        blocks: Sequence[int],
+        conversation: Conversation | None,
+        now: float,
+        avoid: Collection[M] = (),
+        key_of: Callable[[int], int] | None = None,
     ) -> M | None:
         """The engine for a request; None: no engine takes it. `blocks`: of its prompt (`prefix_blocks`).
-        `conversation`: None if nothing tells which one it belongs to."""
+        `conversation`: None if nothing tells which one it belongs to. `key_of`: of a number of leading
+        blocks, the same in every router (`key_of_beginning`)."""
         self._select()
         root = 0 if conversation is None else conversation.root
         chosen, num_met = self._with_prefix(blocks, root if len(blocks) > root > 0 else 0, now, avoid)
-        if chosen is None and conversation is not None:
-            chosen = self._at_home(conversation.key, now, avoid)
+        if chosen is None:
+            chosen = self._at_home(blocks, conversation, key_of, now, avoid)
         if chosen is None:
             chosen = self._least_busy(now, avoid)
         if chosen is None:
@@ -237,12 +259,13 @@ class Choice(Generic[M]):
         num_tokens: int,
         now: float,
         avoid: Collection[M] = (),
+        key_of: Callable[[int], int] | None = None,
     ) -> tuple[M | None, M | None]:
         """The engine for a request whose prompt has so many tokens, as `choose`, and the one that computes the prompt
         for it; None: it does so itself."""
         self._select()
-        met = self._prefixes.matches(blocks) if self._prefillers else {}
-        chosen = self.choose(blocks, conversation, now, avoid)
+        met = {**self._prefixes.matches(blocks), **self._prefilled.matches(blocks)} if self._prefillers else {}
+        chosen = self.choose(blocks, conversation, now, avoid, key_of)
         if chosen is None or chosen.role == PREFILL or num_tokens < LEAST_REMOTE:
             return chosen, None
         return chosen, self._prefiller(chosen, blocks, met, num_tokens, now, avoid)
@@ -280,15 +303,32 @@ class Choice(Generic[M]):
             return heir, 0
         return best, rank[0]
 
-    def _at_home(self, conversation: int, now: float, avoid: Collection[M]) -> M | None:
-        """The first engine on the ring that has room for more than its share."""
+    def _at_home(
+        self,
+        blocks: Sequence[int],
+        conversation: Conversation | None,
+        key_of: Callable[[int], int] | None,
+        now: float,
+        avoid: Collection[M],
+    ) -> M | None:
+        """The first engine on the ring that has room for more than its share. A prompt of no known conversation is one
+        with all that have its first block that is not everywhere."""
+        slack = 0
+        if conversation is not None:
+            key = conversation.key
+            slack = SLACK if len(blocks) > conversation.root else 0
+        else:
+            num_common = self._prefixes.num_common(blocks, min(MAX_HOLDERS, len(self._candidates)))
+            if key_of is None or num_common == len(blocks):
+                return None
+            key = key_of(num_common + 1)
         self._arrange()
-        at, asked = bisect.bisect_left(self._places, conversation), set[M]()
+        at, asked = bisect.bisect_left(self._places, key), set[M]()
         for offset in range(len(self._ring)):
             member = self._ring[(at + offset) % len(self._ring)]
             if member in asked:
                 continue
-            if self.takes(member, 0, now, avoid):
+            if self.takes(member, slack, now, avoid):
                 return member
             asked.add(member)
             if len(asked) == _WALK:
@@ -339,7 +379,7 @@ class Choice(Generic[M]):
             return None
         self._num_turns += 1
         best.last_turn = self._num_turns
-        self._prefixes.add(blocks, best.incarnation)
+        self._prefilled.add(blocks, best.incarnation)
         return best
 
     # ── its tables ───────────────────────────────────────────────────────────────────────────────────────────────────

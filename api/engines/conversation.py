@@ -1,4 +1,4 @@
-"""Which conversation a prompt belongs to."""
+"""Which conversation a prompt belongs to, or which others have the same beginning."""
 
 import msgspec
 from msgspec import Raw, Struct
@@ -30,3 +30,9 @@ def conversation_of(system: bytes, turns: bytes, root: bytes, cache_key: str | N
         return None
     name = first if cache_key is None else cache_key.encode()
     return Conversation(stable_hash(root + name), len(first) // BLOCK_BYTES)
+
+
+def key_of_beginning(root: bytes, text: bytes, num_blocks: int) -> int:
+    """A number below 2**64 for all prompts of the same `root` that begin with these blocks of `text`, the same in every
+    router."""
+    return stable_hash(root + text[: num_blocks * BLOCK_BYTES])

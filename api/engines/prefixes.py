@@ -46,6 +46,11 @@ class Prefixes:
             depth, step = max(1, depth - step), 2 * step
         return found
 
+    def num_common(self, blocks: Sequence[int], num_holders: int) -> int:
+        """How many leading blocks at least `num_holders` engines were sent, which is at most `MAX_HOLDERS`."""
+        seen_by = self._seen_by
+        return bisect.bisect_left(blocks, True, key=lambda block: len(seen_by.get(block, ())) < num_holders)
+
     def add(self, blocks: Sequence[int], holder: int) -> None:
         seen_by = self._seen_by
         for block in reversed(blocks):  # so that the first block of a prompt is evicted last

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
 
 from msgspec import MsgspecError, Struct
 
 from ...ipc.messages import Cancel, ChatPrompt, Describe, Detokenize, IdsPrompt, Snapshot, Submit, TextPrompt, Tokenize
 from ..engines.choice import Choice, Condition, Conversation, Member
-from ..engines.conversation import conversation_of
+from ..engines.conversation import conversation_of, key_of_beginning
 from ..engines.prefixes import prefix_blocks
 from .open_request import OpenRequest
 from .poison_detector import PoisonDetector
@@ -76,20 +79,28 @@ class Engine(Member):
         return self.outage.is_of_apis or request.num_deaths > 1
 
 
-def beginning(submit: Submit) -> tuple[Sequence[int], Conversation | None]:
-    """The blocks of a prompt's beginning, and the conversation that it belongs to, for `Choice.choose`."""
+class Beginning(NamedTuple):
+    """What `Choice.choose` is told of a prompt."""
+
+    blocks: Sequence[int] = ()
+    conversation: Conversation | None = None
+    key_of: Callable[[int], int] | None = None
+
+
+def beginning(submit: Submit) -> Beginning:
+    """That of a prompt; empty if it has none."""
     prompt = submit.prompt
+    root, conversation = submit.salt, None
     match prompt:
         case ChatPrompt():
-            root = submit.salt + prompt.tools
-            try:
-                conversation = conversation_of(b"", prompt.messages, root)
-            except MsgspecError:
-                conversation = None
-            return prefix_blocks(root, prompt.messages), conversation
+            root += prompt.tools
+            text = prompt.messages
+            with suppress(MsgspecError):
+                conversation = conversation_of(b"", text, root)
         case TextPrompt():
-            return prefix_blocks(submit.salt, prompt.text.encode(errors="replace")), None
+            text = prompt.text.encode(errors="replace")
         case IdsPrompt():
-            return prefix_blocks(submit.salt, prompt.ids), None
+            text = prompt.ids
         case _:
-            return (), None
+            return Beginning()
+    return Beginning(prefix_blocks(root, text), conversation, partial(key_of_beginning, root, text))

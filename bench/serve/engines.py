@@ -6,22 +6,20 @@ and shows the gaps between the tokens of the other one's streams, beside those o
 """
 
 import argparse
+import itertools
 import json
-import select
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 from ...engine.checkpoint.source import locate
 from ...engine.text.tokenizer import load_tokenizer
 from ...tools.servers import Server
 from ..report import Row, machine, percentile, print_table, write_json
-from .cheap_client import chat_body, read_events
+from .cheap_client import Streams, chat_body, read_events, read_streams
 from .frontend import plain_ids
 
 _STEPS = "pagewire:step_time_seconds_count"
@@ -88,16 +86,16 @@ def gaps(setting: Setting, row: Row, *, kills: bool) -> None:
     """Reads streams of two engines and adds the gaps between their tokens, in ms. `kills`: engine 1 is killed after a
     third of them."""
     with setting.serving(2) as server:
-        times, answers = _read(server, setting, kills=kills)
+        read = _read(server, setting, kills=kills)
         resumed = server.metric("pagewire:requests_resumed_total")
     by_engine: list[list[list[float]]] = [[], []]
-    for arrived, answer in zip(times, answers, strict=True):
+    for gaps_ms, answer in zip(read.gaps_ms, read.answers, strict=True):
         num, text = read_events(answer)
         common = [_num_common(text, told) for told in setting.texts]
         engine = 0 if common[0] > common[1] else 1  # that began it
         if num != setting.num_tokens or not max(common):
             raise SystemExit(f"a stream is wrong: {num} tokens, {text[:200]}")
-        by_engine[engine].append([1000 * (b - a) for a, b in pairwise(arrived)])
+        by_engine[engine].append(gaps_ms)
     own = [gap for stream in by_engine[0] for gap in stream]
     row.add(**{"p50 ms": percentile(own, 50), "p99 ms": percentile(own, 99), "longest ms": max(own)})
     if kills:
@@ -111,44 +109,25 @@ def _num_common(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-def _read(server: Server, setting: Setting, *, kills: bool) -> tuple[list[list[float]], list[bytes]]:
-    """For each stream the times at which something of its body came, and the whole answer."""
+def _read(server: Server, setting: Setting, *, kills: bool) -> Streams:
+    """Reads as many streams as both engines have. `kills`: engine 1 is killed after a third of their tokens."""
     host, port = server.url.removeprefix("http://").split(":")
-    body = chat_body(setting.num_tokens)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-    sockets = [socket.create_connection((host, int(port))) for _ in range(2 * setting.num_streams)]
-    open_ones = {one.fileno(): number for number, one in enumerate(sockets)}
-    times: list[list[float]] = [[] for _ in sockets]
-    answers: list[list[bytes]] = [[] for _ in sockets]
     victims = [
         process
         for name, process in server.children().items()
         if name.endswith("of engine 1") or ("null_worker" in name and name.split()[-2] == "1")
     ]
-    with select.epoll() as epoll:
-        for one in sockets:
-            one.setblocking(False)
-            epoll.register(one.fileno(), select.EPOLLIN)
-            one.send(request)
-        num_left = 2 * setting.num_streams * setting.num_tokens // 3  # until the kill
-        while open_ones:
-            for fd, _ in epoll.poll(0.01):
-                number = open_ones[fd]
-                if data := sockets[number].recv(1 << 18):
-                    times[number].append(time.perf_counter())
-                    answers[number].append(data)
-                    num_left -= 1
-                else:
-                    epoll.unregister(fd)
-                    del open_ones[fd]
-            if kills and num_left <= 0:
-                kills = False
-                for process in victims:
-                    process.kill()
-    for one in sockets:
-        one.close()
-    return times, [b"".join(parts) for parts in answers]
+    num_streams = 2 * setting.num_streams
+    reads = itertools.count(1)
+    fatal = num_streams * setting.num_tokens // 3
+
+    def on_read() -> None:
+        if next(reads) == fatal and kills:
+            for process in victims:
+                process.kill()
+
+    body = chat_body(setting.num_tokens)
+    return read_streams([(host, int(port))], body, num_streams, poll_s=0.0, on_read=on_read)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

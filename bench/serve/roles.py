@@ -22,7 +22,7 @@ import aiohttp
 
 from ...tools.servers import ROUTE, Server
 from ..report import Row, machine, percentile, print_table, write_json
-from .route import wait_until_all_ready
+from .route_streams import wait_until_all_ready
 
 _SENTENCE = "Count from 1 to 9, then say the alphabet. "
 

@@ -4,7 +4,8 @@
 a null worker: tokens per second, the router's CPU time per token, and the latency of a request for one token. Then it
 repeatedly kills one of two engines, with all its processes, during many streams, half of them greedy and half sampled
 with a seed, and starts it again. Every stream must have the same text, token ids, log-probabilities and usage as
-without a kill.
+without a kill. With `--engines 4,16,64` it also measures what one router carries with so many engines behind it
+(`route_scale`), each of which is one process of about 20 MB.
 """
 
 import argparse
@@ -19,11 +20,12 @@ import aiohttp
 
 from ...engine.checkpoint.source import locate
 from ...engine.text.tokenizer import load_tokenizer
-from ...tools.servers import ROUTE, Server, wait_until
+from ...tools.servers import ROUTE, Server
 from ..report import Row, machine, print_table, write_json
 from .cheap_client import chat_body
 from .frontend import Engine, plain_ids, serving, stream
-from .route_streams import Body, Told, bodies, differences, read_streams
+from .route_scale import Load, draw, scale
+from .route_streams import Body, Told, bodies, differences, read_streams, wait_until_all_ready
 
 
 def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: int, repeat: int) -> list[Row]:
@@ -101,9 +103,25 @@ async def killed_beneath(router: Server, victim: Server, asked: Sequence[tuple[s
     return await reading
 
 
-def wait_until_all_ready(router: Server, num: int) -> None:
-    """Waits until the router has found `num` engines ready."""
-    wait_until(lambda: router.metric("pagewire_router_engine_ready") >= num, "the router sees its engines")
+def measure_scale(arguments: argparse.Namespace) -> list[Row]:
+    """A row for each of `--engines`."""
+    folder, _ = locate("", None)
+    tokenizer = load_tokenizer(folder)
+    ids = plain_ids(tokenizer)
+    load = Load(
+        folder=folder,
+        ids=ids,
+        text=tokenizer.decode([ids[i % len(ids)] for i in range(arguments.tokens)]),
+        num_streams=arguments.streams,
+        num_tokens=arguments.tokens,
+        num_requests=arguments.requests,
+    )
+    repeat = max(1, arguments.repeat)
+    return [scale(load, num, step_ms=arguments.step_ms, repeat=repeat) for num in arguments.engines]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -113,6 +131,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="kills of a whole engine")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of the comparison; 0: none")
     parser.add_argument("--step-ms", type=float, default=4.0, help="of the null worker")
+    parser.add_argument(
+        "--engines", type=_numbers, default=(), help="numbers of engines with which it is measured: 4,16,64"
+    )
+    parser.add_argument("--requests", type=int, default=2000, help="for one token, with each number of engines")
+    parser.add_argument("--plots", type=Path, default=Path("docs/images"), help="folder for the figure")
     parser.add_argument("--json", type=Path, default=Path("bench/results/route.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts = machine()
@@ -129,7 +152,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rounds:
         rows.append(kills(num_streams=arguments.streams, num_tokens=arguments.tokens, num_rounds=arguments.rounds))
         print_table(rows[-1:])
-    settings = {name: getattr(arguments, name) for name in ("streams", "tokens", "rounds", "repeat")}
+    if arguments.engines:
+        scaled = measure_scale(arguments)
+        print_table(scaled)
+        draw(arguments.plots / "route_scale.png", arguments.engines, scaled)
+        rows += scaled
+    names = ("streams", "tokens", "rounds", "repeat", "step_ms", "engines", "requests")
+    settings = {name: getattr(arguments, name) for name in names}
     write_json(arguments.json, "a router", rows, facts, settings)
 
 

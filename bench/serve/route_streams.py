@@ -1,4 +1,4 @@
-"""Streams of many kinds through a router or an engine, and their results: for `route` and the tests."""
+"""Streams of many kinds through a router or an engine, and their results: for benchmarks and tests."""
 
 import asyncio
 import random
@@ -7,6 +7,8 @@ from typing import Any
 
 import aiohttp
 import msgspec
+
+from ...tools.servers import Server, wait_until
 
 _QUESTIONS = ("Count from 1 to 300", "Say the alphabet", "Count down from 200", "Repeat: one two three four five")
 
@@ -132,3 +134,8 @@ def differences(expected: Sequence[Told], told: Sequence[Told]) -> list[str]:
 def _are_close(want: list[float], got: list[float]) -> bool:
     """Compares with a tolerance: KV computed in one step is rounded differently from KV computed by decoding."""
     return len(want) == len(got) and all(abs(a - b) < _CLOSE for a, b in zip(want, got, strict=True))
+
+
+def wait_until_all_ready(router: Server, num: int) -> None:
+    """Waits until the router has found `num` engines ready."""
+    wait_until(lambda: router.metric("pagewire_router_engine_ready") >= num, "the router sees its engines", 60.0)

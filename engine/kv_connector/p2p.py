@@ -222,9 +222,9 @@ class P2pCore:
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
             if (link := self._links.get(address)) is not None:
                 if num_failed:
-                    link.fail(time.monotonic())
+                    link.pause.fail(time.monotonic())
                 else:
-                    link.succeed()
+                    link.pause.succeed()
 
     def take_events(self) -> list[KvEvent]:
         """None: the blocks are for other instances, so a router has no use for the events."""
@@ -281,7 +281,7 @@ class P2pCore:
             return 0
         self._hear(link)
         now = time.monotonic()
-        if now < link.paused_until:
+        if now < link.pause.until:
             self._forget(request.rid)
             return 0
         question = self._questions.get(request.rid)
@@ -295,7 +295,7 @@ class P2pCore:
             question = self._ask(link, request.rid, first, last, question.deadline if question else None)
         if now >= question.deadline:
             self._forget(request.rid)
-            link.fail(now)
+            link.pause.fail(now)
             return 0
         if not question.is_sent:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)

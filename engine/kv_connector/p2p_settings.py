@@ -13,8 +13,7 @@ from msgspec import Struct
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys, read_keys
 from .base import ConnectorFacts, Options
-from .options import check_names, num_blocks_of, size_of
-from .p2p_wire import MAX_WAIT_MS
+from .options import check_names, milliseconds_of, num_blocks_of, size_of
 
 NAMED = "named"
 """The value of `peer` with which requests name their peers."""
@@ -73,9 +72,9 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
         key_file=key_file,
         role=role,
         uses_nixl=transport == "nixl",
-        timeout_s=_milliseconds("timeout_ms", options.get("timeout_ms", "100")) / 1000,
-        wait_s=_milliseconds("wait_ms", options.get("wait_ms", "500")) / 1000,
-        fetch_timeout_s=_milliseconds("fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,
+        timeout_s=milliseconds_of("p2p", "timeout_ms", options.get("timeout_ms", "100")) / 1000,
+        wait_s=milliseconds_of("p2p", "wait_ms", options.get("wait_ms", "500")) / 1000,
+        fetch_timeout_s=milliseconds_of("p2p", "fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,
     )
 
 
@@ -184,9 +183,3 @@ def _tcp(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
 def _is_plain(text: str) -> bool:
     """ZeroMQ gives some characters of an address a meaning."""
     return text.isascii() and all(char.isalnum() or char in "-._:[]*%" for char in text)
-
-
-def _milliseconds(option: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WAIT_MS:
-        raise ConfigError(f"--kv-connector p2p: {option}={text} should be a number of milliseconds, 1 to 600000.")
-    return int(text)

@@ -23,12 +23,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .base import ConnectorFacts
+from .options import MAX_WAIT_MS
 
 VERSION = 3  # of this protocol
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
 MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + MAX_KEYS // 8 + 4096
-MAX_WAIT_MS = 600_000
 PIECE_BYTES = 1 << 20  # at most, of a piece; a larger block is sent in several
 CREDIT_BYTES = 32 << 20  # that an asker gives a server: what may be under way or unread at once
 LEASE_MS = 10_000  # for which a server remembers a want without a word from its asker

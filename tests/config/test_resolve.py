@@ -83,6 +83,21 @@ def test_domains_are_for_described_models_on_cpus() -> None:
     assert found.kv_domains == found.num_ranks == 2 and found.batch_invariance == "exact"
 
 
+def test_domains_that_exchange_tokens_sum_nothing_over_ranks() -> None:
+    """So replicas change no bits."""
+    dealt = {**_DOMAINS, **_EXPERTS, "expert_replicas": 1}
+    found = decide(make_config(**dealt, deterministic=True))
+    assert found.exchanges_tokens and found.batch_invariance == "exact"
+    assert decide(make_config(**dealt)).batch_invariance == "exact"
+    summed = {**dealt, "all2all_backend": "allgather_reducescatter"}
+    other = decide(make_config(**summed))
+    assert not other.exchanges_tokens and other.batch_invariance != "exact"
+    assert other.weights_key != found.weights_key, "ranks have parts of shared experts"
+    with pytest.raises(ConfigError, match="--deterministic excludes it"):
+        decide(make_config(**summed, deterministic=True))
+    assert not decide(make_config(**_DOMAINS)).exchanges_tokens
+
+
 def test_ranks_share_the_cores() -> None:
     assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
     assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3
@@ -250,7 +265,7 @@ def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
 @pytest.mark.parametrize(
     ("flags", "facts", "model", "sentence"),
     [
-        ({}, GPU, {}, "--pipeline-parallel-size 2 is for --device cpu: stages on GPUs are not there yet"),
+        ({"speculative": "ngram"}, GPU, {}, "--speculative is not there for GPUs with --pipeline-parallel-size"),
         ({"speculative": "ngram"}, {}, {"has_states": True}, "--speculative is not there for m with --pipeline-par"),
     ],
 )

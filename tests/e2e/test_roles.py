@@ -12,8 +12,7 @@ import psutil
 import pytest
 from waiting import until, until_async
 
-from pagewire.bench.serve.route import wait_until_all_ready
-from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams
+from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams, wait_until_all_ready
 from pagewire.tools.servers import ROUTE, Server, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]

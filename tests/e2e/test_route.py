@@ -7,7 +7,7 @@ import pytest
 from defaults import NARROW
 
 from pagewire.bench.serve import route
-from pagewire.bench.serve.route_streams import bodies, differences, read_streams
+from pagewire.bench.serve.route_streams import bodies, differences, read_streams, wait_until_all_ready
 from pagewire.tools.servers import ROUTE, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -24,7 +24,7 @@ def test_streams_continue_after_kill_9_of_a_whole_engine(on_default: str, start:
     requests = bodies(16, 80)
     expected = asyncio.run(read_streams(engines[0].url, requests, [0]))
     assert not any(stream.error for stream in expected) and len({tuple(stream.texts) for stream in expected}) > 8
-    route.wait_until_all_ready(router, 2)
+    wait_until_all_ready(router, 2)
     undisturbed = asyncio.run(read_streams(router.url, requests, [0]))
     resumed = asyncio.run(route.killed_beneath(router, engines[1], requests, after=600))
     if on_default == NARROW:  # tokens may depend on the batch, which differs between engines

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from pagewire.api.engines.choice import (
+    ECHO,
     MAX_SLOWNESS,
     RAMP_S,
     SLACK,
@@ -79,6 +80,47 @@ def test_routers_that_share_nothing_send_a_conversation_to_the_same_engine() -> 
     assert len(homes) == 40 and max(homes.values()) < 30, "the places on the ring are spread"
 
 
+def test_other_routers_are_taken_to_do_between_reports_in_proportion_what_this_one_does() -> None:
+    choice = choice_of(2)
+    first, second = choice.members
+    for _ in range(2):
+        choice.opened(first)
+        choice.opened(second)
+    for member in choice.members:
+        choice.reported(member, 8)  # 6 of other routers, 3 for one of this router
+    choice.compare()
+    assert first.load == second.load == 8
+    for _ in range(2):
+        choice.opened(first)
+    assert first.load == 8 + 2 + 2 * 3 * ECHO and second.load == 8
+    choice.reported(first, 10)
+    assert first.load == 10, "the report says what they did"
+    for _ in range(4):
+        choice.closed(first)
+    assert first.load == 0, "nor less than none"
+
+
+def test_routers_agree_on_the_home_of_a_prompt_of_which_they_know_only_what_many_engines_have() -> None:
+    one, other = choice_of(40), choice_of(40, seed=9)
+
+    def sent(choice: Choice[Member], prompt: list[int]) -> str:
+        chosen = choice.choose(prompt, None, NOW, key_of=lambda num: stable_hash(b"%d" % prompt[num - 1]))
+        assert chosen is not None
+        return chosen.name
+
+    for choice, start in ((one, 100), (other, 200)):  # a system prompt of two blocks, met in other conversations
+        for number in range(4):
+            others = [member for i, member in enumerate(choice.members) if i != 9 * number]
+            choice.choose([1, 2, start + number], None, NOW, others)
+    homes = Counter[str]()
+    for number in range(1000, 1200):
+        homes[sent(one, [1, 2, number])] += 1
+        assert sent(one, [1, 2, number]) == sent(other, [1, 2, number, -number]), "its next turn"
+    assert len(homes) > 30, "each conversation has a home of its own"
+    everywhere = {sent(one, [1, 2]) for _ in range(100)}
+    assert len(everywhere) > 10, "a prompt that many engines have does not need a home"
+
+
 def test_a_later_turn_goes_home_and_not_where_only_the_system_prompt_is() -> None:
     choice, elsewhere = choice_of(8), choice_of(8)
     conversation = Conversation(stable_hash(b"a"), 3)
@@ -116,13 +158,13 @@ def test_a_slow_engine_gets_less_but_not_nothing() -> None:
     slow = choice.members[3]
     for member in choice.members:
         choice.paced(member, 0.3 if member is slow else 0.02)
-    choice.compare_paces()
+    choice.compare()
     assert slow.slowness == MAX_SLOWNESS
     found = names(choice, 205)
     assert 3 <= found[slow.name] <= 8
     for _ in range(20):
         choice.paced(slow, 0.02)
-    choice.compare_paces()
+    choice.compare()
     assert slow.slowness == 1.0
 
 
@@ -196,6 +238,19 @@ def test_a_queue_of_prompts_or_a_slow_link_keeps_a_prompt_at_home() -> None:
         choice.described(of[one], "prefill", 0.0, 0.0)
     assert choice.legs([7, 8], None, 2000, NOW)[1] is not None, "prices are not known yet"
     assert choice.legs([9, 8], None, 2000, NOW, avoid=(of["p"], of["q"])) == (of["d"], None)
+
+
+def test_prompts_that_others_compute_do_not_make_the_router_forget_who_has_the_stream() -> None:
+    helpers = {name: "prefill" for name in "pqrst"}
+    choice, of = with_roles(**helpers, d="decode", e="decode")
+    first, _ = choice.legs([1, 2], None, 2000, NOW)
+    assert first is not None
+    for member in (of["d"], of["e"]):
+        choice.opened(member)
+    for turn in range(3, 12):
+        others = [of[name] for i, name in enumerate(helpers) if i != turn % len(helpers)]
+        stream, helper = choice.legs([*range(1, turn)], None, 9000, NOW, others)
+        assert stream is first and (helper is None or helper.role == "prefill")
 
 
 def test_roles_are_preferences() -> None:

@@ -1,6 +1,6 @@
 """Prompts of one conversation have one key, in every process."""
 
-from pagewire.api.engines.conversation import conversation_of
+from pagewire.api.engines.conversation import conversation_of, key_of_beginning
 from pagewire.api.engines.prefixes import BLOCK_BYTES
 
 LONG = b"x" * BLOCK_BYTES
@@ -31,3 +31,10 @@ def test_a_cache_key_names_it() -> None:
     again = conversation_of(b"", b'[{"role":"user","content":"else"}]', b"salt", "mine")
     assert again is not None and again.key == named.key
     assert conversation_of(b"", b"[" + FIRST + b"]", b"pepper", "mine") != named
+
+
+def test_the_key_of_a_beginning_is_that_of_its_blocks_and_the_same_in_every_process() -> None:
+    one, other = 2 * LONG, LONG + b"?" * BLOCK_BYTES
+    assert key_of_beginning(b"", one, 1) == key_of_beginning(b"", other, 1) == 1391802645058184599
+    assert key_of_beginning(b"", one, 2) != key_of_beginning(b"", other, 2)
+    assert key_of_beginning(b"salt", one, 1) != key_of_beginning(b"", one, 1)

@@ -245,10 +245,12 @@ def test_the_load_of_other_api_processes_counts() -> None:
 def test_prompts_of_different_owners_have_no_common_beginning() -> None:
     text = b'[{"role":"user","content":"' + b"x" * 600 + b'"}]'
     chat = Submit(0, 1, ChatPrompt(text), Sampling(), Limits(), TextSpec(), salt=b"one")
-    blocks, conversation = beginning(chat)
+    blocks, conversation, key_of = beginning(chat)
     assert len(blocks) == 2 and conversation is not None and conversation.root == 2
     others = Submit(0, 1, ChatPrompt(text), Sampling(), Limits(), TextSpec(), salt=b"two")
     assert not set(beginning(others)[0]) & set(blocks)
+    other_key_of = beginning(others).key_of
+    assert key_of is not None and other_key_of is not None and key_of(1) != other_key_of(1)
     ids = Submit(0, 1, IdsPrompt(bytes(512)), Sampling(), Limits(), TextSpec())
     assert len(beginning(ids)[0]) == 2
-    assert beginning(Submit(0, 1, PairPrompt("a", "b"), Sampling(), Limits(), TextSpec())) == ((), None)
+    assert beginning(Submit(0, 1, PairPrompt("a", "b"), Sampling(), Limits(), TextSpec())) == ((), None, None)

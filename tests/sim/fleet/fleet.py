@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from pagewire.api.engines.choice import SLACK, Choice, Condition, Member, check_interval_s, stable_hash
+from pagewire.api.engines.choice import PREFILL, SLACK, Choice, Condition, Member, check_interval_s, stable_hash
 from pagewire.api.engines.choice import Conversation as Known
 from pagewire.api.engines.prefixes import Prefixes
 
@@ -17,6 +17,7 @@ BLOCK_TOKENS = 512  # coarse, so that a prompt is few blocks
 PREFILL_S = 1 / 20_000  # of a token
 STEP_S = 0.01  # of a decode step with one row
 ROW_S = 0.0002  # of each further row
+LOAD_S = PREFILL_S / 10  # to load a token's KV from another engine
 CACHED_BLOCKS = 6_000  # of an engine
 
 
@@ -24,9 +25,11 @@ class Setting(Struct, frozen=True, kw_only=True):
     """What happens in a history. Times are seconds of virtual time."""
 
     num_engines: int = 16
+    num_prefill: int = 0  # the first ones of the engines compute prompts for the others
     num_routers: int = 1
     num_conversations: int = 1000
     num_apps: int = 8  # conversations of an app share a system prompt
+    share_short: float = 0.0  # of conversations that are one question of less than a block
     duration: float = 120.0  # in which conversations begin
     think: float = 8.0  # mean time between an answer and the next turn
     mean_turns: float = 5.0
@@ -34,6 +37,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     table: int = 1 << 17  # blocks that a router remembers
     deaths: int = 0
     restart: float = 15.0
+    num_outside: int = 0  # requests that an engine always has of clients without a router
     num_slow: int = 0  # engines that become ten times slower at a third of the time, for a third
     blackout: float = 0.0  # how long the checks of all routers fail, at half of the time
     is_upgraded: bool = False  # each engine is replaced by a new one, one after another
@@ -47,12 +51,35 @@ class Request:
         self.num_output = num_output
         self.num_attempts = 0
         self.num_ends = 0
+        self.leg: Leg | None = None  # of the last attempt, until it ends
+
+    def key_of(self, num_blocks: int) -> int:
+        """That of a beginning, the same in every router."""
+        return stable_hash(b"%d" % self.blocks[num_blocks - 1])
+
+
+class Leg:
+    """A prompt that one engine computes for the stream of another."""
+
+    def __init__(self, request: Request, helper: Member, engine: "Engine", member: Member) -> None:
+        """`engine`, `member`: of the stream."""
+        self.request = request
+        self.helper = helper
+        self.engine = engine
+        self.member = member
+        self.life = engine.life
+        self.num_tokens = len(request.blocks) * BLOCK_TOKENS
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.request.leg is self and self.engine.life == self.life
 
 
 class Conversation:
-    def __init__(self, number: int, app: int, num_turns: int) -> None:
-        self.blocks = [hash((app, i)) for i in range(4)]
-        is_known = number % 4 > 0  # others are plain prompts
+    def __init__(self, number: int, app: int, num_turns: int, *, is_short: bool) -> None:
+        self.blocks = [] if is_short else [hash((app, i)) for i in range(4)]
+        is_known = number % 4 > 0 and not is_short  # others are plain prompts
+        self.is_short = is_short
         self.known = Known(stable_hash(b"%d" % number), len(self.blocks) + 1) if is_known else None
         self.number = number
         self.num_turns = num_turns
@@ -60,7 +87,8 @@ class Conversation:
         self.num_upgrade_moves = 0
 
     def next_turn(self) -> list[int]:
-        self.blocks = [*self.blocks, hash((self.number, len(self.blocks)))]
+        if not self.is_short:
+            self.blocks = [*self.blocks, hash((self.number, len(self.blocks)))]
         self.num_turns -= 1
         return self.blocks
 
@@ -75,28 +103,44 @@ class Engine:
         self.slowness = 1.0
         self.was_slow = False
         self.open: dict[Request, None] = {}
+        self.num_outside = 0
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.up_since = -math.inf
+        self.computes_prompts = False
+        self.legs: dict[Leg, None] = {}  # that it computes
+        self.free_at = 0.0  # when it has computed them
+        self.num_legs = 0
         self.num_computed = 0  # tokens of prompts
         self.num_found = 0
+
+    @property
+    def load(self) -> int:
+        """Requests."""
+        return len(self.open) + len(self.legs) + self.num_outside
 
     def num_cached(self, blocks: list[int]) -> int:
         """The leading blocks whose KV it has."""
         return next((i for i, block in enumerate(blocks) if block not in self.cache), len(blocks))
 
-    def seconds(self, request: Request) -> tuple[float, float]:
-        """(seconds of the whole request, seconds of a token), now that it begins."""
-        num_cached = self.num_cached(request.blocks)
-        for block in reversed(request.blocks):
+    def take(self, blocks: list[int]) -> int:
+        """Has the KV of a prompt from now on. The tokens that it lacked."""
+        num_cached = self.num_cached(blocks)
+        for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
         while len(self.cache) > CACHED_BLOCKS:
             self.cache.popitem(last=False)
-        num_new = (len(request.blocks) - num_cached) * BLOCK_TOKENS
-        self.num_computed += num_new
         self.num_found += num_cached * BLOCK_TOKENS
-        token = self.slowness * (STEP_S + ROW_S * len(self.open))
-        return self.slowness * num_new * PREFILL_S + request.num_output * token, token
+        return (len(blocks) - num_cached) * BLOCK_TOKENS
+
+    def seconds(self, request: Request, *, loads: bool) -> tuple[float, float]:
+        """(seconds of the whole request, seconds of a token), now that it begins. `loads`: the KV that it lacks comes
+        from another engine."""
+        num_new = self.take(request.blocks)
+        if not loads:
+            self.num_computed += num_new
+        token = self.slowness * (STEP_S + ROW_S * self.load)
+        return num_new * (LOAD_S if loads else self.slowness * PREFILL_S) + request.num_output * token, token
 
 
 class Router:
@@ -109,6 +153,7 @@ class Router:
 
     def add(self, engine: Engine) -> Member:
         member = Member(engine.name)
+        member.prompt_ms, member.load_ms = 1000 * PREFILL_S, 1000 * LOAD_S
         self.member_of[engine.name] = member
         self.engine_of[member] = engine
         self.choice.add(member)
@@ -134,6 +179,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         self.worst_excess = 0.0  # of an engine's load over its bound
         self.max_mean = 0.0  # load of the engines
+        self._unevenness: list[float] = []  # at each check: the load of the busiest engine over that of the mean one
         self._interval = check_interval_s(setting.num_engines)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -149,8 +195,25 @@ class Fleet:
         for i in range(setting.num_engines):
             engine = Engine(f"engine-{i}")
             self.engines[engine.name] = engine
+            engine.num_outside = 0 if i else setting.num_outside
+            engine.computes_prompts = i < setting.num_prefill
             for router in self.routers:
-                router.choice.turned(router.add(engine), Condition.ABLE)
+                member = router.add(engine)
+                router.choice.turned(member, Condition.ABLE)
+                if engine.computes_prompts:
+                    router.choice.described(member, PREFILL, member.prompt_ms, member.load_ms)
+
+    @property
+    def share_found(self) -> float:
+        """Of the prompts' tokens, those that were in the prefix cache of the engine that got them."""
+        engines = self.engines.values()
+        found, computed = sum(e.num_found for e in engines), sum(e.num_computed for e in engines)
+        return found / max(1, found + computed)
+
+    @property
+    def unevenness(self) -> float:
+        """How many times the mean load the busiest engine has, on average."""
+        return sum(self._unevenness) / max(1, len(self._unevenness))
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,7 +244,8 @@ class Fleet:
     def _begin(self) -> None:
         num_turns = 1 + int(self.random.expovariate(1 / (self.setting.mean_turns - 1)))
         app = self.random.randrange(self.setting.num_apps)
-        conversation = Conversation(self._num_conversations, app, num_turns)
+        is_short = self.random.random() < self.setting.share_short
+        conversation = Conversation(self._num_conversations, app, 1 if is_short else num_turns, is_short=is_short)
         self._num_conversations += 1
         self._num_open += 1
         self._turn(conversation)
@@ -197,7 +261,10 @@ class Fleet:
         router, conversation = request.router, request.conversation
         refused: list[Member] = []
         while True:
-            member = router.choice.choose(request.blocks, conversation.known, self.now, refused)
+            num_tokens = len(request.blocks) * BLOCK_TOKENS if self.setting.num_prefill else 0
+            member, helper = router.choice.legs(
+                request.blocks, conversation.known, num_tokens, self.now, refused, request.key_of
+            )
             if member is None:
                 self.counts["waits for an engine"] += 1
                 self._waiting.append(request)
@@ -209,12 +276,54 @@ class Fleet:
             router.choice.lost(member)
             refused.append(member)
         self._check_choice(request, member, engine)
+        self._check_roles(member, engine)
         request.num_attempts += 1
+        request.leg = None
         conversation.place = engine, engine.life
         router.choice.opened(member)
-        seconds, token = engine.seconds(request)
         engine.open[request] = None
+        if helper is None or not self._prefill(request, helper, engine, member):
+            self._compute(request, engine, member, loads=False)
+
+    def _compute(self, request: Request, engine: Engine, member: Member, *, loads: bool) -> None:
+        """The engine of its stream has begun. `loads`: another engine has computed the prompt."""
+        seconds, token = engine.seconds(request, loads=loads)
         self.at(self.now + seconds, lambda life=engine.life: self._finish(request, engine, life, member, token))
+
+    # ── prompts that other engines compute ───────────────────────────────────────────────────────────────────────────
+
+    def _prefill(self, request: Request, helper: Member, engine: Engine, member: Member) -> bool:
+        """Has a prompt computed for `engine`. False: the engine that was to do it is dead, as the router learns."""
+        router, other = request.router, request.router.engine_of[helper]
+        if not other.is_up:
+            self.counts["legs refused"] += 1
+            router.choice.lost(helper)
+            return False
+        self.counts["legs"] += 1
+        request.leg = leg = Leg(request, helper, engine, member)
+        other.legs[leg] = None
+        other.num_legs += 1
+        router.choice.opened(helper)
+        helper.num_due_tokens += leg.num_tokens
+        num_new = other.take(request.blocks)
+        other.num_computed += num_new
+        other.free_at = max(other.free_at, self.now) + num_new * PREFILL_S
+        self.at(other.free_at, lambda: self._leg_ends(leg, other, is_lost=False))
+        return True
+
+    def _leg_ends(self, leg: Leg, other: Engine, *, is_lost: bool) -> None:
+        """The stream begins, with the KV of the `other` engine unless that is lost."""
+        if leg not in other.legs:
+            return  # it was lost
+        del other.legs[leg]
+        leg.helper.num_due_tokens -= leg.num_tokens
+        leg.request.router.choice.closed(leg.helper)
+        if is_lost:
+            self.counts["legs lost"] += 1
+            leg.request.router.choice.lost(leg.helper)
+        if leg.is_awaited:
+            leg.request.leg = None
+            self._compute(leg.request, leg.engine, leg.member, loads=not is_lost)
 
     def _finish(self, request: Request, engine: Engine, life: int, member: Member, token: float) -> None:
         if engine.life != life or request not in engine.open:
@@ -242,10 +351,10 @@ class Fleet:
                 if engine.up_since > self.now - self._interval and member.condition is Condition.OUT:
                     choice.started(member, self.now)
                 choice.turned(member, Condition.ABLE)
-                choice.reported(member, len(engine.open))
+                choice.reported(member, engine.load)
             elif member.condition is not Condition.OUT:
                 choice.lost(member)
-        choice.compare_paces()
+        choice.compare()
         self._check_balance(router)
         waiting, self._waiting = self._waiting, []
         for request in waiting:
@@ -264,11 +373,14 @@ class Fleet:
         engine.is_up = False
         engine.life += 1
         engine.cache.clear()
+        engine.free_at = 0.0
         lost, engine.open = list(engine.open), {}
         for request in lost:
             member = request.router.member_of[engine.name]
             request.router.choice.closed(member)
             request.router.choice.lost(member)
+        for leg in [*engine.legs]:
+            self._leg_ends(leg, engine, is_lost=True)
         for request in lost:
             self.counts["resumed"] += 1
             self._send(request)
@@ -354,13 +466,26 @@ class Fleet:
         else:
             self.counts["moved without a reason"] += 1
 
+    def _check_roles(self, member: Member, engine: Engine) -> None:
+        """Streams are not for engines that compute prompts, while another one is able."""
+        if member.role == PREFILL:
+            router = next(router for router in self.routers if member in router.engine_of)
+            if any(one.role != PREFILL and one.is_able for one in router.choice.members):
+                raise Broken(f"{engine.name}, which computes prompts, got a stream")
+
     def _check_balance(self, router: Router) -> None:
         """No engine has much more to do than the others, by its true load."""
-        loads = [len(engine.open) for engine in self.engines.values() if engine.is_up and not engine.was_slow]
+        counted = [one for one in self.engines.values() if one.is_up and not (one.was_slow or one.computes_prompts)]
+        loads = [engine.load for engine in counted]
         mean = sum(loads) / max(1, len(loads))
-        bound = 2 * mean + 2 * SLACK
-        self.worst_excess = max(self.worst_excess, max(loads, default=0) - bound)
+        # Routers that have just started do not see each other's requests yet: each gives the slack.
+        num_slacks = self.setting.num_routers if self.now < 2 * self._interval else 1
+        bound = 2 * mean + (1 + num_slacks) * SLACK
+        excesses = [engine.load - max(bound, engine.num_outside + SLACK) for engine in counted]
+        self.worst_excess = max([self.worst_excess, *excesses])
         self.max_mean = max(self.max_mean, mean)
+        if mean >= 1:
+            self._unevenness.append(max(loads) / mean)
         for engine in self.engines.values():
             if 0 < self.now - engine.up_since < 2.0 and len(engine.open) > 0.6 * mean + SLACK:
                 raise Broken(f"an engine that has just started has {len(engine.open)} requests, the mean is {mean:.1f}")
@@ -369,10 +494,18 @@ class Fleet:
         counts = self.counts
         if counts["ends"] != counts["requests"]:
             raise Broken(f"{counts['requests']} requests had {counts['ends']} ends")
-        if counts["second moves by the upgrade"] > 0.1 * counts["moved by an upgrade"]:
+        members = [member for router in self.routers for member in router.choice.members]
+        if any(member.num_due_tokens or member.num_open for member in members):
+            raise Broken("an engine is believed to have requests or prompts when all have ended")
+        if counts["legs refused"] > len(self.routers) * counts["deaths"]:
+            raise Broken(f"{counts['legs refused']} prompts went to engines that the router knew to be dead")
+        shares = [engine.num_legs for engine in self.engines.values() if engine.computes_prompts]
+        if counts["legs"] and not counts["deaths"] and max(shares) > 2 * min(shares):
+            raise Broken(f"engines computed so many prompts for others: {shares}")
+        if counts["second moves by the upgrade"] > 0.05 * counts["moved by an upgrade"]:
             raise Broken(f"the upgrade moved {counts['second moves by the upgrade']} conversations again")
         if self.worst_excess > 0:
-            raise Broken(f"an engine had {self.worst_excess:.0f} requests more than twice the mean and {2 * SLACK}")
+            raise Broken(f"an engine had {self.worst_excess:.0f} requests more than twice the mean and the slack")
         if self.setting.blackout and counts["waits for an engine"]:
             raise Broken(f"{counts['waits for an engine']} requests found no engine while the checks failed")
 

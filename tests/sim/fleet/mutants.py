@@ -1,11 +1,12 @@
 """Possible faults of the choice: each is a small change to the real class that must make some history fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
-from pagewire.api.engines.choice import Choice, Condition, Member
+from pagewire.api.engines import choice
+from pagewire.api.engines.choice import Choice, Condition, Conversation, Member
+from pagewire.api.engines.prefixes import Prefixes
 
 
 def _takes_anything(self: Choice[Member], member: Member, *_: object) -> bool:
@@ -31,19 +32,50 @@ def _choose_silent_never(self: Choice[Member]) -> None:
         self._total += member.load
 
 
-def _own_place(self: Choice[Member], conversation: int, now: float, avoid: object) -> Member | None:
+def _own_place(
+    self: Choice[Member], blocks: Sequence[int], conversation: Conversation | None, *_: object
+) -> Member | None:
     """Each router has another ring."""
-    return self._candidates[hash((id(self), conversation)) % len(self._candidates)] if self._candidates else None
+    if conversation is None or not self._candidates:
+        return None
+    return self._candidates[hash((id(self), conversation.key)) % len(self._candidates)]
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+_select = Choice._select
+
+
+def _select_dead_prefillers(self: Choice[Member]) -> None:
+    _select(self)
+    self._prefillers = [member for member in self.members if member.role == choice.PREFILL]
+
+
+MUTANTS: dict[str, tuple[object, str, object]] = {
     "an engine is never too busy": (Choice, "takes", _takes_anything),
     "a lost engine keeps its prefixes": (Choice, "lost", _keep_the_cache),
     "nobody inherits conversations": (Choice, "started", _no_heir),
     "silent engines are never chosen": (Choice, "_select", _choose_silent_never),
     "routers have rings of their own": (Choice, "_at_home", _own_place),
-    "slow engines are not told from others": (Choice, "compare_paces", lambda self: None),
-    "requests of other routers do not count": (Choice, "reported", lambda self, member, load: None),
+    "prompts of unknown conversations have no home": (Prefixes, "num_common", lambda self, blocks, num: len(blocks)),
+    "the home of a beginning is that of its first block": (Prefixes, "num_common", lambda self, blocks, num: 0),
+    "slow engines are not told from others": (Choice, "compare", lambda self: None),
+    "requests of other routers do not count": (
+        Choice,
+        "reported",
+        lambda self, member, load: None,
+    ),
+    "other routers do nothing between reports": (choice, "ECHO", 0.0),
+    "engines that compute prompts get streams": (choice, "PREFILL", "none"),
+    "engines that are dead get prompts": (Choice, "_select", _select_dead_prefillers),
+    "prompts that an engine has to compute do not count": (
+        Member,
+        "num_due_tokens",
+        property(lambda self: 0, lambda self, num: None),
+    ),
+    "prompts for others make the router forget who has the stream": (
+        Choice,
+        "_prefilled",
+        property(lambda self: self._prefixes, lambda self, prefixes: None),
+    ),
     "the least busy engine is not looked for": (Choice, "_least_busy", lambda self, now, avoid: self._candidates[0]),
     "prefixes are ignored": (Choice, "_with_prefix", lambda self, blocks, root, now, avoid: (None, 0)),
     "a new engine gets all at once": (Member, "ramp", lambda self, now: 1.0),
@@ -53,5 +85,5 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """Runs the block with this fault."""
-    with patch.object(*MUTANTS[name]):
+    with patch.object(*MUTANTS[name], create=True):
         yield
