@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -25,6 +26,7 @@ from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .p2p_meta import P2pLoad
+from .p2p_nixl import Read, Reader
 from .p2p_settings import rank_address, secure
 from .p2p_wire import (
     CREDIT_BYTES,
@@ -32,6 +34,7 @@ from .p2p_wire import (
     LEASE_MS,
     MALFORMED,
     MAX_REPLY_BYTES,
+    PIECE_BYTES,
     Coming,
     Credit,
     Done,
@@ -102,10 +105,24 @@ class _Peer:
     num_read: int = 0  # bytes that the server was not told of
     has_credit: bool = False  # the first want has given it
     renewed_at: float = 0.0
+    agent: bytes = b""  # of NIXL, as the peer has described it
+    agent_name: str = ""
+    behind: "deque[_Arrived]" = field(default_factory=deque)  # answers that wait for those before them to be read
+
+
+@dataclass
+class _Arrived:
+    reply: Piece | Gone
+    content: bytes | None  # None: it is read from the peer's memory
+    read: Read | None = None  # under way
 
 
 class Fetcher:
-    def __init__(self, timeout_s: float, facts: ConnectorFacts, keys: Keys | None) -> None:
+    def __init__(
+        self, timeout_s: float, facts: ConnectorFacts, keys: Keys | None, reader: Reader | None = None
+    ) -> None:
+        """reader: of pieces that peers do not send, but let this instance read."""
+        self._reader = reader
         self._timeout_s = timeout_s
         self._facts = facts
         self._digest = Layout.of(facts).digest
@@ -168,7 +185,10 @@ class Fetcher:
                 self._forget_idle()
         finally:
             for peer in self._peers.values():
+                self._drop_reads(peer)
                 _close(peer)
+            if self._reader is not None:
+                self._reader.close()
 
     def _take_new(self) -> bool:
         """Begins the loads that were queued. False: the thread is to end."""
@@ -213,6 +233,8 @@ class Fetcher:
             if peer.loads:
                 due.append(peer.renewed_at + _RENEW_S)
         timeout = max(0, int((min(due) - time.monotonic()) * 1000) + 1) if due else None
+        if any(peer.behind for peer in self._peers.values()):
+            timeout = 1  # no descriptor announces the end of a read
         ready = dict(poller.poll(timeout))
         if self._woken in ready:
             os.read(self._woken, 4096)
@@ -229,6 +251,8 @@ class Fetcher:
                 frames = peer.socket.recv_multipart(zmq.DONTWAIT)
                 self._hear(peer, frames)
                 self._pay(peer, _CREDIT_STEP)
+        self._advance(peer)
+        self._pay(peer, _CREDIT_STEP)
         now = time.monotonic()
         if any(now >= load.deadline for load in peer.loads.values()):
             raise _PeerFailed("the peer did not answer in time")
@@ -262,6 +286,7 @@ class Fetcher:
     def _resume(self, peer: _Peer) -> None:
         """Repeats all wants over a new connection, which the server knows by another name. Where none was sent yet,
         ZeroMQ connects again by itself, and the loads' deadlines bound it. Raises _PeerFailed."""
+        self._drop_reads(peer)
         peer.has_credit, peer.num_read = False, 0
         lost = [load for load in peer.loads.values() if load.is_sent]
         if not lost:
@@ -279,7 +304,7 @@ class Fetcher:
         names = b"".join(load.names)
         have = bitmap(load.have, len(load.names)) if load.have else b""
         credit = 0 if peer.has_credit else CREDIT_BYTES
-        load.is_sent = self._tell(peer, Want(load.id, self._digest, names, have, credit, LEASE_MS))
+        load.is_sent = self._tell(peer, Want(load.id, self._digest, names, have, credit, LEASE_MS, self._reads))
         peer.has_credit |= load.is_sent
 
     def _tell(self, peer: _Peer, request: Request) -> bool:
@@ -301,25 +326,82 @@ class Fetcher:
             reply = decode_reply(frames[0])
         except MALFORMED as error:
             raise _PeerFailed("the peer's answer is malformed") from error
-        if len(frames) != (2 if isinstance(reply, Piece) else 1):
+        if len(frames) != (2 if isinstance(reply, Piece) and not reply.places else 1):
             raise _PeerFailed("the peer's answer is malformed")
         match reply:
             case Piece():
-                peer.num_read += len(frames[1])
-                if (load := peer.loads.get(reply.id)) is not None:  # else it was given up
-                    self._take(peer, load, reply, frames[1])
-            case Coming(number, num_there, _):
+                peer.behind.append(_Arrived(reply, None if reply.places else frames[1]))
+                self._advance(peer)
+            case Coming(number, num_there, _, agent):
+                self._know(peer, agent)
                 if (load := peer.loads.get(number)) is not None:
                     load.num_there = num_there if load.num_there < 0 else load.num_there
                     load.deadline = min(load.last, time.monotonic() + self._timeout_s)
-            case Gone(number):
-                if (load := peer.loads.pop(number, None)) is not None:
-                    self._finish(load)
+            case Gone():
+                peer.behind.append(_Arrived(reply, None))
+                self._advance(peer)
             case Welcome(layout):
                 difference = Layout.of(self._facts).difference(layout)
                 raise _PeerFailed(f"the peer cannot serve this instance: {difference}")
             case Found():
                 raise _PeerFailed("the peer's answer belongs to another question")
+
+    def _advance(self, peer: _Peer) -> None:
+        """Begins reads, and handles what has arrived or was read, in the order of the answers. Raises _PeerFailed."""
+        for arrived in peer.behind:
+            if arrived.content is None and arrived.read is None and isinstance(arrived.reply, Piece):
+                arrived.read = self._read(peer, arrived.reply)
+                if arrived.read is None:
+                    break
+        while peer.behind:
+            arrived = peer.behind[0]
+            if isinstance(arrived.reply, Gone):
+                if (load := peer.loads.pop(arrived.reply.id, None)) is not None:
+                    self._finish(load)
+            else:
+                content = arrived.content
+                if content is None:
+                    if arrived.read is None or (content := self._reader_of(peer).take(arrived.read)) is None:
+                        return
+                    arrived.read = None
+                peer.num_read += len(content)
+                if (load := peer.loads.get(arrived.reply.id)) is not None:  # else it was given up
+                    self._take(peer, load, arrived.reply, content)
+            peer.behind.popleft()
+
+    def _read(self, peer: _Peer, piece: Piece) -> Read | None:
+        """Begins to read a piece. None: as many as possible are under way. Raises _PeerFailed."""
+        sizes = [size for _, size in piece.places]
+        if min(sizes) <= 0 or sum(sizes) > PIECE_BYTES:
+            raise _PeerFailed("the peer named places of another size")
+        return self._reader_of(peer).begin(peer.agent_name, piece.places)
+
+    def _reader_of(self, peer: _Peer) -> Reader:
+        if self._reader is None or not peer.agent_name:
+            raise _PeerFailed("the peer named places in memory that is not known here")
+        return self._reader
+
+    def _know(self, peer: _Peer, agent: bytes) -> None:
+        """Notes by which agent the peer's memory is read. Another one: it was restarted."""
+        if agent and agent != peer.agent and self._reader is not None:
+            if peer.agent_name:
+                self._reader.forget(peer.agent_name)
+            peer.agent, peer.agent_name = agent, self._reader.know(agent)
+
+    @property
+    def _reads(self) -> bool:
+        return self._reader is not None and self._reader.can_read
+
+    def _drop_reads(self, peer: _Peer) -> None:
+        """Forgets what has arrived and was not handled: the connection is given up."""
+        if self._reader is not None:
+            for arrived in peer.behind:
+                if arrived.read is not None:
+                    self._reader.drop(arrived.read)
+            if peer.agent_name:
+                self._reader.forget(peer.agent_name)
+        peer.agent, peer.agent_name = b"", ""
+        peer.behind.clear()
 
     def _take(self, peer: _Peer, load: _Load, piece: Piece, content: bytes) -> None:
         """Writes a verified piece. Raises _PeerFailed."""
@@ -334,7 +416,12 @@ class Fetcher:
             raise _PeerFailed("the peer sent blocks of another size")
         names = b"".join(load.names[i] for i in numbers)
         if not 0 <= piece.offset < 1 << 63 or checksum(names, piece.offset, content) != piece.checksum:
-            raise _PeerFailed("the peer sent damaged blocks")
+            if not piece.places:
+                raise _PeerFailed("the peer sent damaged blocks")
+            del peer.loads[load.id]  # the peer gave its memory to other blocks before it was read
+            self._tell(peer, Done(load.id))
+            self._finish(load)
+            return
         whole: bytes | bytearray = content
         if is_part:
             known = bytearray() if load.part is None or load.part[0] != piece.first else load.part[1]
@@ -380,6 +467,7 @@ class Fetcher:
         """Ends all loads of the peer, and the connection, whose late answers are not wanted."""
         self._warn(peer.address, error)
         del self._peers[peer.address]
+        self._drop_reads(peer)
         _close(peer)
         for load in peer.loads.values():
             self._finish(load)
@@ -395,6 +483,7 @@ class Fetcher:
                 return
             if not peer.loads:
                 del self._peers[address]
+                self._drop_reads(peer)
                 _close(peer)
 
 

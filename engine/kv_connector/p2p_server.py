@@ -74,6 +74,7 @@ class _Want:
     left: deque[int]  # numbers of items
     until: float  # monotonic s, of its lease
     lease_s: float
+    reads: bool
     patient_until: float  # monotonic s; before, an item that is missing may be in a plan that this rank has not run
     offset: int = 0  # bytes of the first item that were sent
     lacks_some: bool = False
@@ -88,11 +89,14 @@ class _Asker:
 class Server:
     """Serves on one address."""
 
-    def __init__(self, address: str, store: BlockStore, facts: ConnectorFacts, keys: Keys | None) -> None:
-        """Raises ConfigError if the address cannot be bound."""
+    def __init__(
+        self, address: str, store: BlockStore, facts: ConnectorFacts, keys: Keys | None, agent: bytes = b""
+    ) -> None:
+        """agent: by which peers read the store's memory. Raises ConfigError if the address cannot be bound."""
         check_free(address)
         self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         self._store = store
+        self._agent = agent
         self._layout = Layout.of(facts)
         self._digest = self._layout.digest
         self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
@@ -224,13 +228,15 @@ class Server:
             return
         names = split_keys(want.names)
         left = deque(i for i in range(len(names)) if not has_bit(want.have, i))
-        num_there = sum(self._store.get(names[i]) is not None for i in left)
-        num_coming = sum(self._store.is_coming(names[i]) for i in left if self._store.get(names[i]) is None)
+        num_there = sum(names[i] in self._store for i in left)
+        num_coming = sum(self._store.is_coming(names[i]) for i in left if names[i] not in self._store)
         lease_s = want.lease_ms / 1000
         now = time.monotonic()
         patient_until = now + _LAG_S if self._layout.num_ranks > 1 else now
-        asker.wants[want.id] = _Want(names, left, now + lease_s, lease_s, patient_until)
-        self._send(sender, Coming(want.id, num_there, num_coming))
+        asker.wants[want.id] = _Want(
+            names, left, now + lease_s, lease_s, want.reads and bool(self._agent), patient_until
+        )
+        self._send(sender, Coming(want.id, num_there, num_coming, self._agent if want.reads else b""))
 
     # ── what they get ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -266,9 +272,11 @@ class Server:
                 piece = block[offset : offset + PIECE_BYTES]
             if asker.credit < len(piece):
                 return False
-            names = b"".join(want.names[first : first + num])
-            head = Piece(number, first, num, offset, checksum(names, offset, piece))
-            if not self._send(sender, head, piece):
+            named = want.names[first : first + num]
+            sum_of_piece = checksum(b"".join(named), offset, piece)
+            places = self._store.places(named, offset, len(piece)) if want.reads else ()
+            head = Piece(number, first, num, offset, sum_of_piece, places)
+            if not self._send(sender, head, None if places else piece):
                 return False
             asker.credit -= len(piece)
             if offset + len(piece) < len(block) and num == 1:

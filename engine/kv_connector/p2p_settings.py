@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,8 +19,9 @@ NAMED = "named"
 """The value of `peer` with which requests name their peers."""
 
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
-_NAMES = ("serve", "size", "peer", "key-file", "role", "timeout_ms", "wait_ms", "fetch_timeout_ms")
+_NAMES = ("serve", "size", "peer", "key-file", "role", "transport", "timeout_ms", "wait_ms", "fetch_timeout_ms")
 _ROLES = ("prefill", "decode", "both")
+_TRANSPORTS = ("zmq", "nixl")
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -31,6 +33,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     asks: bool  # it asks peers: `peer`, or those that requests name
     key_file: str | None
     role: str
+    uses_nixl: bool  # blocks are read from memory, from and by instances that do so as well
     timeout_s: float  # how long a request waits for the answer to `Lookup`
     wait_s: float  # how much longer if the peer is computing the blocks
     fetch_timeout_s: float  # how long a load waits for its next piece
@@ -46,6 +49,11 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
     role = options.get("role", "both")
     if role not in _ROLES:
         raise ConfigError(f"--kv-connector p2p: role={role} should be one of {', '.join(_ROLES)}.")
+    transport = options.get("transport", "zmq")
+    if transport not in _TRANSPORTS:
+        raise ConfigError(f"--kv-connector p2p: transport={transport} should be one of {', '.join(_TRANSPORTS)}.")
+    if transport == "nixl" and find_spec("nixl") is None:
+        raise ConfigError("--kv-connector p2p: transport=nixl needs the package nixl: pip install 'pagewire[nixl]'.")
     needs = {"prefill": "serve", "decode": "peer"}.get(role)
     if needs is not None and needs not in options:
         raise ConfigError(f"--kv-connector p2p: role={role} needs {needs}=…, by which the KV travels.")
@@ -63,6 +71,7 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
         asks=peer is not None,
         key_file=key_file,
         role=role,
+        uses_nixl=transport == "nixl",
         timeout_s=milliseconds_of("p2p", "timeout_ms", options.get("timeout_ms", "100")) / 1000,
         wait_s=milliseconds_of("p2p", "wait_ms", options.get("wait_ms", "500")) / 1000,
         fetch_timeout_s=milliseconds_of("p2p", "fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,

@@ -108,6 +108,7 @@ class Want(Struct, frozen=True, array_like=True, tag=True):
     have: bytes  # a bit for each name, the lowest of the first byte first: what the asker has already; may be shorter
     credit: _Count  # bytes, added to that of the connection
     lease_ms: Annotated[int, Meta(ge=1, le=MAX_WAIT_MS)]
+    reads: bool = False  # pieces may be places in the server's memory, which the asker reads by NIXL
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=True):
@@ -152,6 +153,7 @@ class Coming(Struct, frozen=True, array_like=True, tag=True):
     id: int
     num_there: int
     num_coming: int
+    agent: bytes = b""  # of NIXL: what an asker that reads needs to know of it; empty: all pieces have contents
 
 
 class Piece(Struct, frozen=True, array_like=True, tag=True):
@@ -162,6 +164,7 @@ class Piece(Struct, frozen=True, array_like=True, tag=True):
     num: int  # items
     offset: int  # bytes before it of the item, if it is a part of one
     checksum: int  # see `checksum`
+    places: tuple[tuple[int, int], ...] = ()  # where it is: addresses and bytes; no frame follows
 
 
 class Gone(Struct, frozen=True, array_like=True, tag=True):

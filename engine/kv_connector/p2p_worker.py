@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 import msgspec
+import torch
 
 from ...ipc.messages import bytes_to_ids
 from ..attention.kv_cache import KvCache
@@ -16,6 +17,7 @@ from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .p2p_fetcher import Fetcher
 from .p2p_meta import P2pPlan
+from .p2p_nixl import Agent, Reader
 from .p2p_server import Server
 from .p2p_settings import Settings, keys_of, rank_address
 from .p2p_store import BlockStore
@@ -26,13 +28,19 @@ _decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
 
 class P2pWorker:
     def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
-        """Raises ConfigError if the address cannot be bound, or the keys cannot be read."""
+        """Raises ConfigError if the address cannot be bound, the keys cannot be read, or NIXL does not work."""
         keys = keys_of(settings)
-        self._store = BlockStore(facts)
+        self._agent, memory = None, None
+        if settings.uses_nixl and settings.serve is not None:
+            memory = torch.empty((settings.capacity, facts.block_bytes), dtype=torch.uint8)
+            self._agent = Agent(memory)
+        self._store = BlockStore(facts, memory)
         self._server: Server | None = None
         if settings.serve is not None:
-            self._server = Server(rank_address(settings.serve, facts.rank), self._store, facts, keys)
-        self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys) if settings.asks else None
+            agent = b"" if self._agent is None else self._agent.metadata
+            self._server = Server(rank_address(settings.serve, facts.rank), self._store, facts, keys, agent)
+        reader = Reader() if settings.uses_nixl and settings.asks else None
+        self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys, reader) if settings.asks else None
         self._copier: BlockCopier | None = None
         self._plan: P2pPlan | None = None
         self._num_under_way = 0
@@ -104,5 +112,7 @@ class P2pWorker:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        if self._agent is not None:
+            self._agent.close()
         if self._fetcher is not None:
             self._fetcher.close()
