@@ -21,7 +21,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP (OpenAI-compatible)",
-        description="Serves a model over HTTP. Without MODEL: the small demo model that ships with pagewire.",
+        description="Serves a model over HTTP. Without MODEL: the small demo model that ships with pagewire. "
+        "With several: each is loaded when it is asked for.",
     )
     add_flags(serve)
     serve.add_argument(
@@ -134,6 +135,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     from .procs.prepare import prepare_server
 
     config = read_settings(arguments)[0]
+    if config.source.models:
+        from .procs.models import Models, prepare_models
+
+        return uvloop.run(Models(*prepare_models(config, prepare_server)).run())
     if config.service.backend == "ray":
         from .ray.lead import serve
 

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
@@ -23,13 +23,16 @@ from ..errors import PagewireError
 from .admin.about import AboutEndpoints
 from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
 from .admin.invocations import InvocationsEndpoint
+from .admin.models import ModelEndpoints
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .anthropic.message_batches import MessageBatches
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
+from .by_model import ByModel
 from .gateway.gateway import Gateway
 from .gateway.request_end import Observer
+from .gateway.residence import Residence
 from .gateway.stats import Stats
 from .http.admission_throttle import AdmissionThrottle
 from .http.exchange import ClientGone, send_body, too_large
@@ -44,9 +47,14 @@ from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
 from .openai.tokenizing import TokenizeEndpoints
+from .output.inner_call import InnerCalls
 from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
+from .responses.background import BackgroundRuns
 from .responses.endpoints import ResponsesEndpoints
+from .state.database import Database
+from .state.jobs import Jobs
+from .state.rates import SharedRates
 from .web.openapi import Description, describe
 from .web.page import PAGE_FILES, PageFile
 
@@ -78,56 +86,82 @@ log = logging.getLogger(__name__)
 access = logging.getLogger("pagewire.access")
 
 
-def create_app(
-    gateway: Gateway,
-    config: EngineConfig,
-    http: HttpConfig,
-    *,
-    healthy: Callable[[], str | None],
-    version: str,
-    sleeper: Sleeper,
-    swap: Swap | None = None,
-    observers: Sequence[Observer] = (),
-) -> "Edge":
-    """The application of one api process; parameters as of `Service`."""
-    service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
-    router = Router(redirect_slashes=False)
-    batches = BatchEndpoints(service, router)
-    responses = ResponsesEndpoints(service)
-    message_batches = MessageBatches(service, router)
-    sections = {
-        "Chat and completions": OpenAIEndpoints(service).routes(),
-        "Responses": responses.routes(),
-        "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
-        "Ollama's API": OllamaEndpoints(service).routes(),
-        "llama-server's API": LlamaCppEndpoints(service).routes(),
-        "Embeddings and scores": PoolingEndpoints(service).routes(),
-        "Tokens": [
-            *TokenizeEndpoints(service).routes(),
-            *RenderEndpoints(service).routes(),
-            *GenerateEndpoints(service).routes(),
-        ],
-        "Files and batches": batches.routes(),
-        "The server": AboutEndpoints(service).routes() + InvocationsEndpoint(service, router).routes(),
-        "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
-    }
-    description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
-    router.routes += [
-        *(operation for section in sections.values() for operation in section),
-        Route("/openapi.json", Description(description), methods=["GET"]),
-        *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
+class Served(NamedTuple):
+    """One of the models of an api process, and what serves it; fields as the arguments of `Service`."""
+
+    gateway: Gateway
+    config: EngineConfig
+    sleeper: Sleeper
+    healthy: Callable[[], str | None]
+    observers: Sequence[Observer] = ()
+    residence: Residence | None = None  # None: it is the only one
+
+
+def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap: Swap | None = None) -> "Edge":
+    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several."""
+    state = Database(http.reports.state)
+    jobs = Jobs(state)
+    services = [
+        Service(
+            each.gateway,
+            each.config,
+            http,
+            healthy=each.healthy,
+            version=version,
+            observers=each.observers,
+            residence=each.residence,
+            state=state,
+            jobs=jobs,
+        )
+        for each in served
     ]
+    routers = [Router(redirect_slashes=False) for _ in served]
+    names = [each.config.served_model_names for each in served]
+    app = routers[0] if len(served) == 1 else ByModel(routers, names)
+    # What names no model is there once.
+    calls = InnerCalls(app, most=min(64, served[0].config.max_num_seqs))
+    batches = BatchEndpoints(services[0], calls)
+    message_batches = MessageBatches(services[0], calls)
+    runs = BackgroundRuns(state, jobs)
+    about = AboutEndpoints(services).routes()
+    for router, service, sleeper in zip(routers, services, (each.sleeper for each in served), strict=True):
+        sections = {
+            "Chat and completions": OpenAIEndpoints(service).routes(),
+            "Responses": ResponsesEndpoints(service, runs).routes(),
+            "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
+            "Ollama's API": OllamaEndpoints(service, services).routes(),
+            "llama-server's API": LlamaCppEndpoints(service).routes(),
+            "Embeddings and scores": PoolingEndpoints(service).routes(),
+            "Tokens": [
+                *TokenizeEndpoints(service).routes(),
+                *RenderEndpoints(service).routes(),
+                *GenerateEndpoints(service).routes(),
+            ],
+            "Files and batches": batches.routes(),
+            "The server": about + InvocationsEndpoint(service, router).routes(),
+            "Administration": AdminEndpoints(service, sleeper).routes() + _changing(services, swap),
+        }
+        router.routes += [operation for section in sections.values() for operation in section]
+        if router is routers[0]:
+            description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
+            router.routes += [
+                Route("/openapi.json", Description(description), methods=["GET"]),
+                *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
+            ]
     return Edge(
-        router,
-        _All([batches, responses, message_batches]),
+        app,
+        jobs,
         config=http,
-        stats=gateway.stats,
-        retry_after_s=lambda: gateway.retry_after_s,
+        stats=services[0].gateway.stats,
+        retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),
+        state=state,
     )
 
 
-def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
-    return [] if swap is None else SwapEndpoints(service, swap).routes()
+def _changing(services: Sequence[Service], swap: Swap | None) -> list[Operation]:
+    if swap is None:
+        return []
+    return SwapEndpoints(services[0], swap).routes() if len(services) == 1 else ModelEndpoints(services, swap).routes()
 
 
 class Background(Protocol):
@@ -138,27 +172,12 @@ class Background(Protocol):
     async def stop(self) -> None: ...
 
 
-class _All:
-    """Several background works as one."""
-
-    def __init__(self, works: Sequence[Background]) -> None:
-        self._works = works
-
-    def start(self) -> None:
-        for work in self._works:
-            work.start()
-
-    async def stop(self) -> None:
-        for work in self._works:
-            await work.stop()
-
-
 class Edge:
     """The outermost application, in an engine's server and in a router."""
 
     def __init__(
         self,
-        app: Router,
+        app: Router | ByModel,
         background: Background,
         *,
         config: HttpConfig,
@@ -166,9 +185,10 @@ class Edge:
         retry_after_s: Callable[[], int],
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
+        state: Database | None = None,
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits."""
+        of the rate limits, which are shared through `state`, if that is given."""
         self._app = app
         self._background = background
         self._limits = config.clients
@@ -179,15 +199,20 @@ class Edge:
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
+        self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
         self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        if self._rates is not None:
+            self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
+        if self._rates is not None:
+            await self._rates.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -230,7 +255,7 @@ class Edge:
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
         if scope["path"] not in _OPEN_PATHS:
             caller = self._caller(scope["path"], headers)
-            state |= {"salt": caller.salt, "account": caller.account}
+            state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from .report import Row, percentile
 
-_COLORS = ("#1f5fa8", "#c4501b", "#2e8540", "#7d4a9e")
+_COLORS = ("#1f5fa8", "#c4501b", "#2e8540", "#7d4a9e", "#6b6b6b")
 _STYLE: Any = {  # mypy: the keys are a long Literal
     "axes.grid": True,
     "axes.spines.right": False,
@@ -97,7 +97,7 @@ def panels(
 
 
 def _panel(axes: Axes, xs: Sequence[float], lines: Mapping[str, Sequence[Row]], column: str) -> None:
-    for color, marker, (name, rows) in zip(_COLORS, "os^D", lines.items(), strict=False):
+    for color, marker, (name, rows) in zip(_COLORS, "os^Dv", lines.items(), strict=False):
         medians = [row.median(column) for row in rows]
         low = [min(row.figures[column]) for row in rows]
         high = [max(row.figures[column]) for row in rows]

@@ -133,7 +133,10 @@ class Screen:
         parts: list[RenderableType] = [self._state(now), Text(), self._speed(before, now), Text()]
         if now.stages:
             parts += [self._stages(before, now), Text()]
-        parts += [self._latencies(before, now), Text(), self._counts(before, now)]
+        parts += [self._latencies(before, now), Text()]
+        if "slo_observations_total/latency_class" in now.by_label:
+            parts += [self._attainment(before, now), Text()]
+        parts.append(self._counts(before, now))
         if self.trouble:
             parts += [Text(), Text(self.trouble, style="bold red")]
         return Panel(Group(*parts), title=f"{self._model} at {self._url}", subtitle="q ends", title_align="left")
@@ -184,6 +187,18 @@ class Screen:
             table.add_row(f"stage {stage} busy", busy, stage_bar(shares))
         waits = f"{_STATES['input']} waits for the stage before, {_STATES['ids']} for ids, {_STATES['plan']} for a plan"
         table.add_row("bubbles", f"{100 * now.mean('pipeline_bubble_ratio'):.0f} %", waits)
+        return table
+
+    def _attainment(self, before: Reading, now: Reading) -> "Table":
+        """How often each latency class had its first and next tokens in time."""
+        table = _table()
+        for name in now.by_label["slo_observations_total/latency_class"]:
+            num, met = (
+                now.by_label[label][name] - before.by_label.get(label, {}).get(name, 0.0)
+                for label in ("slo_observations_total/latency_class", "slo_attained_total/latency_class")
+            )
+            share = met / num if num > 0 else 1.0
+            table.add_row(f"class {name}", f"{100 * share:.1f} %" if num > 0 else "idle", _bar(share))
         return table
 
     def _latencies(self, before: Reading, now: Reading) -> "Table":

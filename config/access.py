@@ -1,12 +1,13 @@
-"""Checks of keys with their rates, of origins, and of the settings of certificates."""
+"""Checks of keys with their rates and rights, of origins, and of the settings of certificates."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ..errors import ConfigError
 
@@ -15,16 +16,18 @@ _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """A key and its rates; None: no bound."""
+    """A key, its rates, and what its requests may ask for; None: no bound."""
 
     key: str
     requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Meta(ge=1)] | None = None
+    latency_classes: tuple[str, ...] | None = None  # the first one is that of requests that name none
+    min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # the most urgent `priority`
 
 
 def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...]:
-    """Reads lines such as `KEY requests_per_minute=60 tokens_per_minute=90000`, whose rates are optional. Empty lines
-    and those that begin with # are skipped. Raises ConfigError, which names the line and never the key."""
+    """Reads lines such as `KEY requests_per_minute=60 latency_classes=chat,batch`; what follows the key is optional.
+    Empty lines and those that begin with # are skipped. Raises ConfigError, which names the line and never the key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -36,16 +39,23 @@ def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...
         words = line.split()
         if words and not words[0].startswith("#"):
             try:
-                rates = dict(word.split("=", 1) for word in words[1:])
-                found.append(msgspec.convert({**rates, "key": words[0]}, ApiKey, strict=False))
+                more = dict(word.split("=", 1) for word in words[1:])
+                names = {name: text.split(",") for name, text in more.items() if name == "latency_classes"}
+                found.append(msgspec.convert({**more, **names, "key": words[0]}, ApiKey, strict=False))
             except (ValueError, msgspec.ValidationError) as error:
                 raise ConfigError(
-                    f"{flag} {path}, line {number}: after the key there may be requests_per_minute=N and "
-                    "tokens_per_minute=N, and nothing else."
+                    f"{flag} {path}, line {number}: after the key there may be requests_per_minute=N, "
+                    "tokens_per_minute=N, latency_classes=NAME,NAME and min_priority=N, and nothing else."
                 ) from error
     if not found:
         raise ConfigError(f"{flag} {path} holds no key, so it would let everyone in; add one or leave the flag out.")
     return tuple(found)
+
+
+def check_key_classes(keys: Iterable[ApiKey], classes: Collection[str]) -> None:
+    """Raises ConfigError for a latency class of a key that is none of `classes`."""
+    for name in {name for key in keys for name in key.latency_classes or ()} - set(classes):
+        raise ConfigError(f"--api-key-file: {name[:40]!r} is none of --latency-classes.")
 
 
 def merge_keys(
@@ -58,8 +68,10 @@ def merge_keys(
             raise ConfigError("An API key must be printable ASCII characters without a space, and not empty.")
         if one.key in found:
             raise ConfigError("An API key is given twice; leave one of the two out.")
-        found[one.key] = ApiKey(
-            one.key, one.requests_per_minute or requests_per_minute, one.tokens_per_minute or tokens_per_minute
+        found[one.key] = replace(
+            one,
+            requests_per_minute=one.requests_per_minute or requests_per_minute,
+            tokens_per_minute=one.tokens_per_minute or tokens_per_minute,
         )
     return tuple(found.values())
 

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from ..errors import ConfigError
 from .access import ApiKey
 from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from .latency_classes import LatencyClass
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
@@ -47,6 +48,14 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "model of pagewire; demo-hybrid: the one with recurrent layers",
         ),
     ] = ""
+    models: Annotated[
+        tuple[str, ...],
+        _doc(
+            "model",
+            "several models behind one port, loaded when they are asked for: models, folders of models, and TOML files "
+            "with a [[models]] table for each; the same as several MODELs",
+        ),
+    ] = ()
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
     served_model_name: Annotated[
         tuple[str, ...], _doc("model", "name(s) that clients may use; responses have the first (default: the model's)")
@@ -153,6 +162,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             le=64,
         ),
     ] = 1
+    all2all_backend: Annotated[
+        Literal["all-to-all", "allgather_reducescatter"],
+        _doc(
+            "engine",
+            "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
+            "all-to-all: those that chose them; allgather_reducescatter: all",
+        ),
+    ] = "all-to-all"
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -178,9 +195,21 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts with a common prefix")] = True
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
-        _doc("engine", "order of requests: by arrival, by their priority, or fair shares for tenants"),
+        Literal["fcfs", "priority", "fair", "shortest", "slo"],
+        _doc(
+            "engine",
+            "order of requests: by arrival, by their priority, fair shares for tenants, the shortest first, or by the "
+            "deadlines of --latency-classes; under the last two nobody waits for newcomers for ever",
+        ),
     ] = "fcfs"
+    latency_classes: Annotated[
+        dict[str, LatencyClass] | None,
+        _doc(
+            "engine",
+            "targets of classes of requests, in JSON, which requests name as service_tier: "
+            '{"interactive": {"ttft_ms": 500, "itl_ms": 50}, "batch": {"share": 0.5}}',
+        ),
+    ] = None
     itl_target_ms: Annotated[
         _PositiveFloat | None,
         _doc("engine", "longest delay of a stream's next token by a prompt's chunk, in ms (default: no bound)"),
@@ -204,8 +233,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         tuple[str, ...],
         _doc(
             "engine",
-            "where KV is kept beyond the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
-            "options, such as host,size=4G disk,path=DIR,size=20G",
+            "where KV is kept beyond the device, nearest first: host, disk, shared, redis, p2p or module:Class, each "
+            "with its options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
     kv_peers: Annotated[
@@ -271,6 +300,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str | None,
         _doc("engine", "address for programs that send token ids (`EngineClient`): ipc:///path or tcp://host:port"),
     ] = None
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether each rank has tokens of its own, and gives others those that their experts compute."""
+        is_dealt = self.kv_domains > 1 and self.enable_expert_parallel
+        return is_dealt and self.all2all_backend == "all-to-all"
 
 
 class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -386,15 +421,11 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an api process stores and reports."""
 
-    batch_folder: Annotated[
-        str | None,
-        _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
-    ] = None
     state: Annotated[
         str | None,
         _doc(
             "server",
-            "SQLite file of stored responses and the like, which later servers read (default: in memory)",
+            "SQLite file of stored responses, files, batches, … for later servers (default: deleted at the end)",
         ),
     ] = None
     metrics_prefix: Annotated[
@@ -423,8 +454,25 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     api_processes: Annotated[
         int,
-        _doc("server", "processes that serve HTTP on the port; limits and rates apply to each separately", ge=1, le=64),
+        _doc(
+            "server",
+            "processes that serve HTTP on the port; limits other than rates apply to each",
+            ge=1,
+            le=64,
+        ),
     ] = 1
+    models_memory: Annotated[
+        _Positive | None,
+        _doc(
+            "server",
+            "memory that the loaded ones of several models may take together, such as 24G (default: four fifths of "
+            "what is free at the start)",
+        ),
+    ] = None
+    model_wait: Annotated[
+        float,
+        _doc("server", "how long requests wait for one of several models to be loaded, in seconds, before a 503", ge=0),
+    ] = 300.0
     drain_timeout: Annotated[
         float,
         _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
@@ -486,7 +534,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
-Task = Literal["generate", "embed", "score"]
+Task = Literal["generate", "embed", "score", "classify"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
@@ -499,6 +547,7 @@ class Purpose(Struct, frozen=True, kw_only=True):
     size: int = 0  # dimensions of a vector
     prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
+    labels: tuple[str, ...] = ()  # of a classifier with several
 
 
 class Infill(Struct, frozen=True, kw_only=True):
@@ -580,7 +629,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    engine_number: int = 0  # among those of `data_parallel_size`
+    engine_number: int = 0  # among those of `data_parallel_size`, or among the models of one launch
+    is_one_of_models: bool = False  # other models are served by the same api processes
+    system_prompt: str = ""  # of conversations that have none
     block_size: int
     # Narrowed: what the user may leave open is decided here.
     max_model_len: int
@@ -615,6 +666,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.pipeline_layers,
             self.enable_expert_parallel,
             self.kv_domains,
+            self.exchanges_tokens,  # then each rank has shared experts whole
         )
 
     @property
@@ -623,14 +675,26 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
+    def num_in_flight(self) -> int:
+        """Plans that the core has sent and not had answered, at most."""
+        return self.pipeline_parallel_size + self.pipeline_depth - 1
+
+    @property
+    def stages_by_mail(self) -> bool:
+        """Whether there are stages that send each other messages, as those on CPUs. Those on GPUs hand tensors from
+        device to device."""
+        return self.pipeline_parallel_size > 1 and self.kernels is not None
+
+    @property
     def batch_invariance(self) -> BatchInvariance:
         """How far a request's tokens depend on other requests, on chunks, prefix hits and preemptions.
 
         exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
         changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
         16 or 8 bits amplify these differences."""
-        # Which ranks have an expert decides how sums are grouped, and replicas follow what is served.
-        if self.deterministic or (self.runs_in_c and self.model.attends_in_c and not self.expert_replicas):
+        # Which ranks have an expert decides how sums over the ranks are grouped, and replicas follow what is served.
+        is_regrouped = self.expert_replicas and not self.exchanges_tokens
+        if self.deterministic or (self.runs_in_c and self.model.attends_in_c and not is_regrouped):
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
         return "float32" if is_wide else "none"

@@ -16,9 +16,11 @@ from .config import Config, parse_size
 
 _SIZES = frozenset(  # settings that may be written 2G or 8k
     {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}
-    | {"max_body_size", "max_head_size"}
+    | {"max_body_size", "max_head_size", "models_memory"}
 )
-_OBJECTS = frozenset({"default_chat_template_kwargs", "override_generation_config"})  # may be written as JSON
+_OBJECTS = frozenset(
+    {"default_chat_template_kwargs", "latency_classes", "override_generation_config"}
+)  # may be written as JSON
 _GROUPS = ("model", "engine", "network", "server", "access", "limits")
 
 
@@ -109,7 +111,7 @@ def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = _GROUP
         section, kind = sections[setting.group], setting.kind
         text = f"{setting.help}{_default(setting.default)}"
         if setting.name == "model":
-            section.add_argument("model", metavar="MODEL", nargs="?", help=setting.help)
+            section.add_argument("model", metavar="MODEL", nargs="*", help=setting.help)
         elif kind is bool:
             section.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif choices := _choices(kind):
@@ -137,6 +139,9 @@ def read_settings(namespace: argparse.Namespace) -> tuple[Config, dict[str, str]
     said = dict.fromkeys(values, str(file))
     for name, setting in SETTINGS.items():
         value = getattr(namespace, name, None)
+        if name == "model" and isinstance(value, list):  # one is the model, and several are `models`
+            namespace.models = [*value, *(namespace.models or ())] if len(value) > 1 or namespace.models else None
+            value = None if namespace.models or not value else value[0]
         if value is not None:
             values[name] = value
             said[name] = setting.flag

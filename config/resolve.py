@@ -28,6 +28,7 @@ from .config import (
 )
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
+from .latency_classes import check_classes
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -41,6 +42,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         )
     if options.kv_peers and not options.kv_connector:
         raise ConfigError("--kv-peers names hosts to load KV from; give --kv-connector p2p,peer=… or shared,… as well.")
+    check_classes(options.latency_classes or {}, options.scheduling_policy)
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
@@ -131,10 +133,22 @@ def _check_machines(config: Config) -> int:
             f"--nnodes {nnodes} does not divide the {num_stages} stages of --pipeline-parallel-size: each machine runs "
             "as many whole stages."
         )
-    if (nnodes > 1 or service.backend == "ray") and config.cpu.cpu_bind not in ("auto", "none"):
-        what = "--nnodes" if nnodes > 1 else "--backend ray"
-        raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
+    if nnodes > 1 or service.backend == "ray":
+        what = "--backend ray" if service.backend == "ray" else "--nnodes"
+        if config.cpu.cpu_bind not in ("auto", "none"):
+            raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
+        if num_ranks * num_stages > 1:
+            check_one_machine(config.engine, what)
     return nnodes
+
+
+def check_one_machine(options: EngineOptions, what: str) -> None:
+    """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
+    if any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
+        raise ConfigError(
+            "--kv-connector p2p is for engines whose ranks are all on one machine, where each answers at a port of its "
+            f"own; leave it or {what} out."
+        )
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:
@@ -145,8 +159,6 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
     url = urlsplit("http://none" if endpoint is None else endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
-    if config.service.api_processes > 1 and config.reports.batch_folder is not None:
-        raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
     if (state := config.reports.state) is not None and not Path(state).absolute().parent.is_dir():
         raise ConfigError(f"--state {state}: its folder does not exist; make it first.")
     check_tls(listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs, listen.ssl_cert_reqs)
@@ -178,12 +190,6 @@ _STAGES = "--pipeline-parallel-size"
 
 def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses what several ranks cannot do."""
-    for sizes, num in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        (_STAGES, options.pipeline_parallel_size),
-    ):
-        if num > 1 and any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
-            raise ConfigError(f"--kv-connector p2p serves the KV of one rank only; leave it or {sizes} out.")
     if options.pipeline_parallel_size == 1:
         if options.pipeline_layers is not None:
             raise ConfigError(f"--pipeline-layers divides the layers among stages; give {_STAGES} as well.")
@@ -193,10 +199,10 @@ def _check_ranks(options: EngineOptions, model: ModelFacts, machine: MachineFact
 
 def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) -> None:
     """Refuses what several stages cannot do yet."""
-    if not on_cpu:
+    if options.speculative is not None and not on_cpu:
         raise ConfigError(
-            f"{_STAGES} {options.pipeline_parallel_size} is for --device cpu: stages on GPUs are not there yet; "
-            "choose --tensor-parallel-size."
+            f"--speculative is not there for GPUs with {_STAGES}: only the last stage knows how many draft tokens were "
+            "accepted when the next pass begins; leave one of them out."
         )
     if options.expert_replicas:
         raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")
@@ -277,11 +283,12 @@ def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
             "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
             "number of ranks, or leave it out."
         )
+    is_summed = not options.exchanges_tokens  # over the ranks, each of which adds what its experts give
     for what, is_so in (
         ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
         ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
         ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
-        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic),
+        ("changes how sums are grouped, so --deterministic excludes it", options.deterministic and is_summed),
     ):
         if is_so and options.expert_replicas:
             raise ConfigError(f"--expert-replicas {options.expert_replicas} {what}.")

@@ -55,6 +55,12 @@ def _attention(value: object) -> Settings | str:
     return "there is no such backend here; one is chosen for the device."
 
 
+def _all_to_all(value: object) -> Settings | str:
+    if value in ("all-to-all", "allgather_reducescatter"):
+        return {"all2all_backend": value}
+    return "ranks send each other tokens by the collectives of the device."
+
+
 def _executor(value: object) -> Settings | str:
     return {"backend": "ray"} if value == "ray" else "ranks are pagewire's own processes."
 
@@ -219,7 +225,7 @@ _ROWS = (
         "--cudagraph-capture-sizes=+ --max-cudagraph-capture-size= --cudagraph-metrics --jit-monitor-mode= "
         "--jit-monitor-verbose --kernel-config={} --ir-op-priority={} --enable-flashinfer-autotune",
     ),
-    (NotNeeded("a request gets at most 20 candidates for each token."), "--max-logprobs="),
+    (NotNeeded("a request gets at most 20 candidates for each token, which is its default."), "--max-logprobs="),
     (
         Refused("log-probabilities are those of the model, before other parameters.", ("raw_logprobs",)),
         "--logprobs-mode=",
@@ -262,9 +268,13 @@ _ROWS = (
         "--mamba-backend= --mamba-ssu-algorithm= --enable-mamba-cache-stochastic-rounding "
         "--mamba-cache-philox-rounds= --moe-backend= --linear-backend= --sparse-indexer-topk-backend= "
         "--attention-config|-ac={} --gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= "
-        "--disable-custom-all-reduce --all2all-backend= --disable-cascade-attn",
+        "--disable-custom-all-reduce --disable-cascade-attn",
     ),
     # ranks and machines
+    (
+        Taken("allgather_reducescatter; else ranks send tokens as the device does it best", _all_to_all),
+        "--all2all-backend=",
+    ),
     (
         Taken("ray: --backend ray; else ranks are pagewire's own processes", _executor),
         "--distributed-executor-backend=",

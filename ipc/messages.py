@@ -12,7 +12,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
     supervisor ─Ping, Reset, Leave, Stop─▶ all
-    supervisor ─Serve, Restored, Swapped, Vacate─▶ api ─Swap, Vacated─▶ supervisor
+    supervisor ─Serve, Restored, Swapped, Vacate, ModelStates─▶ api ─Swap, Vacated, Demand─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -236,6 +236,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     kv_peer: str = ""  # as in `Enqueue`
     keeps_start: bool = False  # `truncate` keeps the first tokens instead
+    latency_class: str = ""  # as in `Enqueue`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -268,6 +269,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     # It ends with `cache_threshold`, computing nothing, if a smaller share of its prompt is found in caches.
     cache_hit_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     kv_peer: str = ""  # tcp:// address of the engine that has or computes its KV; empty: the operator's peer
+    latency_class: str = ""  # one of `--latency-classes`; empty: the default one
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -495,6 +497,7 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     rank: int
     num_steps: int  # that the rank has run so far
     tokens: dict[int, bytes]  # layer → int64, for each of its experts the tokens that it had on this rank
+    sent_bytes: int = 0  # that other ranks have read from this one
 
 
 class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
@@ -722,6 +725,7 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_stored: int  # blocks written to it
     num_evicted: int  # blocks dropped to make room
     num_failed: int  # blocks that could not be loaded
+    num_loaded_bytes: int = 0  # of blocks that could, on all ranks
 
 
 class GroupSnapshot(Struct, frozen=True, array_like=True):
@@ -774,6 +778,9 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     engine: int = 0  # of the core, if the launch has several
     prompt_ms: float = 0.0  # to compute a prompt's token; 0: unknown
     load_ms: float = 0.0  # to load a token's KV from behind the device; 0: unknown
+    rank_sent_bytes: tuple[
+        int, ...
+    ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -925,6 +932,34 @@ class Swapped(Struct, frozen=True, array_like=True, tag=True):
     detail: str
 
 
+class Demand(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor of several models: this api process has requests for a model, or has no more."""
+
+    name: str  # of the api process
+    model: int  # its number
+    is_open: bool
+    keep_alive_s: float | None = None  # what the last request said of the model's stay; inf: no bound
+
+
+class ModelState(Struct, frozen=True, array_like=True):
+    """One of several models behind one port."""
+
+    state: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
+    since: float  # on the machine's monotonic clock
+    need_bytes: int  # of memory while it is loaded
+    is_pinned: bool
+    expires_at: float  # it is unloaded then if it is not used, on the same clock; inf: not by itself
+    load_s: float  # that its last load took; 0: none has ended
+    problem: str  # why it failed last; empty: it has not
+
+
+class ModelStates(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor of several models → api: which are loaded. Sent with each change."""
+
+    models: tuple[ModelState, ...]
+    budget_bytes: int  # for all of them
+
+
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop
@@ -940,6 +975,7 @@ ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
+    | ModelStates
 )  # fmt: skip
-ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave | Vacated
+ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -8,6 +8,7 @@ without keys: with `Keys`, both ends use CURVE (RFC 26/ZeroMQ) and must hold the
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import socket as unix_socket
@@ -52,17 +53,29 @@ class Keys(Struct, frozen=True):
 
 
 def read_keys(path: Path) -> Keys:
-    """Reads a key file, or creates it. Raises ConfigError if other users may read it."""
+    """Reads a key file, or creates it. Of several processes that do so at once, one creates it. Raises ConfigError if
+    other users may read it, OSError if it cannot be created."""
     if not path.exists():
-        public, secret = zmq.curve_keypair()
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{public.decode()}\n{secret.decode()}\n")
+        _create_keys(path)
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"{path} may be read by other users; run chmod 600 on it.")
     lines = path.read_text().split()
     if len(lines) != 2 or any(len(line) != 40 for line in lines):
         raise ConfigError(f"{path} is not a key file: it should hold two lines of 40 characters.")
     return Keys(*lines)
+
+
+def _create_keys(path: Path) -> None:
+    """The file gets its name when it is complete, so nobody reads a part of it."""
+    public, secret = zmq.curve_keypair()
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{public.decode()}\n{secret.decode()}\n")
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.link(part, path)
+    finally:
+        os.unlink(part)
 
 
 def make_run_folder() -> Path:

@@ -20,7 +20,7 @@ class PoolingParams:
 
     def pooling(self, purpose: Purpose) -> Pooling:
         """Raises ValueError."""
-        task = self.task or ("score" if purpose.tasks == ("score",) else "embed")
+        task = self.task or ("embed" if "embed" in purpose.tasks or "generate" in purpose.tasks else "score")
         if task == "token_embed":
             return Pooling("all", truncate=self.truncate_prompt_tokens)
         if task in ("classify", "score"):

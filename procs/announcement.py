@@ -54,4 +54,6 @@ def _example(tasks: Sequence[Task]) -> tuple[str, str]:
         return "/v1/chat/completions", f'"stream": true, {messages}'
     if "embed" in tasks:
         return "/v1/embeddings", '"input": "Count from 1 to 10"'
+    if "classify" in tasks:
+        return "/classify", '"input": "Count from 1 to 10"'
     return "/v1/score", '"text_1": "How many?", "text_2": ["Ten", "Blue"]'

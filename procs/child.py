@@ -55,6 +55,7 @@ class EngineMailboxes(Struct, frozen=True):
     addresses: dict[str, str]  # of its mailboxes
     epoch: int
     device_epoch: int
+    config: EngineConfig | None = None  # if it serves another model than the others
 
 
 class Launch(Struct, frozen=True):
@@ -224,7 +225,10 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
 
             assert launch.http is not None, name
             first_rid = api_index(index(name), counter_of(launch.epoch), launch.num_apis)
-            actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid, engines=engines)
+            models = [each.config for each in launch.engines if each.config is not None]
+            actor = ApiActor(
+                config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid, engines=engines, models=models
+            )
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
@@ -250,6 +254,8 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     number = NO_ENGINE if launch.engines else launch.config.engine_number
     is_one_of_several = launch.config.data_parallel_size > 1 and not launch.engines
     shown = f"{name} of engine {number}" if is_one_of_several else name
+    if launch.config.is_one_of_models and not launch.engines:
+        shown = f"{name} of {launch.config.served_model_names[0]}"
     _set_title(shown)
     write_log_lines(shown)
     epochs = Epochs(launch.epoch, launch.device_epoch, engine=number)

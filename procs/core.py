@@ -96,8 +96,8 @@ class CoreActor:
         self._step_times = StepTimes()
         self._mask_times = MaskTimes()
         self._is_watching = False  # a call of `_take_back` is due
-        num_stages = config.pipeline_parallel_size
-        self._pipeline_times = PipelineTimes(num_stages) if num_stages > 1 else None
+        # Devices do not tell what they wait for.
+        self._pipeline_times = PipelineTimes(config.pipeline_parallel_size) if config.stages_by_mail else None
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
@@ -513,6 +513,7 @@ class CoreActor:
             bubble_ratio=bubble_ratio,
             expert_tokens=self._expert_loads.tokens,
             expert_imbalance=self._expert_loads.imbalance,
+            rank_sent_bytes=self._expert_loads.sent_bytes,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

@@ -51,7 +51,10 @@ class EnginePart(Supervisor):
         super().__init__(config, quiet=True, weight_fds=weight_fds)
         self._actors = [name for name in self._names if kind(name) != "api"]
         self._is_owned = True
-        self._shown = f"engine {config.engine.engine_number}: "
+        is_model = config.engine.is_one_of_models
+        self._shown = (
+            f"{config.engine.served_model_names[0] if is_model else f'engine {config.engine.engine_number}'}: "
+        )
         self._given_folder = folder
         self._other_apis = apis
         self._epoch, self._device_epoch = epochs

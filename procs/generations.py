@@ -20,9 +20,10 @@ from ..config.flags import from_options
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
+from ..ipc.zmq_channel import make_run_folder, remove_run_folder
 from .engines import Engines
 from .listening import Listening
-from .supervisor import Supervisor
+from .supervisor import Supervisor, with_state
 
 Generation = Supervisor | Engines
 """What serves one model; a launch of several engines has one object for all of them."""
@@ -73,12 +74,14 @@ class Generations:
         if prepared.engine.data_parallel_size > 1:
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         self._listening = Listening(prepared.http.listen)
+        self._folder = make_run_folder()
         try:
             self._begin(self._config, prepared)
             self._engine.serve()
             return await self._watch()
         finally:
             self._listening.close()
+            remove_run_folder(self._folder)
 
     async def _watch(self) -> int:
         """Waits until the engine that serves has ended and no swap is under way. The exit code."""
@@ -109,7 +112,8 @@ class Generations:
         model, name = prepared.engine.model, prepared.engine.served_model_names[0]
         version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
-        prepared = structs.replace(prepared, http=structs.replace(prepared.http, versions=self._versions))
+        http = structs.replace(prepared.http, versions=self._versions)
+        prepared = structs.replace(prepared, http=with_state(http, self._folder))
         make = Engines if prepared.engine.data_parallel_size > 1 else Supervisor
         engine: Generation = make(
             prepared,

@@ -63,6 +63,10 @@ class Inline:
             raise ConfigError(
                 "LLM has stages of one rank each: use AsyncLLM or a server, or leave one of the sizes out."
             )
+        if config.pipeline_parallel_size > 1 and not config.stages_by_mail:
+            raise ConfigError(
+                "LLM has no stages on GPUs: use AsyncLLM or a server, or leave pipeline_parallel_size out."
+            )
         if config.client_address is not None:
             raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
         infos = [RankInfo(rank, stage=rank, first=rank) for rank in range(config.pipeline_parallel_size)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..config.flags import add_flags, read_flags
+from ..config.resolve import check_one_machine
 from ..errors import ConfigError, PagewireError
 from ..ipc.zmq_channel import check_address, read_keys
 from .child import exit_code
@@ -86,19 +87,26 @@ def main(argv: list[str] | None = None) -> int:
         ranks = workers(num_ranks)
         here = {name for name in ranks if name in actors}
         if here and len(here) < num_ranks:
-            if num_stages == 1:
-                needed.add(RENDEZVOUS)
-            elif any(0 < len(here & {*ranks[first : first + size]}) < size for first in range(0, num_ranks, size)):
+            parts = [len(here & {*ranks[first : first + size]}) for first in range(0, num_ranks, size)]
+            if num_stages > 1 and any(0 < num < size for num in parts):
                 raise ConfigError("With several stages, start all workers of a stage in one launch.")
+            check_one_machine(config.engine, "the actors of other launches")
             if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
                 config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
         if missing := sorted(needed - addresses.keys()):
-            raise ConfigError(f"Say where {missing[0]} is: --address {missing[0]}=tcp://host:port.")
-        supervisor = Supervisor(prepare_server(config), actors=actors, addresses=addresses, keys=keys)
-        return run(supervisor)
+            raise ConfigError(_say_where(missing[0]))
+        prepared = prepare_server(config)
+        meets = here and len(here) < num_ranks and not prepared.engine.stages_by_mail
+        if meets and RENDEZVOUS not in addresses:  # ranks on GPUs are a group across the stages
+            raise ConfigError(_say_where(RENDEZVOUS))
+        return run(Supervisor(prepared, actors=actors, addresses=addresses, keys=keys))
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)
         return exit_code(error)
+
+
+def _say_where(name: str) -> str:
+    return f"Say where {name} is: --address {name}=tcp://host:port."
 
 
 def run(supervisor: Supervisor) -> int:

@@ -166,8 +166,9 @@ class Lead(Supervisor):
         self._begun = self._epoch
         self._moved.difference_update(lost)
         addresses = self._fleet.addresses
-        # A new port, where no rank of an earlier group comes; the ranks of a stage are on one machine, and need none.
-        if self._num_stages == 1 and any(name in lost for name in self._ranks):
+        # A new port, where no rank of an earlier group comes. Stages that send messages need none, since the ranks of
+        # each are on one machine.
+        if not self._config.stages_by_mail and any(name in lost for name in self._ranks):
             first = next((m.bound for m in self._fleet.machines if m.bound and "worker" in m.actors), None)
             addresses[RENDEZVOUS] = unused_address(self._host) if first is None else first.rendezvous
         self._given |= addresses

@@ -6,8 +6,9 @@ from msgspec.structs import replace
 
 from ..api.http.tls import tls_context
 from ..api.output.parsers import registry as parsers
-from ..config.access import read_key_file
+from ..config.access import check_key_classes, read_key_file
 from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
+from ..config.latency_classes import with_default
 from ..config.machine import machine_facts
 from ..config.resolve import resolve, resolve_http
 from ..engine.checkpoint.gguf import is_gguf
@@ -33,7 +34,9 @@ def prepare_server(config: Config) -> ServerConfig:
     """Finds the model, which is downloaded if need be, and decides what the user left open. Raises ConfigError, also
     for what only the engine's processes will open."""
     engine = resolve(config, *examine(config))
-    return ServerConfig(engine=engine, http=prepare_http(config))
+    http = prepare_http(config)
+    check_key_classes(http.api_keys, with_default(engine.latency_classes))
+    return ServerConfig(engine=engine, http=http)
 
 
 def prepare_http(config: Config) -> HttpConfig:
@@ -50,6 +53,8 @@ def prepare_http(config: Config) -> HttpConfig:
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     """The facts about the model and this machine. Raises ConfigError."""
     source, options = config.source, config.engine
+    if source.models:
+        raise ConfigError("Several models are for `pagewire serve`; name one.")
     kv_connectors.check(options.kv_connector)
     parsers.check(options.tool_call_parser, options.reasoning_parser)
     num_draft_tokens(options.speculative)

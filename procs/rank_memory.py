@@ -17,7 +17,8 @@ class RankMemory:
         self._size, self._num_ranks = size, config.num_ranks
         can_sum = are_alone and config.kernels == "compiled" and size > 1
         self._of_stages = [make_memory() for _ in range(num_stages)] if can_sum else []
-        self._from_ranks = [make_memory("pagewire-stages") for _ in range(self._num_ranks - size)] if are_alone else []
+        num_edges = self._num_ranks - size if are_alone and config.stages_by_mail else 0
+        self._from_ranks = [make_memory("pagewire-stages") for _ in range(num_edges)]
 
     def fields(self, rank: int) -> dict[str, int]:
         """The descriptors of a rank, by their fields of `Launch`; -1: there is none."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config.config import ServerConfig
 from ..ipc.epochs import NO_ENGINE
-from ..ipc.messages import Reset, Swap, Vacate, Vacated
+from ..ipc.messages import Demand, ModelStates, Reset, Swap, Vacate, Vacated
 from .child import EngineMailboxes
 from .listening import Listening
 from .supervisor import Supervisor
@@ -32,15 +32,18 @@ class SharedApis(Supervisor):
         on_lost: Callable[[Sequence[str], str], None],
         on_swap: Callable[[Swap], None] | None,
         notes: Callable[[], list[str]],
+        on_demand: Callable[[Demand], None] | None = None,
     ) -> None:
         """`folder`: for their mailboxes. `engines`: the engines as they are now. `on_lost` is called with the names of
-        processes that are replaced, and the reason. `notes`: of the engines, for the announcement."""
+        processes that are replaced, and the reason. `notes`: of the engines, for the announcement. `on_demand`: of
+        several models."""
         names = apis(config.http.service.api_processes)
         super().__init__(config, actors=names, listening=listening, on_swap=on_swap)
         self._given_folder = folder
         self._engine = NO_ENGINE
         self._mailboxes_of_engines = engines  # type: ignore[method-assign]
         self._on_lost = on_lost
+        self._demanded = on_demand
         self._notes_of_engines = notes
         self._vacated: dict[int, set[str]] = {}  # engine → the api processes that have nothing open there
         self.addresses = {name: f"ipc://{folder}/{name}" for name in names}
@@ -53,7 +56,7 @@ class SharedApis(Supervisor):
         self._mark("engines ready")
         super().serve()
 
-    def tell(self, message: Reset | Vacate) -> None:
+    def tell(self, message: Reset | Vacate | ModelStates) -> None:
         """Sends it to all of them."""
         if not self._is_over:
             for outbox in self._outboxes.values():
@@ -73,6 +76,10 @@ class SharedApis(Supervisor):
         deadline = asyncio.get_running_loop().time() + within_s
         while not vacated.issuperset(self._apis) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_VACATED_POLL_S)
+
+    def _on_demand(self, message: Demand) -> None:
+        if self._demanded is not None:
+            self._demanded(message)
 
     def _on_vacated(self, message: Vacated) -> None:
         self._vacated.setdefault(message.engine, set()).add(message.name)

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from ..config.config import EngineConfig, ServerConfig
+from ..config.config import EngineConfig, HttpConfig, ServerConfig
 from ..config.machine import usable_cores
 from ..errors import StartError
 from ..ipc.epochs import Epochs, Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
+    Demand,
     Facts,
     Fault,
     Leave,
@@ -66,6 +67,14 @@ STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
 Process = asyncio.subprocess.Process | ForkedProcess | RemoteProcess
+
+
+def with_state(http: HttpConfig, folder: Path) -> HttpConfig:
+    """With a state file in this folder, unless the user names one."""
+    if http.reports.state is not None:
+        return http
+    reports = msgspec.structs.replace(http.reports, state=str(folder / "state"))
+    return msgspec.structs.replace(http, reports=reports)
 
 
 class Child:
@@ -158,9 +167,7 @@ class Supervisor:
             loop.add_signal_handler(signum, self.on_signal, signum)
         self._mark("configuration")
         self._run_folder = run_folder = self._given_folder or make_run_folder()
-        if self._service.api_processes > 1 and self._http.reports.state is None:
-            reports = msgspec.structs.replace(self._http.reports, state=str(run_folder / "state"))
-            self._http = msgspec.structs.replace(self._http, reports=reports)
+        self._http = with_state(self._http, run_folder)
         context = ZmqContext(self._keys, Epochs(engine=self._engine))
         self._lifeline, self._lifeline_held = os.pipe()
         if any(kind(name) == "worker" for name in self._actors):
@@ -252,7 +259,8 @@ class Supervisor:
                 group = launch
                 if memory is not None and kind(name) == "worker":
                     group = msgspec.structs.replace(launch, **memory.fields(index(name)))
-                    if RENDEZVOUS not in self._given:  # the ranks of each stage are a group of their own
+                    # With messages between the stages, the ranks of each are a group of their own.
+                    if self._config.stages_by_mail and RENDEZVOUS not in self._given:
                         stage = index(name) // self._config.tensor_parallel_size
                         group = msgspec.structs.replace(group, rendezvous=f"{launch.rendezvous}-{stage}")
                 await self._start(name, group)
@@ -612,6 +620,8 @@ class Supervisor:
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
                 case Vacated():
                     self._on_vacated(message)
+                case Demand():
+                    self._on_demand(message)
                 case Fault():
                     self._faults[message.name] = message
                 case Leave():
@@ -624,6 +634,9 @@ class Supervisor:
 
     def _on_vacated(self, message: Vacated) -> None:
         """An api process of several engines has nothing open at one of them."""
+
+    def _on_demand(self, message: Demand) -> None:
+        """An api process of several models has requests for one of them, or has no more."""
 
     def _ready(self, message: Ready) -> None:
         if message.schema != SCHEMA_VERSION:

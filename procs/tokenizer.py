@@ -122,7 +122,7 @@ class TokenizerActor:
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
         try:
-            check_task(self._config.model.purpose, submit.pooling)
+            check_task(self._config.model.purpose, submit.pooling, is_pair=isinstance(submit.prompt, PairPrompt))
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
             marks = self._within_limits(submit.prompt, lambda: self._marks(submit.prompt, len(ids)))
@@ -157,6 +157,7 @@ class TokenizerActor:
                 awaits_kv=submit.awaits_kv,
                 kv_peer=submit.kv_peer,
                 cache_hit_threshold=submit.cache_hit_threshold,
+                latency_class=submit.latency_class,
             ),
         )
 

@@ -75,12 +75,16 @@ class Worker:
         self._broken_kernels = broken_kernels
         self._runner: Runner | None = None
         self._num_answered = 0
-        self._num_stages = config.pipeline_parallel_size
-        self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, self._num_stages)
+        num_stages = config.pipeline_parallel_size
+        self._answers = rank_info.t == 0 and rank_info.stage == num_stages - 1
+        self._next = next_stage(workers(config.num_ranks)[rank_info.rank], config.num_ranks, num_stages)
         self._times = StageTimes()
-        self._queue = StageQueue(is_first=rank_info.stage == 0, knows_ids=self._knows_ids)
+        # Devices wait for each other by themselves.
+        is_first = rank_info.stage == 0 or not config.stages_by_mail
+        self._queue = StageQueue(is_first=is_first, knows_ids=self._knows_ids)
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
+        self._sent_bytes = 0  # of the reports
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
@@ -154,7 +158,7 @@ class Worker:
                 self._queue.put(message)
         while not runner.needs_mail and (due := self._queue.next()) is not None:
             match due.task:
-                case StepPlan() as plan if self._num_stages == 1:
+                case StepPlan() as plan if not self._config.stages_by_mail:
                     runner.launch(plan)
                     self.answer()
                 case StepPlan() as plan:
@@ -170,7 +174,7 @@ class Worker:
             self._times.waits()
 
     def _knows_ids(self, plan: StepPlan) -> bool:
-        return self._num_stages == 1 or self._started().knows_ids(plan)
+        return not self._config.stages_by_mail or self._started().knows_ids(plan)
 
     def _run_stage(self, plan: StepPlan, hidden: Hidden | None) -> None:
         """Runs this stage's part of a plan, and sends on what comes of it."""
@@ -196,15 +200,15 @@ class Worker:
             self._report_load()
 
     def answer(self, *, wait: bool = False) -> None:
-        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step,
-        unless it waits for mail."""
+        """Sends the core, on the first rank of the last stage, the results of steps that are done. `wait`: waits for
+        the oldest step, unless it waits for mail."""
         runner = self._started()
         while self.num_computing and (wait or runner.is_done()):
             result = runner.collect()
             wait = False
             if self._config.kv_domains > 1:
                 self._post("core", structs.replace(result, domain=self._rank_info.rank))
-            elif self._rank_info.rank == 0:
+            elif self._answers:
                 self._post("core", result)
             self._answered_one()
         self.poll()
@@ -220,8 +224,13 @@ class Worker:
         """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""
         if self._config.enable_expert_parallel and self._num_answered > self._num_reported:
             self._num_reported = self._num_answered
-            tokens = self._started().take_expert_load()
-            self._post("core", ExpertLoad(self._rank_info.rank, self._num_answered, tokens))
+            runner = self._started()
+            sent_bytes = runner.sent_bytes
+            load = ExpertLoad(
+                self._rank_info.rank, self._num_answered, runner.take_expert_load(), sent_bytes - self._sent_bytes
+            )
+            self._sent_bytes = sent_bytes
+            self._post("core", load)
 
     def _sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""

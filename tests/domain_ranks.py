@@ -1,7 +1,7 @@
 """KV domains with the real core and real runners, whose ranks are threads of this process, and without text."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,17 @@ NUM_PAGES = 64
 class DomainRanks:
     """Runs waves of requests, each when the one before has ended."""
 
-    def __init__(self, folder: Path, num_domains: int, *, num_pages: int = NUM_PAGES, **flags: Any) -> None:
-        """num_pages: of each domain."""
+    def __init__(
+        self,
+        folder: Path,
+        num_domains: int,
+        *,
+        num_pages: int = NUM_PAGES,
+        between: Callable[[Runner, int], None] = lambda *_: None,
+        **flags: Any,
+    ) -> None:
+        """num_pages: of each domain. between: called with each rank's runner before each plan, and the plan's step."""
+        self._between = between
         self._config = engine_config(
             folder, tensor_parallel_size=num_domains, kv_domains=num_domains, pipeline_depth=2, **flags
         )
@@ -71,6 +80,7 @@ class DomainRanks:
             for plans in list(self._round):
                 plan = plans[rank]
                 self.num_idle[rank] += not plan.rows
+                self._between(loaded, plan.step)
                 loaded.launch(plan)
                 result = loaded.collect()
                 self._results.append(StepResult(**{**_fields(result), "domain": rank}))

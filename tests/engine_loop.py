@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import all_tokens
+from msgspec import structs
 from runner_driver import engine_config
 
 from pagewire.engine.core.trace import make_scheduler
@@ -28,11 +29,14 @@ class Loop:
         queue: Queue | None = None,
         sleeps: Sequence[int] = (),
         num_pages: int = NUM_BLOCKS,
+        num_stages: int = 1,
         **flags: Any,
     ) -> None:
-        """`sleeps`: steps after which `sleep` is called once nothing is in flight. `num_pages`: of the cache."""
-        config = engine_config(folder, pipeline_depth=2, **flags)
-        self.runner = Runner.load(config, queue=queue)
+        """`sleeps`: steps after which `sleep` is called once nothing is in flight. `num_pages`: of the cache.
+        `num_stages`: for which the scheduler plans; one rank computes all of it."""
+        config = engine_config(folder, pipeline_depth=2, pipeline_parallel_size=num_stages, **flags)
+        alone = structs.replace(config, pipeline_parallel_size=1, pipeline_depth=config.num_in_flight)
+        self.runner = Runner.load(alone, queue=queue)
         self.runner.open_cache(num_pages)
         facts = ConnectorFacts.of(config, (self.runner.block_bytes,), self.runner.groups)
         connector = core_connector(config.kv_connector, facts)

@@ -219,6 +219,7 @@ def enqueue(
     constraint: Constraint | None = None,
     pooling: Pooling | None = None,
     marks: tuple[int, ...] = (),
+    latency_class: str = "",
 ) -> Enqueue:
     """A request as the tokenizer sends it."""
     return Enqueue(
@@ -241,6 +242,7 @@ def enqueue(
         constraint,
         pooling=pooling,
         marks=marks,
+        latency_class=latency_class,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from pagewire.api.admin.endpoints import Sleeper
-from pagewire.api.app import create_app
+from pagewire.api.app import Served, create_app
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.access import ApiKey
 from pagewire.config.config import EngineConfig, HttpConfig, ModelFacts
@@ -341,7 +341,8 @@ class Client:
 def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
     config["api_keys"] = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.get("api_keys", ()))
     engine_config, http = split_settings(config)
-    return create_app(engine.gateway, engine_config, http, healthy=healthy, version="1.2.3", sleeper=engine.sleeper)
+    served = Served(engine.gateway, engine_config, engine.sleeper, healthy)
+    return create_app([served], http, version="1.2.3")
 
 
 def run(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:

@@ -80,6 +80,10 @@ class Running:
     awaits_kv: bool = False
     kv_peer: str = ""
 
+    @property
+    def num_prompt(self) -> int:
+        return len(self.ids)
+
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         assert num * block_size <= len(self.ids), "keys of full blocks only"
         while len(self.keys) < num:
@@ -127,8 +131,8 @@ class Instance:
         full = (len(request.ids) - 1) // SIZE
         keys = request.block_keys(full, SIZE)
         hits = self.pool.match(keys)
-        num, _ = self.core.get_num_new_matched_tokens(request, len(hits) * SIZE)
-        assert num is not None and num % SIZE == 0 and len(hits) * SIZE + num < len(request.ids)
+        num = self.num_matched(request, len(hits) * SIZE)
+        assert num % SIZE == 0 and len(hits) * SIZE + num < len(request.ids)
         total = -(-len(request.ids) // SIZE)
         if total - len(hits) + self.pool.num_idle(hits) > self.pool.num_free:
             return False
@@ -141,6 +145,15 @@ class Instance:
         else:
             self.to_compute.append(request)
         return True
+
+    def num_matched(self, request: Running, num_computed: int = 0) -> int:
+        """What the core half could load, once it knows."""
+
+        def ask() -> list[int]:
+            num, _ = self.core.get_num_new_matched_tokens(request, num_computed)
+            return [] if num is None else [num]
+
+        return until(ask, "the core half knows what it has", DEADLINE_S)[0]
 
     def end(self, request: Running) -> None:
         """Ends the request and frees its blocks."""

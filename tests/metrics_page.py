@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
+from pagewire.api.gateway.residence import Residence
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, TierSnapshot
 from pagewire.ipc.reports import SECONDS, Histogram
 
@@ -15,7 +17,7 @@ MODEL = 'my "model"\\1'
 
 def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     """The page as text."""
-    gateway = Gateway(*[lambda message: None] * num_engines)
+    gateway = Gateway(*[lambda message: None] * num_engines, latency_classes={"chat": LatencyClass(500, 50)})
     lag = Histogram(SECONDS)
     for value in (0.0, 0.0003, 0.5, 99.0):
         lag.observe(value)
@@ -23,11 +25,12 @@ def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
-    core = replace(core, expert_tokens=(40, 20), expert_imbalance={0: 1.5, 2: 1.25})
+    core = replace(core, expert_tokens=(40, 20), rank_sent_bytes=(7000, 6000), expert_imbalance={0: 1.5, 2: 1.25})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
     gateway.late_beats = {"node-2": 1}
     config = replace(CONFIG, served_model_names=(MODEL,), model=replace(CONFIG.model, adapter="lora"))
-    return Metrics(gateway, config, prefix=prefix).render().decode()
+    residence = Residence(lambda is_open, keep_alive_s: None)
+    return Metrics(gateway, config, prefix=prefix, residence=residence).render().decode()
 
 
 def families(text: str) -> dict[str, Metric]:

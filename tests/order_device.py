@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pagewire.engine.device.allocations import HOST
 from pagewire.engine.device.kept_memory import KeptMemory
 from pagewire.engine.device.queue import CudaQueue, Event, Stream, Work
+from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.runner import runner as runner_module
 
 META = torch.device("meta")
 _INTERPRETER = threading.Lock()  # Triton's interpreter runs one kernel at a time
-_here = threading.local()  # .device, .group: of the runners that this thread loads
+_here = threading.local()  # .device, .group, .ring: of the runners that this thread loads
 POLICIES = ("late", "early", "copies first", "random")
 _HOST = 0  # actor; streams are 1, 2 …
 _MAX_ACTORS = 16
@@ -143,6 +145,7 @@ class OrderStream:
         self.clock: Clock = np.zeros(_MAX_ACTORS, np.int64)
         self.pending: deque[_Launched | OrderEvent] = deque()  # launched and not executed; an event is waited for
         self.num_put = self.num_done = 0
+        self.may_go_on: Callable[[], bool] = lambda: True  # False: its next work would block, so only a wait runs it
 
     def wait_stream(self, stream: Stream) -> None:
         event = self.device.event()
@@ -298,6 +301,11 @@ class OrderDevice:
 
     # The driver of a queue.
 
+    @property
+    def current(self) -> OrderStream:
+        """Where this thread launches its work."""
+        return self._current
+
     def stream(self) -> OrderStream:
         number = len(self._streams) + 1
         assert number < _MAX_ACTORS
@@ -375,6 +383,10 @@ class OrderDevice:
             self._run_until(event.stream, event.number)
             self._host = np.maximum(self._host, event.clock)
 
+    def run_ready(self, streams: Sequence[OrderStream]) -> None:
+        """Executes the streams' work as far as other streams allow."""
+        self._run_while_allowed(streams)
+
     def finish(self) -> None:
         """Executes what is left."""
         self._free()
@@ -419,7 +431,7 @@ class OrderDevice:
             self._run_until(ready[0], ready[0].num_done + 1)
 
     def _is_ready(self, stream: OrderStream) -> bool:
-        if not stream.pending:
+        if not stream.pending or not stream.may_go_on():
             return False
         head = stream.pending[0]
         return isinstance(head, _Launched) or head.is_reached
@@ -1001,9 +1013,11 @@ def order_device(policy: str = "late", *, seed: int = 0) -> Iterator[OrderDevice
 
 
 @contextmanager
-def on_device(device: OrderDevice, group: "OrderGroup | None" = None) -> Iterator[OrderDevice]:
-    """This thread's runners load there, as a rank of this group."""
-    _here.device, _here.group = device, group
+def on_device(
+    device: OrderDevice, group: "OrderGroup | None" = None, ring: "OrderRing | None" = None
+) -> Iterator[OrderDevice]:
+    """This thread's runners load there, as a rank of this group, or as a stage."""
+    _here.device, _here.group, _here.ring = device, group, ring
     with _Operations(device), _Functions(device):
         yield device
         if not (device.is_strict and device.violations):
@@ -1053,6 +1067,7 @@ def kernels_on_devices() -> Iterator[None]:
             patch.setattr(builder, name, replaced)
         patch.setattr(runner_module, "choose_device", lambda *args, **kwargs: _here.device)
         patch.setattr(runner_module, "join", lambda *args, **kwargs: _here.group or first_join(*args, **kwargs))
+        patch.setattr(runner_module, "join_stages", lambda *args: (Alone(), _here.ring))
         yield
 
 
@@ -1081,6 +1096,7 @@ class OrderGroup:
     """A rank's side of its group, with sums and exchanges in the order of its stream, as NCCL has them."""
 
     can_give_up = False
+    sent_bytes = 0
 
     def __init__(self, device: OrderDevice, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
@@ -1102,6 +1118,67 @@ class OrderGroup:
         self._launch("all_gather", x, out, torch.stack)
         return out
 
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        raise AssertionError("domains on GPUs exchange nothing so far")
+
     def _launch(self, name: str, x: DeviceTensor, out: DeviceTensor, join: Callable[[list[Tensor]], Tensor]) -> None:
         inner, result = x.inside, out.inside
         self._device.launch(name, lambda: result.copy_(join(self._meeting.exchange(self.rank, inner))), [x], [out])
+
+
+Edge = SimpleQueue[Tensor | None]
+"""What a stage has sent to another one. None: it ended with an error."""
+
+
+class OrderRing:
+    """A stage's side, each stage on a device and in a thread of its own. As of NCCL, a transfer begins after the work
+    of the stream in which it is started, on a stream of its own for each direction."""
+
+    def __init__(self, device: OrderDevice, sends: Edge, receives: Edge) -> None:
+        self._device, self._sends, self._receives = device, sends, receives
+        self._out, self._in = device.stream(), device.stream()
+        self._in.may_go_on = lambda: not receives.empty()
+        self._sending: list[OrderStream] = []  # with the stream in which sends are started
+
+    def send(self, x: Tensor) -> "OrderTransfer":
+        assert isinstance(x, DeviceTensor) and x.is_contiguous()
+        inner = x.inside
+        self._sending = [self._device.current, self._out]
+        return self._start(self._out, "send", lambda: self._sends.put(inner.clone()), [x], [])
+
+    def receive(self, x: Tensor) -> "OrderTransfer":
+        assert isinstance(x, DeviceTensor) and x.is_contiguous()
+        inner = x.inside
+
+        def come() -> None:
+            self._device.run_ready(self._sending)  # as a device does while it waits for another one
+            came = self._receives.get(timeout=100)
+            if came is None:
+                raise OrderError("the stage before has ended")
+            assert (came.shape, came.dtype) == (inner.shape, inner.dtype), "the stages planned different tensors"
+            inner.copy_(came)
+
+        return self._start(self._in, "receive", come, [], [x])
+
+    def _start(
+        self, stream: OrderStream, name: str, work: Callable[[], None], reads: Sequence[DeviceTensor],
+        writes: Sequence[DeviceTensor],
+    ) -> "OrderTransfer":  # fmt: skip
+        stream.wait_stream(self._device.current)
+        with self._device.on(stream):
+            self._device.launch(name, work, reads, writes)
+        event = self._device.event()
+        event.record(stream)
+        return OrderTransfer(self._device, event)
+
+    def leave(self) -> None:
+        """After an error: the next stage waits no longer."""
+        self._sends.put(None)
+
+
+class OrderTransfer:
+    def __init__(self, device: OrderDevice, event: OrderEvent) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        self._device.current.wait_event(self._event)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from kv_instance import Asked
+from msgspec.structs import replace
 from waiting import until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
@@ -36,6 +37,11 @@ class FakeRequest:
     root: bytes = root_key(b"model", b"")
     awaits_kv: bool = False
     kv_peer: str = ""
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.ids)
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         while len(self.keys) < num:
@@ -54,7 +60,7 @@ class Instance:
     """Both halves of one engine's connector, and the cache that they work on."""
 
     def __init__(self, facts: ConnectorFacts = FACTS, **options: str) -> None:
-        self.core = Asked(P2pConnector.core(options, facts))
+        self.core = Asked(P2pConnector.core(options, replace(facts, rank=0)))
         self.worker = P2pConnector.worker(options, facts)
         self.cache = KvCache(shape=SHAPE, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
         self.worker.register_kv_caches(self.cache)

@@ -14,6 +14,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.holds_up = self.holds_down = False  # to the target, from the target: bytes wait
+        self.num_refused = 0  # connections, while it was cut
         self._changed = threading.Condition()
         self._is_cut = self._is_closed = False
         self._sockets: list[socket.socket] = []
@@ -46,6 +47,7 @@ class Proxy:
             with contextlib.suppress(OSError):
                 client, _ = self._listener.accept()
                 if self._is_cut:
+                    self.num_refused += 1
                     client.close()
                     continue
                 try:

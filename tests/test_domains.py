@@ -2,22 +2,26 @@
 all domains, whichever of them have tokens."""
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import families
+import numpy as np
 import pytest
 from domain_ranks import DomainRanks
 from engine_loop import Loop
 from fakes import enqueue
 from msgspec.structs import replace
 
-from pagewire.ipc.messages import Enqueue, Sampling
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import Enqueue, PlaceExperts, Sampling
 
 pytestmark = pytest.mark.slow
 
 DEALT: dict[str, Any] = {"enable_expert_parallel": True}
+TO_ALL: dict[str, Any] = {**DEALT, "all2all_backend": "allgather_reducescatter"}  # each rank gets all tokens
 
 
 def request(rid: int, prompt: list[int], max_tokens: int = 10) -> Enqueue:
@@ -44,14 +48,15 @@ def expected_of(folder: Path, **flags: Any) -> dict[int, Any]:
     [
         ("qwen3_moe", 2, DEALT),
         ("qwen3_moe", 2, {"cpu_kernels": "torch", **DEALT}),
+        ("qwen3_moe", 2, TO_ALL),
         ("qwen3", 2, {"max_num_batched_tokens": 32}),
-        pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.long),
+        *(pytest.param("qwen3_moe", 4, flags, marks=pytest.mark.long) for flags in ({}, DEALT)),
     ],
 )
 def test_domains_compute_the_tokens_of_one_rank(kind: str, num: int, flags: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     flags = {"dtype": "float32", **flags}
-    alone = {name: value for name, value in flags.items() if name not in DEALT}
+    alone = {name: value for name, value in flags.items() if name not in TO_ALL}
     ranks = DomainRanks(folder, num, **flags)
     assert ranks.serve(*WAVES) == expected_of(folder, **alone)
     assert all(len(domains) == 1 for domains in ranks.domain_of.values())
@@ -60,10 +65,37 @@ def test_domains_compute_the_tokens_of_one_rank(kind: str, num: int, flags: dict
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama4_text", "jamba"))]
+    ("family", "how"),
+    [
+        ("deepseek_v3", DEALT),
+        *(pytest.param(each, DEALT, marks=pytest.mark.long) for each in ("llama4_text", "jamba", "longcat_flash")),
+        pytest.param("deepseek_v3", TO_ALL, marks=pytest.mark.long),
+    ],
 )
-def test_families(family: str, tmp_path: Path) -> None:
-    """Latent attention with shared experts; a router that reads the stream; recurrent layers."""
+def test_families(family: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """Latent attention with shared experts; weights of the input, or a router that reads the stream; recurrent layers;
+    experts that return their input."""
     folder = families.make_family(tmp_path, family)
     flags: dict[str, Any] = {"dtype": "float32"}
-    assert DomainRanks(folder, 2, **flags, **DEALT).serve(*WAVES) == expected_of(folder, **flags)
+    assert DomainRanks(folder, 2, **flags, **how).serve(*WAVES) == expected_of(folder, **flags)
+
+
+@pytest.mark.parametrize("how", [DEALT, pytest.param(TO_ALL, marks=pytest.mark.long)])
+def test_replicas_that_move_between_domains_change_no_token(how: dict[str, Any], tmp_path: Path) -> None:
+    """Biases of experts move with them."""
+    folder = families.make_family(tmp_path, "gpt_oss")
+    flags: dict[str, Any] = {"dtype": "float32"}
+    moves = {3: ((0, 1, 3), (2, 3, 0)), 6: ((0, 1, -1), (2, 3, 1))}
+    loads: Counter[int] = Counter()
+
+    def move(runner: Runner, step: int) -> None:
+        if step in moves:
+            for layer in runner.take_expert_load():
+                assert runner.place_experts(PlaceExperts(layer, moves[step]))
+        if step == 12:
+            load = next(iter(runner.take_expert_load().values()))
+            loads[len(loads)] = np.frombuffer(load, np.int64)[1]
+
+    found = DomainRanks(folder, 2, between=move, expert_replicas=1, **flags, **how).serve(*WAVES)
+    assert found == expected_of(folder, **flags)
+    assert len(loads) == 2 and all(loads.values()), "both ranks have computed expert 1 since the last move"

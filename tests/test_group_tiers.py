@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from random import Random
 import checkpoints
 import pytest
 import vocabulary
+from redis_server import needs_redis, redis_server
 from waiting import until
 
 from pagewire import LLM, SamplingParams
@@ -144,9 +146,14 @@ def test_the_next_turn_finds_its_history_in_host_memory(case: Case, load: Load) 
     assert tokens(llm, [turn]) == checkpoints.reference_greedy(case.folder, [turn], MAX_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["disk", "shared"])
-def test_files_are_used_by_the_next_engine(case: Case, load: Load, tmp_path: Path, name: str) -> None:
-    spec = (f"{name},path={tmp_path},size=256M",)
+@pytest.mark.parametrize("name", ["disk", "shared", pytest.param("redis", marks=needs_redis)])
+def test_what_is_stored_is_used_by_the_next_engine(case: Case, load: Load, tmp_path: Path, name: str) -> None:
+    with redis_server() if name == "redis" else nullcontext() as server:
+        place = "path=" + str(tmp_path) if server is None else f"url={server.url},timeout_ms=20000"
+        stored_and_used(case, load, (f"{name},{place},size=256M",), name)
+
+
+def stored_and_used(case: Case, load: Load, spec: tuple[str, ...], name: str) -> None:
     first = load(kv_connector=spec, pipeline_depth=2)
     assert tokens(first, case.prompts) == case.expected
     first.close()

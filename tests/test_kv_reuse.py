@@ -5,6 +5,7 @@ The whole engine except HTTP and sockets, on a tiny random checkpoint in float32
 engine loads or computes depending on the measured costs of both. Tests that require hits of a tier use `always_loads`.
 """
 
+import importlib
 import random
 import shutil
 import sys
@@ -12,10 +13,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 
 import checkpoints
 import pytest
 import vocabulary
+from redis_server import needs_redis, redis_server
 
 from pagewire.config.flags import make_config
 from pagewire.ipc.messages import (
@@ -39,6 +42,7 @@ MAX_TOKENS = 20
 MAX_LEN = 512
 BLOCK_BYTES = 12_288  # of the checkpoint below: 3 layers, 2 key heads of 16, 16 positions, float32
 GREEDY = Sampling(temperature=0)
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 
 
 @dataclass
@@ -287,9 +291,29 @@ def test_decode_goes_on_when_its_peer_closes(case: Case, engine: Callable[..., E
     check(case, decode.run(case.prompts[20:64]), range(20, 64))
 
 
+@needs_redis
+@pytest.mark.usefixtures("always_loads")
+def test_engines_that_share_a_redis_server_outlive_it(case: Case, engine: Callable[..., Engine]) -> None:
+    with redis_server() as server:
+        spec = (f"redis,url={server.url},size=64M,timeout_ms=20000,fetch_timeout_ms=20000",)
+        small = {"kv_cache_memory": 60 * BLOCK_BYTES, "kv_connector": spec, "pipeline_depth": 2}
+        check(case, engine(**small).run(case.prompts[:64]), range(64))
+        second = engine(**small)
+        check(case, second.run(case.prompts[:40]), range(40))
+        tier = second.tier("redis")
+        assert tier.num_hit_tokens > 0 and tier.num_failed == 0
+        damaged = server.names()[::3]
+        for name in damaged:
+            server.call("SETRANGE", name, 200, b"another")
+        check(case, second.run(case.prompts[:64]), range(64))
+        assert second.tier("redis").num_failed > 0
+        server.kill()
+        check(case, second.run(case.prompts[:64]), range(64))
+
+
 @pytest.mark.usefixtures("always_loads")
 def test_the_example_connector(case: Case, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "docs" / "examples"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     served = engine(
         kv_cache_memory=60 * BLOCK_BYTES, kv_connector=("dict_connector:DictConnector,blocks=500",), pipeline_depth=2
     )
@@ -297,3 +321,46 @@ def test_the_example_connector(case: Case, engine: Callable[..., Engine], monkey
     check(case, served.run(case.prompts))
     assert served.tier("dict").num_hit_tokens > 0
     del sys.modules["dict_connector"]
+
+
+@pytest.mark.usefixtures("always_loads")
+def test_a_connector_with_vllms_names_keeps_kv_in_a_folder(
+    case: Case, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = (f"v1_folder:FolderConnector,shared_storage_path={tmp_path}",)
+    small = {"kv_cache_memory": 60 * BLOCK_BYTES, "kv_connector": spec, "pipeline_depth": 2}
+    check(case, engine(**small).run(case.prompts[:48]), range(48))
+    second = engine(**small)
+    check(case, second.run(case.prompts[:48]), range(48))
+    tier = second.tier("FolderConnector")
+    assert tier.num_hit_tokens > 0 and tier.num_failed == 0
+    del sys.modules["v1_folder"]
+
+
+@pytest.mark.usefixtures("always_loads")
+def test_a_connector_with_vllms_names_streams_kv(
+    case: Case, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, socket_path: str
+) -> None:
+    """The store goes away in between."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    v1_stream = importlib.import_module("v1_stream")
+    small = {
+        "kv_cache_memory": 60 * BLOCK_BYTES,
+        "kv_connector": (f"v1_stream:StreamConnector,store={socket_path}",),
+        "pipeline_depth": 2,
+    }
+    with v1_stream.Store(socket_path) as store:
+        Thread(target=store.serve_forever, daemon=True).start()
+        first, second = engine(**small), engine(**small)
+        check(case, first.run(case.prompts[:48]), range(48))
+        check(case, second.run(case.prompts[:48]), range(48))
+        tier = second.tier("StreamConnector")
+        assert tier.num_hit_tokens > 0 and tier.num_failed == 0
+        damaged = list(store.blocks)[::3]
+        for name in damaged:
+            del store.blocks[name]
+        check(case, second.run(case.prompts[:16]), range(16))
+        store.shutdown()
+    check(case, second.run(case.prompts[40:56]), range(40, 56))
+    del sys.modules["v1_stream"]

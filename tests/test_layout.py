@@ -64,7 +64,7 @@ ROOMS: dict[str, str] = {
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.state api.openai",
     "api.responses": "errors ipc api.http api.state api.output api.output.parsers api.openai",
-    "api.batches": "errors api.http api.output api.openai",
+    "api.batches": "api.http api.output api.openai api.state",
     "api.llamacpp": "errors ipc api.gateway api.http api.output api.openai",
     "api.pooling": "config ipc api.http api.output api.openai",
     "api.ollama": (
@@ -73,7 +73,7 @@ ROOMS: dict[str, str] = {
     "api.admin": "errors config ipc api.http api.gateway api.output api.openai",
     "api.web": "api.http api.openai api.admin",
     "api": (
-        "errors config api.http api.gateway api.output api.openai api.anthropic api.responses "
+        "errors config api.http api.gateway api.output api.openai api.anthropic api.responses api.state "
         "api.batches api.pooling api.llamacpp api.ollama api.admin api.web"
     ),
     "procs": (

@@ -23,6 +23,7 @@ _MAX_WITHOUT_A_TEST = 5  # decisions; a module without logic of its own has fewe
 # Module → the tests that cover it instead, and why they are there.
 ELSEWHERE = {
     "api.admin.about": "api/test_app.py: over the whole application",
+    "api.admin.models": "api/test_by_model.py: over the whole application",
     "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
     "api.http.exchange": "api/http/test_server.py: needs a connection",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
@@ -68,7 +69,6 @@ ELSEWHERE = {
     "engine.core.constraints": "test_constraints.py: with real grammars",
     "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",
     "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",
-    "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
     "engine.executors.functions": "engine/executors/test_reference.py: as operations",
     "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
@@ -87,6 +87,12 @@ ELSEWHERE = {
     "engine.kv_connector.p2p_store": "engine/kv_connector/test_p2p_server.py: what is answered from it",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
+    "engine.kv_connector.block_storage": "engine/kv_connector/test_block_files.py: files with these names and headers",
+    "engine.kv_connector.redis_blocks": "engine/kv_connector/test_redis.py: with a real server",
+    "engine.kv_connector.redis_index": "engine/kv_connector/test_redis.py: with a real server",
+    "engine.kv_connector.v1_core": "engine/kv_connector/test_v1.py: both halves of connectors",
+    "engine.kv_connector.v1_meta": "engine/kv_connector/test_v1.py: both halves of connectors",
+    "engine.kv_connector.v1_worker": "engine/kv_connector/test_v1.py: both halves of connectors",
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",
     "engine.models.pieces": "engine/models/test_families.py: every family's page",
     "engine.models.program": "engine/models/test_lower.py: with the programs of descriptions",

@@ -189,6 +189,35 @@ def test_scores_of_a_decoder(tmp_path: Path) -> None:
         np.testing.assert_allclose([o.outputs.score for o in outputs], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({}, "softmax"),
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"problem_type": "single_label_classification"}, "softmax"),
+        ({"problem_type": "regression"}, "identity"),
+        ({"problem_type": "regression", "sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, "sigmoid"),
+    ],
+)
+def test_classifiers_with_several_labels(tmp_path: Path, changes: dict[str, Any], activation: str) -> None:
+    """Against transformers' model and the formula."""
+    import transformers
+
+    labels = {0: "calm", 1: "glad", 2: "sad"}
+    folder = made.make_cross_encoder(tmp_path / "m", id2label=labels, num_labels=3, **changes)
+    llm = load(folder)
+    assert llm._config.model.purpose.labels == ("calm", "glad", "sad")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    formula = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "identity": lambda x: x}[activation]
+    for text, output in zip(TEXTS, llm.classify(TEXTS, use_tqdm=False), strict=True):
+        with torch.inference_mode():
+            expected = formula(model(**tokenizer(text, return_tensors="pt")).logits[0])
+        np.testing.assert_allclose(output.outputs.probs, expected, atol=TOLERANCE, rtol=0)
+    with pytest.raises(RequestError, match=r"classifies texts; scores are given by a cross-encoder"):
+        llm.score("a", "b", use_tqdm=False)
+
+
 def test_embeddings_that_are_not_finite_fail_their_request(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -224,9 +253,6 @@ def test_damaged_or_unsupported_files_are_refused(tmp_path: Path, files: dict[st
 
 
 def test_unsupported_models_and_flags_are_refused(tmp_path: Path) -> None:
-    folder = made.make_cross_encoder(tmp_path / "labels", num_labels=3)
-    with pytest.raises(ConfigError, match=r"3 labels; .* pagewire serves only cross-encoders"):
-        load(folder)
     folder = made.make_encoder(tmp_path / "m", pooling="mean")
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 is less than the 130"):
         load(folder, max_num_batched_tokens=64)

@@ -20,7 +20,7 @@ from harness import Answer, Client, http_config
 from waiting import until
 
 from pagewire.api.admin.endpoints import Sleeper
-from pagewire.api.app import create_app
+from pagewire.api.app import Served, create_app
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.flags import make_config
 from pagewire.ipc.messages import Message, TierSnapshot
@@ -56,7 +56,7 @@ class Engine:
         self.inline = _Behind(config, on_chunk=ignored, on_failed=ignored)
         gateway = self.inline.gateway = Gateway(self._post)
         sleeper = Sleeper(lambda message: None)
-        self._app = create_app(gateway, config, http_config(), healthy=lambda: None, version="1", sleeper=sleeper)
+        self._app = create_app([Served(gateway, config, sleeper, lambda: None)], http_config(), version="1")
 
     def _post(self, message: Message) -> None:
         self.inline.post("tokenizer", message)

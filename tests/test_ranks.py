@@ -2,6 +2,7 @@
 steps without memory. The first rank is in this process, the other one in a process of its own."""
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from redis_server import needs_redis, redis_server
 from short_memory import ShortMemory
 
 from pagewire import LLM, SamplingParams
@@ -112,6 +114,25 @@ def test_tiers_of_kv_in_deterministic_mode_and_across_a_sleep(
         assert found.num_hit_tokens > 0 and found.num_failed > 0  # of what the other rank could not read
 
 
+@needs_redis
+def test_a_redis_server_has_the_part_of_each_rank(alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    expected = tokens(alone, GREEDY)
+    with redis_server() as server:
+        spec = [f"redis,url={server.url},size=8M,timeout_ms=20000,fetch_timeout_ms=20000"]
+        for is_second in (False, True):
+            with engine(folder, kv_connector=spec) as llm:
+                assert tokens(llm, GREEDY) == expected
+                assert (tier(llm, "redis").num_hit_tokens > 0) is is_second
+        ranks = [server.names(f"*:{rank}-of-2:*") for rank in range(2)]
+        assert len(ranks[0]) == len(ranks[1]) > 8
+        for name in ranks[1][::2]:
+            server.call("SETRANGE", name, 100, b"another")
+        with engine(folder, kv_connector=spec) as llm:
+            assert tokens(llm, GREEDY) == expected
+            assert tier(llm, "redis").num_failed > 0
+
+
 def test_a_folder_that_engines_share_and_draft_tokens(
     alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +145,32 @@ def test_a_folder_that_engines_share_and_draft_tokens(
             counters = llm._engine.scheduler.counters
             assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
             assert (tier(llm, "shared").num_hit_tokens > 0) is is_second
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a rank of the peer"])
+def test_kv_of_another_engine(lost: str, alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r of one engine loads from rank r of the other; what one of them cannot get is computed on both."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
+        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,fetch_timeout_ms=2000"
+        serves = engine(folder, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"])
+        with engine(folder, kv_connector=[asks], max_num_seqs=1) as llm:
+            with serves:
+                tokens(serves, GREEDY)
+                if lost != "nothing":
+                    ranks = serves._engine._ranks
+                    assert ranks is not None
+                    ranks._processes["worker-1"].kill()
+                    ranks._processes["worker-1"].wait()
+                assert tokens(llm, GREEDY) == tokens(alone, GREEDY)
+                found = tier(llm, "p2p")
+            if lost == "nothing":
+                assert found.num_hit_tokens == sum((len(ids) - 1) // 16 * 16 for ids in PROMPTS)
+                assert not found.num_failed
+            else:
+                assert found.num_failed > 0
+            scheduler = llm._engine.scheduler
+            assert scheduler.pool.num_free == scheduler.pool.num_pages
 
 
 @pytest.mark.parametrize("short", ["worker", "worker-1"])
@@ -156,5 +203,3 @@ def test_a_rank_that_cannot_start_or_ends_is_named(folder: Path, tmp_path: Path)
 def test_what_llm_cannot_do_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="LLM has stages of one rank each"):
         engine(folder, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="--kv-connector p2p serves the KV of one rank only"):
-        engine(folder, kv_connector=["p2p,peer=/nowhere"])

@@ -2,9 +2,10 @@
 interpreter is not made for several threads; it hands over where it waits for the others."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,8 +15,11 @@ from order_device import Meeting
 from runner_driver import Driver, Request, engine_config
 from torch import Tensor
 
+from pagewire.config.config import EngineConfig
 from pagewire.engine.device.queue import EagerQueue
+from pagewire.engine.parallel.collectives import Alone, Group
 from pagewire.engine.parallel.rank import RankInfo
+from pagewire.engine.parallel.ring import Transfer
 from pagewire.engine.runner import runner
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import StepPlan
@@ -27,6 +31,7 @@ class ThreadGroup:
     """A rank's side. Sums are added in the order of the ranks, as those of processes are."""
 
     can_give_up = False
+    sent_bytes = 0
 
     def __init__(self, meeting: Meeting, rank: int, runs: threading.Lock) -> None:
         self.rank, self.size = rank, meeting.size
@@ -47,12 +52,95 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x))
 
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        assert len(x) == sum(counts)
+        nums = [each.tolist() for each in self._exchange(torch.tensor(counts))]
+        parts = [torch.split(part, num)[self.rank] for part, num in zip(self._exchange(x), nums, strict=True)]
+        assert sum(map(len, parts)) <= most
+        return torch.cat(parts), [len(part) for part in parts]
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._runs.release()
         try:
             return self._meeting.exchange(self.rank, x)
         finally:
             self._runs.acquire()
+
+
+class _Coming:
+    def __init__(self, x: Tensor, sent: "SimpleQueue[Tensor]", runs: threading.Lock) -> None:
+        self._x, self._sent, self._runs = x, sent, runs
+
+    def wait(self) -> None:
+        self._runs.release()
+        try:
+            came = self._sent.get(timeout=100)
+        finally:
+            self._runs.acquire()
+        assert (came.shape, came.dtype) == (self._x.shape, self._x.dtype), "the stages planned different tensors"
+        self._x.copy_(came)
+
+
+class _Gone:
+    def wait(self) -> None:
+        pass
+
+
+class ThreadRing:
+    """A rank's side of the stages. A tensor comes as late as it may: when it is waited for."""
+
+    def __init__(self, sends: "SimpleQueue[Tensor]", receives: "SimpleQueue[Tensor]", runs: threading.Lock) -> None:
+        self._sends, self._receives, self._runs = sends, receives, runs
+
+    def send(self, x: Tensor) -> Transfer:
+        self._sends.put(x.clone())
+        return _Gone()
+
+    def receive(self, x: Tensor) -> Transfer:
+        return _Coming(x, self._receives, self._runs)
+
+
+class ThreadStages:
+    """The ranks of some stages, by their numbers. Ranks of a stage have a meeting."""
+
+    def __init__(self, num_stages: int, size: int) -> None:
+        self.size, self.total = size, num_stages * size
+        self.runs = threading.Lock()
+        self._meetings = [Meeting(size) for _ in range(num_stages)]
+        self._edges: list[SimpleQueue[Tensor]] = [SimpleQueue() for _ in range(self.total)]  # from each rank
+
+    def join(self, info: RankInfo, size: int, num_stages: int, device: torch.device) -> tuple[Group, ThreadRing]:
+        """As `ring.join_stages`."""
+        group = ThreadGroup(self._meetings[info.stage], info.t, self.runs) if size > 1 else Alone()
+        before = self._edges[(info.rank - size) % self.total]
+        return group, ThreadRing(self._edges[info.rank], before, self.runs)
+
+    def leave(self) -> None:
+        """After an error: the others wait no longer for sums."""
+        for meeting in self._meetings:
+            meeting.leave()
+
+
+def of_stages(config: EngineConfig, work: Callable[[Runner], T]) -> list[T]:
+    """What each rank's work returns, with a runner for the Triton kernels. All stages work at the same time. config:
+    as of GPUs, but on a CPU."""
+    size = config.tensor_parallel_size
+    stages = ThreadStages(config.pipeline_parallel_size, size)
+
+    def run(rank: int) -> T:
+        torch.set_num_threads(1)
+        info = RankInfo(rank, tuple(range(stages.total)), stage=rank // size, first=rank - rank % size)
+        queue = EagerQueue(torch.device("cpu"))
+        try:
+            with stages.runs, torch.inference_mode(), np.errstate(all="ignore"):
+                return work(Runner.load(config, rank_info=info, queue=queue, is_checked=False))
+        except BaseException:
+            stages.leave()
+            raise
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(stages.total) as threads:
+        patch.setattr(runner, "join_stages", stages.join)
+        return list(threads.map(run, range(stages.total)))
 
 
 def of_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:

@@ -21,13 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from ..api.admin.endpoints import Sleeper
-from ..api.app import create_app
+from ..api.app import Served, create_app
 from ..api.gateway.gateway import Gateway
 from ..api.gateway.metrics import Metrics
+from ..api.gateway.residence import Residence
 from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import ServerConfig
 from ..config.flags import make_config
+from ..config.latency_classes import LatencyClass
 from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
@@ -110,15 +112,8 @@ def openapi() -> Json:
     async def swap(changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         raise AssertionError("nothing is asked for")
 
-    app = create_app(
-        Gateway(lambda message: None),
-        config().engine,
-        config().http,
-        healthy=lambda: None,
-        version=__version__,
-        sleeper=Sleeper(lambda message: None),
-        swap=swap,
-    )
+    served = Served(Gateway(lambda message: None), config().engine, Sleeper(lambda message: None), healthy=lambda: None)
+    app = create_app([served], config().http, version=__version__, swap=swap)
     parts: list[Message] = []
 
     async def receive() -> Message:
@@ -277,18 +272,20 @@ def _list(value: object) -> list[object]:
 
 
 def engine_metrics() -> list[Metric]:
-    """Every metric family of a server with two engines."""
-    gateway = Gateway(lambda message: None, lambda message: None)
+    """Every metric family of a server, as if it had two engines and several models."""
+    classes = {"chat": LatencyClass(ttft_ms=500, itl_ms=50)}
+    gateway = Gateway(lambda message: None, lambda message: None, latency_classes=classes)
     nothing = Histogram(SECONDS).report()
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
-    core = replace(core, expert_tokens=(0,), expert_imbalance={0: 1.0})
+    core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
     gateway.late_beats = {"m": 0}
     gateway.handle([core, Pulse("core", nothing)])
     engine = config().engine
     engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well
-    return list(text_string_to_metric_families(Metrics(gateway, engine).render().decode()))
+    residence = Residence(lambda is_open, keep_alive_s: None)
+    return list(text_string_to_metric_families(Metrics(gateway, engine, residence=residence).render().decode()))
 
 
 def router_metrics() -> list[Metric]:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -284,13 +284,14 @@ def log_tail(log: Path) -> str:
 # ── ports and waiting ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def free_port() -> int:
-    """A free port below the range of ports for outgoing connections: such a connection of another test could take the
-    port before the server does."""
+def free_port(num: int = 1) -> int:
+    """A free port, the first of `num` that follow each other, below the range of ports for outgoing connections: such a
+    connection of another test could take the port before the server does."""
     while True:
-        port = 15_000 + secrets.randbelow(15_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, port))
+        port = 15_000 + secrets.randbelow(15_000 - num)
+        with ExitStack() as stack, suppress(OSError):
+            for i in range(num):
+                stack.enter_context(socket.socket()).bind((HOST, port + i))
             return port
 
 

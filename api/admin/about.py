@@ -1,6 +1,7 @@
 """Models, health, load and metrics of the server."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import UNSET, Struct
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
+from ...ipc.messages import Snapshot
 from ..gateway.metrics import CONTENT_TYPE, Metrics
 from ..http.exchange import send_body, send_json
 from ..http.http_error import as_http_error
@@ -49,11 +51,16 @@ class Load(Struct, frozen=True):
 
 
 class AboutEndpoints:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, services: Sequence[Service]) -> None:
+        """`services`: of all models."""
+        self._services = services
+        self._service = service = services[0]
         self._started = int(time.time())
         self._role = Role.of(service.config)
-        self._metrics = Metrics(service.gateway, service.config, prefix=service.http.reports.metrics_prefix)
+        prefix = service.http.reports.metrics_prefix
+        self._metrics = [
+            Metrics(each.gateway, each.config, prefix=prefix, residence=each.residence) for each in services
+        ]
 
     def routes(self) -> list[Operation]:
         return [
@@ -69,22 +76,26 @@ class AboutEndpoints:
         ]
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, ModelList([self._card(name) for name in self._service.config.served_model_names]))
+        cards = [self._card(each, name) for each in self._services for name in each.config.served_model_names]
+        await send_json(send, ModelList(cards))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._card(self._service.model_name(scope["path_params"]["id"])))
+        name = scope["path_params"]["id"]
+        found = (each for each in self._services if name in each.config.served_model_names)
+        service = next(found, self._service)
+        await send_json(send, self._card(service, service.model_name(name)))
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 while the engine answers, also while it drains: it must not be killed then."""
-        if (trouble := self._service.healthy()) is not None:
+        if (trouble := self._trouble()) is not None:
             raise as_http_error(RequestError("unavailable", trouble))
         status = "ok" if self._service.gateway.refusal is None else "draining"
         await send_json(send, Status(status, self._engines()))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 while a new request would be accepted. Other than /health it fails while the queue is full."""
-        cores = self._service.gateway.snapshots
-        trouble = self._service.gateway.refusal or self._service.healthy()
+        cores = self._cores()
+        trouble = self._service.gateway.refusal or self._trouble()
         limit = self._service.config.max_queued_requests
         if trouble is None and cores and all(core.num_waiting >= limit for core in cores):
             trouble = f"The queue is full: {sum(core.num_waiting for core in cores)} sequences wait."
@@ -96,9 +107,9 @@ class AboutEndpoints:
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Requests of this process, and the engines' rows, queues and KV memory as last reported."""
-        cores = self._service.gateway.snapshots
+        cores = self._cores()
         load = Load(
-            server_load=self._service.gateway.num_requests,
+            server_load=sum(each.gateway.num_requests for each in self._services),
             num_running=sum(core.num_running for core in cores),
             num_waiting=sum(core.num_waiting for core in cores),
             kv_cache_usage=sum(core.num_blocks_used for core in cores) / (sum(core.num_blocks for core in cores) or 1),
@@ -112,10 +123,20 @@ class AboutEndpoints:
         await send_json(send, load)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, self._metrics.render(), content_type=CONTENT_TYPE.encode())
+        first, *others = self._metrics
+        await send_body(send, 200, first.render(others), content_type=CONTENT_TYPE.encode())
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, Version(self._service.version))
+
+    def _trouble(self) -> str | None:
+        """What is wrong, in one sentence; None if one of the models is healthy."""
+        troubles = [each.healthy() for each in self._services]
+        return None if None in troubles else troubles[0]
+
+    def _cores(self) -> list[Snapshot]:
+        """The last reports of the cores that run."""
+        return [core for each in self._services if each.is_loaded for core in each.gateway.snapshots]
 
     def _engines(self) -> list[EngineStatus]:
         engines = self._service.gateway.engines
@@ -132,14 +153,15 @@ class AboutEndpoints:
             found.append(EngineStatus(engine.number, engine.is_able, trouble, since_s, engine.num_open))
         return found
 
-    def _card(self, name: str) -> ModelCard:
+    def _card(self, service: Service, name: str) -> ModelCard:
         # Folders are the administrators' affair.
-        versions = tuple(replace(one, root=Path(one.root).name) for one in self._service.http.versions)
+        versions = tuple(replace(one, root=Path(one.root).name) for one in service.http.versions)
         return ModelCard(
             id=name,
             created=self._started,
-            root=self._service.config.served_model_names[0],
-            max_model_len=self._service.config.max_model_len,
-            batch_invariance=self._service.config.batch_invariance,
+            root=service.config.served_model_names[0],
+            max_model_len=service.config.max_model_len,
+            batch_invariance=service.config.batch_invariance,
+            state=UNSET if service.residence is None else service.residence.state.state,
             versions=versions if len(versions) > 1 else UNSET,
         )

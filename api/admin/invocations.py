@@ -3,9 +3,9 @@
 from typing import Annotated
 
 from msgspec import Meta, Struct
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http.exchange import read_json
+from ..http.exchange import read_json, replayed
 from ..http.http_error import HttpError
 from ..http.operation import Operation
 from ..openai.translate import decode_body, request_decoder
@@ -64,13 +64,4 @@ class InvocationsEndpoint:
             fields = ", ".join(_PATHS)
             raise HttpError(400, f"The body fits no endpoint: it has none of {fields}.")
         path = found[0] if self._generates or found[0] != "/v1/chat/completions" else "/v1/embeddings"
-        is_read = False
-
-        async def receive_again() -> Message:
-            nonlocal is_read
-            if is_read:
-                return await receive()
-            is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive_again, send)
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, replayed(body, receive), send)

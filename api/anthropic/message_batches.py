@@ -1,9 +1,14 @@
-"""/v1/messages/batches: many requests in one, answered in the background. Their results are stored, bounded."""
+"""/v1/messages/batches: many requests in one, answered in the background.
+
+A batch is a job (`api/state/jobs.py`). Its requests and results are kept one by one while it is answered, so that
+whoever goes on with it answers only what is left. Then they become one value, which may leave for newer ones.
+"""
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl
@@ -11,26 +16,30 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_body, send_json
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, anthropic_error_body, as_http_error
 from ..http.operation import Operation
 from ..openai.translate import decode_body, request_decoder
-from ..output.inner_call import call_endpoint
+from ..output.inner_call import InnerCalls
 from ..output.reply import new_id
 from ..output.service import Service
+from ..state.jobs import MAX_DEATHS, Doing
+from ..state.pieces import Pieces
 from ..state.records import Records
 
 MAX_REQUESTS = 10_000
-MAX_OPEN = 64  # batches of one api process that have not ended
-MAX_STORED_BYTES = 128 << 20
+MAX_OPEN = 64  # batches that have not ended
+MAX_STORED_BYTES = 128 << 20  # of results
+_MAX_REQUEST_BYTES = 256 << 20  # of all open batches
 MAX_LISTED = 1000
 _WINDOW = timedelta(hours=24)
-_PAUSE_S = 1.0  # before a request is sent again after 429 or 503
 _PATH = "/v1/messages"
+_JOB = "message batch"
 _encode = msgspec.json.Encoder().encode
-_Results = dict[str, dict[str, object]]
+
+log = logging.getLogger(__name__)
 
 
 class BatchRequest(Struct, frozen=True):
@@ -89,25 +98,18 @@ class StoredBatch(Struct, frozen=True):
 
 
 class MessageBatches:
-    """The endpoints of the batches of one api process, and their work."""
+    """The endpoints, and the work."""
 
-    def __init__(self, service: Service, app: ASGIApp) -> None:
-        """`app`: has the endpoint that answers the requests."""
-        self._app = app
-        self._store = Records(service.state, "message_batch", StoredBatch, max_bytes=MAX_STORED_BYTES)
-        self._slots = asyncio.Semaphore(min(64, service.config.max_num_seqs))
-        self._concurrency = min(64, service.config.max_num_seqs)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    def __init__(self, service: Service, calls: InnerCalls) -> None:
+        """`calls`: answers the requests."""
+        state = service.state
+        self._store = Records(state, "message_batch", StoredBatch, max_bytes=MAX_STORED_BYTES)
+        self._requests = Pieces(state, "message_batch_request", max_bytes=_MAX_REQUEST_BYTES)
+        self._results = Pieces(state, "message_batch_result", max_bytes=MAX_STORED_BYTES)
+        self._calls = calls
+        self._jobs = service.jobs
         self._decoder = request_decoder(CreateMessageBatch)
-
-    def start(self) -> None:
-        """Nothing goes on from an earlier server."""
-
-    async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._jobs.register(_JOB, self._run, most=MAX_OPEN)
 
     def routes(self) -> list[Operation]:
         base = f"{_PATH}/batches"
@@ -135,16 +137,19 @@ class MessageBatches:
         if len(set(ids)) < len(ids):
             twice = next(id for id in ids if ids.count(id) > 1)
             raise HttpError(400, f"custom_id {twice!r} appears twice.", param="requests")
-        if len(self._tasks) >= MAX_OPEN:
-            raise HttpError(429, f"{MAX_OPEN} batches are already being answered.", code="queue_full")
+        await self._jobs.check_room(_JOB)
         now, owner = datetime.now(UTC), scope["state"]["salt"]
         body = MessageBatch(
             new_id("msgbatch_"), "in_progress", MessageBatchCounts(len(ids)), _time(now), _time(now + _WINDOW)
         )
-        await self._store.put(owner, body.id, StoredBatch(body))
-        task = asyncio.get_running_loop().create_task(self._answer_all(owner, body, request.requests))
-        self._tasks[body.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(body.id, None))
+        try:
+            for number, one in enumerate(request.requests):
+                await self._requests.put(owner, body.id, number, _encode(one))
+            await self._store.put(owner, body.id, StoredBatch(body))
+        except BaseException:
+            await self._drop_pieces(owner, body.id)
+            raise
+        await self._jobs.add(_JOB, owner, body.id)
         await send_json(send, body)
 
     async def batches(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,15 +176,20 @@ class MessageBatches:
         await send_json(send, (await self._found(scope)).body)
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner, stored = scope["state"]["salt"], await self._found(scope)
-        body = stored.body
-        if body.processing_status == "ended":
+        owner, id = scope["state"]["salt"], (await self._found(scope)).body.id
+        now = _time(datetime.now(UTC))
+
+        def cancelled(stored: StoredBatch) -> StoredBatch:
+            body = stored.body
+            if body.processing_status == "in_progress":
+                body = replace(body, processing_status="canceling", cancel_initiated_at=now)
+            return replace(stored, body=body)
+
+        stored = await self._store.change(owner, id, cancelled)
+        if stored is None or stored.body.processing_status == "ended":
             raise HttpError(409, "The batch has ended and cannot be cancelled.")
-        if body.processing_status != "canceling":
-            body = replace(body, processing_status="canceling", cancel_initiated_at=_time(datetime.now(UTC)))
-            await self._store.put(owner, body.id, replace(stored, body=body))
-            self._tasks[body.id].cancel()
-        await send_json(send, body)
+        await self._jobs.cancel(owner, id)
+        await send_json(send, stored.body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await self._found(scope)).body
@@ -203,60 +213,98 @@ class MessageBatches:
 
     # ── the work ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _answer_all(self, owner: bytes, body: MessageBatch, requests: Sequence[BatchRequest]) -> None:
-        results: _Results = {}
-        left = "canceled"
+    async def _run(self, owner: bytes, id: str, doing: Doing) -> None:
+        stored = await self._store.get(owner, id)
+        if (
+            stored is None or stored.body.processing_status == "ended"
+        ):  # others needed the room, or it was just not noted
+            await self._drop_pieces(owner, id)
+            return
+        left: dict[str, object] = {"type": "canceled"}
         try:
-            async with asyncio.timeout(_WINDOW.total_seconds()), asyncio.TaskGroup() as group:
-                ahead = asyncio.Semaphore(self._concurrency)  # a task is created when another ends
-                for request in requests:
-                    await ahead.acquire()
-                    task = group.create_task(self._answer(owner, request, results))
-                    task.add_done_callback(lambda _: ahead.release())
+            if doing.num_deaths >= MAX_DEATHS:
+                raise HttpError(500, f"{MAX_DEATHS} processes have died while they answered this batch.")
+            if stored.body.processing_status == "in_progress" and not doing.is_cancelled:
+                async with asyncio.timeout(datetime.fromisoformat(stored.body.expires_at).timestamp() - time.time()):
+                    await self._answer_all(owner, id)
         except TimeoutError:
-            left = "expired"
-        finally:
-            await self._end(owner, body.id, [request.custom_id for request in requests], results, left)
+            left = {"type": "expired"}
+        except asyncio.CancelledError:
+            if not doing.is_cancelled:
+                raise
+        except HttpError as error:
+            if error.code == "state_unavailable":
+                raise
+            left = {"type": "errored", "error": Raw(anthropic_error_body(error))}
+        except Exception as error:
+            log.exception("message batch %s failed", id)
+            left = {"type": "errored", "error": Raw(anthropic_error_body(as_http_error(error)))}
+        await self._end(owner, id, left)
 
-    async def _answer(self, owner: bytes, request: BatchRequest, results: _Results) -> None:
-        async with self._slots:
-            while True:
-                status, answer = await self._ask(owner, request)
-                if status not in (429, 503):
-                    break
-                await asyncio.sleep(_PAUSE_S)
-        if status == 200:
-            results[request.custom_id] = {"type": "succeeded", "message": Raw(answer)}
-        else:
-            results[request.custom_id] = {"type": "errored", "error": Raw(answer)}
+    async def _answer_all(self, owner: bytes, id: str) -> None:
+        done = {number async for number, _ in self._results.read(owner, id)}
 
-    async def _ask(self, owner: bytes, request: BatchRequest) -> tuple[int, bytes]:
+        async def waiting() -> AsyncIterator[tuple[int, BatchRequest]]:
+            async for number, request in self._requests.read(owner, id):
+                if number not in done:
+                    yield number, _request_decoder.decode(request)
+
+        async def answer(numbered: tuple[int, BatchRequest]) -> None:
+            number, request = numbered
+            result = await self._result(owner, request)
+            await self._results.put(owner, id, number, _encode({"custom_id": request.custom_id, "result": result}))
+
+        await self._calls.for_each(waiting(), answer)
+
+    async def _result(self, owner: bytes, request: BatchRequest) -> dict[str, object]:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             if msgspec.json.decode(request.params, type=_Streams).stream:
                 error = {"type": "invalid_request_error", "message": "stream: a batch has no streams."}
-                return 400, _encode({"type": "error", "error": error})
-        request_id = f"req_{secrets.token_hex(12)}"
-        return await call_endpoint(self._app, _PATH, bytes(request.params), owner=owner, request_id=request_id)
+                return {"type": "errored", "error": {"type": "error", "error": error}}
+        status, _, body = await self._calls.post(_PATH, bytes(request.params), owner=owner)
+        if status == 200:
+            return {"type": "succeeded", "message": Raw(body)}
+        return {"type": "errored", "error": Raw(body)}
 
-    async def _end(
-        self, owner: bytes, id: str, ids: Sequence[str], results: dict[str, dict[str, object]], left: str
-    ) -> None:
-        """Keeps the results. `left`: the type of those that there are none of."""
-        stored = await self._store.get(owner, id)
-        if stored is None:  # others needed the room
-            return
-        found = {one: results.get(one, {"type": left}) for one in ids}
-        types = [result["type"] for result in found.values()]
+    async def _end(self, owner: bytes, id: str, left: dict[str, object]) -> None:
+        """Keeps the results. `left`: the result of requests that have none. May be done again."""
+        results = {number: line async for number, line in self._results.read(owner, id)}
+        lines, types = list[bytes](), list[str]()
+        async for number, request in self._requests.read(owner, id):
+            if (line := results.get(number)) is None:
+                line = _encode({"custom_id": _request_decoder.decode(request).custom_id, "result": left})
+            lines += [line, b"\n"]
+            types.append(_result_decoder.decode(line).result.type)
         counts = MessageBatchCounts(0, *(types.count(name) for name in MessageBatchCounts.__struct_fields__[1:]))
-        lines = [_encode({"custom_id": one, "result": result}) + b"\n" for one, result in found.items()]
-        body = replace(
-            stored.body,
-            processing_status="ended",
-            request_counts=counts,
-            ended_at=_time(datetime.now(UTC)),
-            results_url=f"{_PATH}/batches/{id}/results",
-        )
-        await self._store.put(owner, id, StoredBatch(body, b"".join(lines)))
+
+        def ended(stored: StoredBatch) -> StoredBatch:
+            body = replace(
+                stored.body,
+                processing_status="ended",
+                request_counts=counts,
+                ended_at=_time(datetime.now(UTC)),
+                results_url=f"{_PATH}/batches/{id}/results",
+            )
+            return StoredBatch(body, b"".join(lines))
+
+        await self._store.change(owner, id, ended)
+        await self._drop_pieces(owner, id)
+
+    async def _drop_pieces(self, owner: bytes, id: str) -> None:
+        await self._requests.delete(owner, id)
+        await self._results.delete(owner, id)
+
+
+class _ResultType(Struct, frozen=True):
+    type: str
+
+
+class _ResultLine(Struct, frozen=True):
+    result: _ResultType
+
+
+_request_decoder = msgspec.json.Decoder(BatchRequest)
+_result_decoder = msgspec.json.Decoder(_ResultLine)
 
 
 class _Streams(Struct, frozen=True):

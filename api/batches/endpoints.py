@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import shutil
 import time
 from collections.abc import AsyncGenerator, Sequence
 from urllib.parse import parse_qs
@@ -10,37 +9,31 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import ClientGone, read_json, send_json, too_large
 from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.translate import decode_body
+from ..output.inner_call import InnerCalls
 from ..output.service import Service
+from ..state.pieces import PIECE_BYTES
 from .format import URLS
 from .runner import WINDOW_S, BatchRunner
 from .store import MAX_FILE_BYTES, BatchStore
 from .types import BatchBody, Binary, CreateBatch, FileBody, FileDeleted, Page, PageQuery, Upload
 
 _MAX_LISTED = 100
-_PIECE_BYTES = 1 << 20
 
 
 class BatchEndpoints:
-    def __init__(self, service: Service, app: ASGIApp) -> None:
-        """`app`: answers the requests of batches. Raises ConfigError if --batch-folder cannot be used."""
-        config, http = service.config, service.http
-        self._is_alone = http.service.api_processes == 1
-        self._store = BatchStore(http.reports.batch_folder)
-        self._runner = BatchRunner(
-            self._store, app, concurrency=min(64, config.max_num_seqs), max_bytes=http.clients.max_body_size
-        )
+    def __init__(self, service: Service, calls: InnerCalls) -> None:
+        """`calls`: answers the requests of batches."""
+        self._store = BatchStore(service.state)
+        self._runner = BatchRunner(self._store, service.jobs, calls, max_bytes=service.http.clients.max_body_size)
         self._decoder = msgspec.json.Decoder(CreateBatch)
 
     def routes(self) -> list[Operation]:
-        # With several api processes the next request may reach another one, which does not know the file.
-        if not self._is_alone:
-            return []
         return [
             Operation(
                 "POST",
@@ -77,15 +70,6 @@ class BatchEndpoints:
             Operation("POST", "/v1/batches/{id}/cancel", self.cancel, "Cancel a batch", gives=BatchBody),
         ]
 
-    def start(self) -> None:
-        """Continues the batches that an earlier server has left open."""
-        self._runner.resume()
-
-    async def stop(self) -> None:
-        """Leaves open batches for the next server, if --batch-folder is given."""
-        await self._runner.stop()
-        self._store.close()
-
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def upload(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,38 +87,39 @@ class BatchEndpoints:
             upload = form.get("file")
             if not isinstance(upload, UploadFile):
                 raise HttpError(400, "file must be a file.", param="file")
-            id, file = self._store.new_file()
+            file = await self._store.write_file(_owner(scope), (upload.filename or "batch.jsonl")[:255], "batch")
             try:
-                with file:
-                    await asyncio.to_thread(shutil.copyfileobj, upload.file, file, _PIECE_BYTES)
-                body = self._store.keep(_owner(scope), id, (upload.filename or "batch.jsonl")[:255], "batch")
+                while piece := await asyncio.to_thread(upload.file.read, PIECE_BYTES):
+                    await file.write(piece)
+                body = await file.complete()
             except BaseException:
-                self._store.drop(id)
+                await self._store.drop_file(_owner(scope), file.id)
                 raise
         finally:
             await form.close()
         await send_json(send, body)
 
     async def files(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_page(scope, send, self._store.files_of(_owner(scope)))
+        await _send_page(scope, send, await self._store.files_of(_owner(scope)))
 
     async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._store.file(_owner(scope), scope["path_params"]["id"]))
+        await send_json(send, await self._store.file(_owner(scope), scope["path_params"]["id"]))
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._store.file(_owner(scope), scope["path_params"]["id"])
-        if any(s.body.input_file_id == body.id and s.body.id in self._runner for s in self._store.batches.values()):
+        owner = _owner(scope)
+        body = await self._store.file(owner, scope["path_params"]["id"])
+        if await self._runner.reads(owner, body.id):
             raise HttpError(409, "A batch still reads this file.")
-        self._store.drop(body.id)
+        await self._store.drop_file(owner, body.id)
         await send_json(send, FileDeleted(body.id))
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._store.file(_owner(scope), scope["path_params"]["id"])
+        owner = _owner(scope)
+        body = await self._store.file(owner, scope["path_params"]["id"])
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(body.bytes).encode())]
-        with self._store.content(body.id).open("rb") as file:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for piece in self._store.content(owner, body.id):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,8 +133,10 @@ class BatchEndpoints:
             raise unsupported("endpoint", f"endpoint must be one of {', '.join(URLS)}.")
         owner = _owner(scope)
         try:
-            self._store.file(owner, request.input_file_id)
+            await self._store.file(owner, request.input_file_id)
         except HttpError as error:
+            if error.status != 404:
+                raise
             raise HttpError(400, str(error), param="input_file_id") from None
         now = int(time.time())
         batch = BatchBody(
@@ -160,24 +147,22 @@ class BatchEndpoints:
             expires_at=now + WINDOW_S,
             metadata=request.metadata,
         )
-        self._store.put(owner, batch)
-        self._runner.start(owner, batch.id)
+        await self._runner.begin(owner, batch)
         await send_json(send, batch)
 
     async def batches(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_page(scope, send, self._store.batches_of(_owner(scope)))
+        await _send_page(scope, send, await self._store.batches_of(_owner(scope)))
 
     async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._store.batch(_owner(scope), scope["path_params"]["id"]))
+        await send_json(send, await self._store.batch(_owner(scope), scope["path_params"]["id"]))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        batch = self._store.batch(_owner(scope), scope["path_params"]["id"])
-        await send_json(send, self._runner.cancel(batch.id))
+        await send_json(send, await self._runner.cancel(_owner(scope), scope["path_params"]["id"]))
 
 
-def _owner(scope: Scope) -> str:
+def _owner(scope: Scope) -> bytes:
     salt: bytes = scope["state"]["salt"]
-    return salt.hex()
+    return salt
 
 
 async def _body(receive: Receive) -> AsyncGenerator[bytes]:

@@ -1,112 +1,115 @@
-"""Answers the batches of one api process, a few requests at a time, through the same endpoints that clients use.
+"""Answers batches, a few requests at a time, through the same endpoints that clients use.
 
-Each answer is appended to a file of the batch at once, so a restarted server continues where the last one ended.
+A batch is a job (`api/state/jobs.py`). Each answer is kept at once under the number of its line, so that whoever goes
+on with the batch answers only what is left.
 """
 
 import asyncio
+import hashlib
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
-from starlette.types import ASGIApp
 
 from ..http.http_error import HttpError
-from ..output.inner_call import call_endpoint
+from ..output.inner_call import InnerCalls
+from ..state.jobs import MAX_DEATHS, Doing, Jobs
 from .format import BatchRequest, answer_line, read_request
-from .store import BatchStore
+from .store import BatchStore, FileWriter
 from .types import BatchBody, BatchError, BatchErrors, RequestCounts
 
 MAX_REQUESTS = 50_000
+MAX_OPEN = 1000  # batches
 WINDOW_S = 24 * 3600
 _MAX_COMPLAINTS = 100
 _LINES_A_TURN = 256  # lines that are read before other tasks of the loop run
-_PAUSE_S = 1.0  # before a request is sent again after 429 or 503
+_JOB = "batch"
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 log = logging.getLogger(__name__)
 
 
-class _Answered(msgspec.Struct, frozen=True):
-    custom_id: str
-
-
 class BatchRunner:
-    """Runs one task per batch."""
-
-    def __init__(self, store: BatchStore, app: ASGIApp, *, concurrency: int, max_bytes: int) -> None:
-        """`app`: the endpoints, without checks of keys and rates. `concurrency`: limit of requests in flight, over all
-        batches. `max_bytes`: of a request's line."""
+    def __init__(self, store: BatchStore, jobs: Jobs, calls: InnerCalls, *, max_bytes: int) -> None:
+        """`max_bytes`: of a request's line."""
         self._store = store
-        self._app = app
-        self._slots = asyncio.Semaphore(concurrency)
-        self._concurrency = concurrency
+        self._jobs = jobs
+        self._calls = calls
         self._max_bytes = max_bytes
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        jobs.register(_JOB, self._run, most=MAX_OPEN)
 
-    def __contains__(self, id: str) -> bool:
-        """Whether the batch is still being answered."""
-        return id in self._tasks
+    async def begin(self, owner: bytes, batch: BatchBody) -> None:
+        """Keeps a new batch and answers it in the background. Raises HttpError 429 if there are too many."""
+        await self._jobs.check_room(_JOB)
+        await self._store.put(owner, batch)
+        await self._jobs.add(_JOB, owner, batch.id)
 
-    def resume(self) -> None:
-        """Continues the batches that an earlier server has left open."""
-        for id, stored in self._store.batches.items():
-            if stored.body.status in _OPEN:
-                self.start(stored.owner, id)
-
-    def start(self, owner: str, id: str) -> None:
-        """Answers a batch in the background."""
-        self._tasks[id] = asyncio.get_running_loop().create_task(self._run(owner, id))
-
-    def cancel(self, id: str) -> BatchBody:
-        """Cancels a batch; its answers so far are kept. Raises HttpError 409 if it has ended."""
-        batch = self._store.batches[id].body
+    async def cancel(self, owner: bytes, id: str) -> BatchBody:
+        """Cancels a batch; its answers so far are kept. Raises HttpError 404, or 409 if it has ended."""
+        batch = await self._store.batch(owner, id)
         if batch.status not in _OPEN:
             raise HttpError(409, f"The batch is {batch.status} and cannot be cancelled.")
-        if batch.status != "cancelling":
-            batch = self._store.change(id, status="cancelling", cancelling_at=int(time.time()))
-            self._tasks[id].cancel()
+        if batch.status in ("validating", "in_progress"):
+            fields = {"status": "cancelling", "cancelling_at": int(time.time())}
+            batch = await self._store.change(owner, id, of=("validating", "in_progress"), **fields)
+            if batch.status == "cancelling":
+                await self._jobs.cancel(owner, id)
         return batch
 
-    async def stop(self) -> None:
-        """Stops without finishing, so that the next server continues."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def reads(self, owner: bytes, file_id: str) -> bool:
+        """Whether an open batch needs this file."""
+        batches = await self._store.batches_of(owner)
+        return any(batch.input_file_id == file_id and batch.status in _OPEN for batch in batches)
 
-    async def _run(self, owner: str, id: str) -> None:
-        batch = self._store.batches[id].body
+    # ── the work ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self, owner: bytes, id: str, doing: Doing) -> None:
+        batch = await self._store.batch(owner, id)
+        if batch.status not in _OPEN:
+            await self._store.drop_answers(owner, id)
+            return
+        has_expired = False
         try:
+            if doing.num_deaths >= MAX_DEATHS:
+                raise HttpError(500, f"{MAX_DEATHS} processes have died while they answered this batch.")
             async with asyncio.timeout(batch.expires_at - time.time()):
-                if batch.status == "validating":
-                    if not await self._validate(batch):
-                        return
-                    batch = self._store.change(id, status="in_progress", in_progress_at=int(time.time()))
-                if batch.status != "cancelling":
-                    await self._answer_all(owner, batch)
-            now = int(time.time())
-            self._finish(owner, id, "cancelled" if batch.status == "cancelling" else "completed", now)
+                if not await self._go_on(owner, batch):
+                    return
         except TimeoutError:
-            self._finish(owner, id, "expired", int(time.time()))
+            has_expired = True
         except asyncio.CancelledError:
-            if self._store.batches[id].body.status == "cancelling":
-                self._finish(owner, id, "cancelled", int(time.time()))
-            raise
+            if not doing.is_cancelled:
+                raise
+        except HttpError as error:
+            if error.code == "state_unavailable":
+                raise
+            await self._fail(owner, id, [BatchError(str(error), code=error.code or "server_error")])
+            return
         except Exception:
             log.exception("batch %s failed", id)
-            errors = BatchErrors([BatchError("The server failed on this batch.", code="server_error")])
-            self._store.change(id, status="failed", failed_at=int(time.time()), errors=errors)
-        finally:
-            self._tasks.pop(id, None)
+            await self._fail(owner, id, [BatchError("The server failed on this batch.", code="server_error")])
+            return
+        await self._finish(owner, id, has_expired)
 
-    async def _validate(self, batch: BatchBody) -> bool:
-        """Checks the whole file before any request is sent. Returns whether it is valid."""
+    async def _go_on(self, owner: bytes, batch: BatchBody) -> bool:
+        """Does what the batch's status says is left. Returns whether its file is valid."""
+        if batch.status == "validating":
+            counts, wrong = await self._validate(owner, batch)
+            if wrong:
+                await self._fail(owner, batch.id, wrong)
+                return False
+            fields = {"status": "in_progress", "in_progress_at": int(time.time()), "request_counts": counts}
+            batch = await self._store.change(owner, batch.id, of=("validating",), **fields)
+        if batch.status == "in_progress":
+            await self._answer_all(owner, batch)
+        return True
+
+    async def _validate(self, owner: bytes, batch: BatchBody) -> tuple[RequestCounts, list[BatchError]]:
+        """Checks the whole file before any request is sent. Returns what is wrong with it, too."""
         wrong: list[BatchError] = []
         ids: set[str] = set()
-        async for number, line in _lines(self._store.content(batch.input_file_id)):
+        async for number, line in self._store.lines(owner, batch.input_file_id):
             try:
                 if len(line) > self._max_bytes:
                     raise ValueError(f"a request has at most {self._max_bytes} bytes.")
@@ -122,83 +125,60 @@ class BatchRunner:
                 wrong.append(BatchError(f"Line {number}: {error}", number))
                 if len(wrong) == _MAX_COMPLAINTS:
                     break
-        if not ids and not wrong:
-            wrong.append(BatchError("The file has no requests."))
-        if wrong:
-            self._store.change(batch.id, status="failed", failed_at=int(time.time()), errors=BatchErrors(wrong))
-        else:
-            self._store.change(batch.id, request_counts=RequestCounts(len(ids)))
-        return not wrong
-
-    async def _answer_all(self, owner: str, batch: BatchBody) -> None:
-        well, badly = _mend(self._path(batch.id, "output")), _mend(self._path(batch.id, "error"))
-        done = well | badly
-        counts = RequestCounts(batch.request_counts.total, len(well), len(badly))
-        self._store.change(batch.id, request_counts=counts)
-        async with asyncio.TaskGroup() as group:
-            # A task is created when another ends, so that a long file is never in memory as a whole.
-            ahead = asyncio.Semaphore(self._concurrency)
-            async for _, line in _lines(self._store.content(batch.input_file_id)):
-                request = read_request(line)
-                if request.custom_id not in done:
-                    await ahead.acquire()
-                    task = group.create_task(self._answer(owner, batch.id, request))
-                    task.add_done_callback(lambda _: ahead.release())
-
-    async def _answer(self, owner: str, id: str, request: BatchRequest) -> None:
-        body = msgspec.json.encode(request.body)
-        request_id = secrets.token_hex(12)
-        async with self._slots:
-            while True:
-                status, answer = await call_endpoint(
-                    self._app, request.url, body, owner=bytes.fromhex(owner), request_id=request_id
-                )
-                if status not in (429, 503):
-                    break
-                await asyncio.sleep(_PAUSE_S)
-        with self._path(id, "output" if status == 200 else "error").open("ab") as file:
-            file.write(answer_line(request.custom_id, status, request_id, answer))
-        counts = self._store.batches[id].body.request_counts
-        counts = RequestCounts(counts.total, counts.completed + (status == 200), counts.failed + (status != 200))
-        self._store.change(id, request_counts=counts)
-
-    def _path(self, id: str, kind: str) -> Path:
-        return self._store.folder / f"{id}.{kind}"
-
-    def _finish(self, owner: str, id: str, status: str, now: int) -> None:
-        self._store.change(id, status="finalizing", finalizing_at=now)
-        fields: dict[str, object] = {"status": status, f"{status}_at": now}
-        for kind in ("output", "error"):
-            path = self._path(id, kind)
-            if path.exists():
-                file_id = self._store.new_id()
-                path.replace(self._store.content(file_id))
-                self._store.keep(owner, file_id, f"{id}_{kind}.jsonl", "batch_output")
-                fields[f"{kind}_file_id"] = file_id
-        self._store.change(id, **fields)
-
-
-async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes]]:
-    """(number, line) of the lines that are not blank."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
             if number % _LINES_A_TURN == 0:
                 await asyncio.sleep(0)
-            if line.strip():
-                yield number, line
+        if not ids and not wrong:
+            wrong.append(BatchError("The file has no requests."))
+        return RequestCounts(len(ids)), wrong
 
+    async def _answer_all(self, owner: bytes, batch: BatchBody) -> None:
+        done: set[int] = set()
+        num_failed = 0
+        async for number, kind, _ in self._store.answers(owner, batch.id):
+            done.add(number)
+            num_failed += kind == "error"
+        counts = RequestCounts(batch.request_counts.total, len(done) - num_failed, num_failed)
 
-def _mend(path: Path) -> set[str]:
-    """The custom_ids that have an answer. Truncates an incomplete last line."""
-    ids: set[str] = set()
-    if not path.exists():
-        return ids
-    with path.open("r+b") as file:
-        whole = 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                file.truncate(whole)
-                break
-            whole += len(line)
-            ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
-    return ids
+        async def left() -> AsyncIterator[tuple[int, BatchRequest]]:
+            async for number, line in self._store.lines(owner, batch.input_file_id):
+                if number not in done:
+                    yield number, read_request(line)
+
+        async def answer(numbered: tuple[int, BatchRequest]) -> None:
+            nonlocal counts
+            number, request = numbered
+            status, id, body = await self._calls.post(request.url, msgspec.json.encode(request.body), owner=owner)
+            is_good = status == 200
+            line = answer_line(request.custom_id, status, id, body)
+            await self._store.put_answer(owner, batch.id, number, "output" if is_good else "error", line)
+            counts = RequestCounts(counts.total, counts.completed + is_good, counts.failed + (not is_good))
+            await self._store.change(owner, batch.id, of=_OPEN, request_counts=counts)
+
+        await self._store.change(owner, batch.id, of=_OPEN, request_counts=counts)
+        await self._calls.for_each(left(), answer)
+
+    async def _finish(self, owner: bytes, id: str, has_expired: bool) -> None:
+        """Makes the answers files. May be done again from the beginning, with the same outcome."""
+        now = int(time.time())
+        batch = await self._store.batch(owner, id)
+        if batch.status != "finalizing":
+            now = max(now, batch.expires_at) if has_expired else now
+            batch = await self._store.change(owner, id, of=_OPEN, status="finalizing", finalizing_at=now)
+        assert batch.finalizing_at is not None, f"{id} is {batch.status}"
+        writers: dict[str, FileWriter] = {}
+        async for _, kind, line in self._store.answers(owner, id):
+            if kind not in writers:
+                file_id = f"file-{hashlib.sha256(f'{id} {kind}'.encode()).hexdigest()[:24]}"
+                writers[kind] = await self._store.write_file(owner, f"{id}_{kind}.jsonl", "batch_output", file_id)
+            await writers[kind].write(line)
+        files = {f"{kind}_file_id": (await writer.complete()).id for kind, writer in writers.items()}
+        has_expired = batch.finalizing_at >= batch.expires_at
+        status = "cancelled" if batch.cancelling_at is not None else "expired" if has_expired else "completed"
+        fields: dict[str, object] = {"status": status, f"{status}_at": int(time.time()), **files}
+        await self._store.change(owner, id, of=_OPEN, **fields)
+        await self._store.drop_answers(owner, id)
+
+    async def _fail(self, owner: bytes, id: str, errors: list[BatchError]) -> None:
+        fields = {"status": "failed", "failed_at": int(time.time()), "errors": BatchErrors(errors)}
+        await self._store.change(owner, id, of=_OPEN, **fields)
+        await self._store.drop_answers(owner, id)

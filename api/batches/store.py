@@ -1,154 +1,176 @@
-"""Files and batches on disk, each with its owner, the API key it was made with.
+"""Files and batches in the database, each with its owner, the API key it was made with.
 
-In the folder of `--batch-folder` they survive the server; without one, they are in a temporary folder that is removed
-at the end. A file is `file-….bin` beside `file-….json`; a batch is `batch_….json`, which is rewritten with each change.
+A file is a record and the pieces of its content. While a batch is under way, its answers are pieces of their own, one
+for each line of its input; then they become its files.
 """
 
-import os
 import secrets
-import shutil
-import tempfile
 import time
-from pathlib import Path
-from typing import IO
+from collections.abc import AsyncIterator
+from typing import Literal
 
-import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ...errors import ConfigError
 from ..http.http_error import HttpError
+from ..state.database import Database
+from ..state.pieces import PIECE_BYTES, Pieces
+from ..state.records import Records
 from .types import BatchBody, FileBody, Purpose
 
 MAX_FILE_BYTES = 512 << 20
-MAX_STORED_BYTES = 8 << 30  # of all files
+MAX_STORED_BYTES = 8 << 30  # of all files, when an upload begins
+_MAX_BYTES = 2 * MAX_STORED_BYTES  # so that what is answered already can be kept
+_MAX_RECORD_BYTES = 64 << 20
+_UPLOAD_S = 3600  # after which a file whose writer has not ended is removed
 
 
-class StoredFile(msgspec.Struct, frozen=True):
-    """The JSON of a file."""
-
-    owner: str  # hex
+class StoredFile(Struct, frozen=True):
     body: FileBody
-
-
-class StoredBatch(msgspec.Struct, frozen=True):
-    """The JSON of a batch."""
-
-    owner: str  # hex
-    body: BatchBody
+    is_complete: bool = False
 
 
 class BatchStore:
-    """The files and batches of one api process. Needs no lock: all calls come from its event loop."""
+    """What all api processes know of files and batches. Methods raise HttpError 503 if the database cannot be used."""
 
-    def __init__(self, folder: str | None) -> None:
-        """Raises ConfigError if the folder cannot be used."""
-        self._temporary: Path | None = None
-        self._given = folder
-        self._opened: Path | None = None
-        self.files: dict[str, StoredFile] = {}
-        self.batches: dict[str, StoredBatch] = {}
-        if folder is not None:
-            self._read(self.folder)
-
-    @property
-    def folder(self) -> Path:
-        """The folder, which is created at the first use. Raises ConfigError if that fails."""
-        if self._opened is None:
-            try:
-                if self._given is None:
-                    self._temporary = Path(tempfile.mkdtemp(prefix="pagewire-batches-"))
-                    self._opened = self._temporary
-                else:
-                    self._opened = Path(self._given)
-                    self._opened.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"--batch-folder {self._given}: {error.strerror}.") from error
-        return self._opened
-
-    def close(self) -> None:
-        """Removes a temporary folder."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _read(self, folder: Path) -> None:
-        for path in sorted(folder.glob("*.json")):
-            try:
-                if path.name.startswith("file-"):
-                    self.files[path.stem] = msgspec.json.decode(path.read_bytes(), type=StoredFile)
-                elif path.name.startswith("batch_"):
-                    self.batches[path.stem] = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
-            except (OSError, msgspec.DecodeError) as error:
-                raise ConfigError(f"--batch-folder: {path} was not written by pagewire: {error}.") from error
+    def __init__(self, database: Database) -> None:
+        self._files = Records(database, "file", StoredFile, max_bytes=_MAX_RECORD_BYTES, drops_oldest=False)
+        self._contents = Pieces(database, "file_content", max_bytes=_MAX_BYTES)
+        self._batches = Records(database, "batch", BatchBody, max_bytes=_MAX_RECORD_BYTES)
+        self._answers = Pieces(database, "batch_answer", max_bytes=_MAX_BYTES)
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def content(self, id: str) -> Path:
-        """The path of a file's bytes."""
-        return self.folder / f"{id}.bin"
-
-    def file(self, owner: str, id: str) -> FileBody:
+    async def file(self, owner: bytes, id: str) -> FileBody:
         """Raises HttpError 404 if the owner has none with this id."""
-        stored = self.files.get(id)
-        if stored is None or stored.owner != owner:
+        stored = await self._files.get(owner, id)
+        if stored is None or not stored.is_complete:
             raise HttpError(404, f"There is no file {id[:100]!r}.", code="not_found")
         return stored.body
 
-    def files_of(self, owner: str) -> list[FileBody]:
+    async def files_of(self, owner: bytes) -> list[FileBody]:
         """Latest first."""
-        return [stored.body for stored in reversed(self.files.values()) if stored.owner == owner]
+        return [stored.body for _, stored in await self._files.list(owner) if stored.is_complete]
 
-    def new_id(self) -> str:
-        """An id for a file whose bytes are in the folder already."""
-        return f"file-{secrets.token_hex(12)}"
-
-    def new_file(self) -> tuple[str, IO[bytes]]:
-        """A new id and its open file, to be written before `keep` or `drop`. Raises HttpError 413 if all is full."""
-        if sum(stored.body.bytes for stored in self.files.values()) >= MAX_STORED_BYTES:
+    async def write_file(self, owner: bytes, filename: str, purpose: Purpose, id: str | None = None) -> "FileWriter":
+        """Begins a file, which nobody sees before it is complete. `id`: of one that is written again from its
+        beginning. Raises HttpError 413 for an upload if all is full."""
+        await self._drop_unfinished()
+        if purpose == "batch" and await self._contents.num_bytes() >= MAX_STORED_BYTES:
             raise HttpError(413, f"The stored files already have {MAX_STORED_BYTES >> 30} GiB; delete some.")
-        id = self.new_id()
-        return id, self.content(id).open("xb")
+        id = id or f"file-{secrets.token_hex(12)}"
+        body = FileBody(id=id, bytes=0, created_at=int(time.time()), filename=filename, purpose=purpose)
+        await self._files.put(owner, id, StoredFile(body))
+        return FileWriter(self._files, self._contents, owner, body)
 
-    def drop(self, id: str) -> None:
+    async def content(self, owner: bytes, id: str) -> AsyncIterator[bytes]:
+        """The file's bytes, piece by piece."""
+        async for _, piece in self._contents.read(owner, id):
+            yield piece
+
+    async def lines(self, owner: bytes, id: str) -> AsyncIterator[tuple[int, bytes]]:
+        """(number from 1 on, line) of the lines that are not blank."""
+        number, parts = 0, list[bytes]()
+        async for piece in self.content(owner, id):
+            first, *others = piece.split(b"\n")
+            parts.append(first)
+            for part in others:
+                number += 1
+                if line := b"".join(parts).strip():
+                    yield number, line
+                parts = [part]
+        if line := b"".join(parts).strip():
+            yield number + 1, line
+
+    async def drop_file(self, owner: bytes, id: str) -> None:
         """Removes a file, complete or not."""
-        self.files.pop(id, None)
-        self.content(id).unlink(missing_ok=True)
-        (self.folder / f"{id}.json").unlink(missing_ok=True)
+        await self._contents.delete(owner, id)
+        await self._files.delete(owner, id)
 
-    def keep(self, owner: str, id: str, filename: str, purpose: Purpose) -> FileBody:
-        """Records a file that is completely written."""
-        size = self.content(id).stat().st_size
-        body = FileBody(id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
-        self.files[id] = StoredFile(owner, body)
-        self._write(id, self.files[id])
-        return body
+    async def _drop_unfinished(self) -> None:
+        """Removes what processes that have died left of files."""
+        for owner, id, stored in await self._files.all():
+            if not stored.is_complete and stored.body.created_at < time.time() - _UPLOAD_S:
+                await self.drop_file(owner, id)
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def batch(self, owner: str, id: str) -> BatchBody:
+    async def batch(self, owner: bytes, id: str) -> BatchBody:
         """Raises HttpError 404 if the owner has none with this id."""
-        stored = self.batches.get(id)
-        if stored is None or stored.owner != owner:
+        batch = await self._batches.get(owner, id)
+        if batch is None:
             raise HttpError(404, f"There is no batch {id[:100]!r}.", code="not_found")
-        return stored.body
+        return batch
 
-    def put(self, owner: str, body: BatchBody) -> None:
-        """Creates or replaces a batch."""
-        self.batches[body.id] = StoredBatch(owner, body)
-        self._write(body.id, self.batches[body.id])
+    async def put(self, owner: bytes, batch: BatchBody) -> None:
+        """Creates a batch."""
+        await self._batches.put(owner, batch.id, batch)
 
-    def change(self, id: str, **fields: object) -> BatchBody:
-        """Changes fields of a batch."""
-        stored = self.batches[id]
-        body = replace(stored.body, **fields)
-        self.put(stored.owner, body)
+    async def change(self, owner: bytes, id: str, *, of: tuple[str, ...], **fields: object) -> BatchBody:
+        """Changes fields of a batch if its status is one of `of`. Raises HttpError 404."""
+
+        def changed(batch: BatchBody) -> BatchBody:
+            return replace(batch, **fields) if batch.status in of else batch
+
+        batch = await self._batches.change(owner, id, changed)
+        if batch is None:
+            raise HttpError(404, f"There is no batch {id[:100]!r}.", code="not_found")
+        return batch
+
+    async def batches_of(self, owner: bytes) -> list[BatchBody]:
+        """Latest first."""
+        return [batch for _, batch in await self._batches.list(owner)]
+
+    async def put_answer(self, owner: bytes, id: str, number: int, kind: "AnswerKind", line: bytes) -> None:
+        """Keeps the answer to a line of a batch's input; there is one, however often it is answered."""
+        await self._answers.put(owner, id, number, kind.encode() + b" " + line)
+
+    async def answers(self, owner: bytes, id: str) -> AsyncIterator[tuple[int, str, bytes]]:
+        """(number, kind, line) of a batch's answers so far, in the order of its input."""
+        async for number, answer in self._answers.read(owner, id):
+            kind, _, line = answer.partition(b" ")
+            yield number, kind.decode(), line
+
+    async def drop_answers(self, owner: bytes, id: str) -> None:
+        """Removes what `answers` gives."""
+        await self._answers.delete(owner, id)
+
+
+AnswerKind = Literal["output", "error"]
+"""Of which file of the batch the answer will be a line."""
+
+
+class FileWriter:
+    """A file that is being written. What is not completed is removed later."""
+
+    def __init__(self, files: Records[StoredFile], contents: Pieces, owner: bytes, body: FileBody) -> None:
+        self._files = files
+        self._contents = contents
+        self._owner = owner
+        self._body = body
+        self.id = body.id
+        self._parts: list[bytes] = []  # not in the database yet
+        self._num_waiting = 0  # bytes of them
+        self._num_bytes = 0
+        self._number = 0
+
+    async def write(self, data: bytes) -> None:
+        """Raises HttpError 413 if all is full."""
+        self._parts.append(data)
+        self._num_waiting += len(data)
+        if self._num_waiting >= PIECE_BYTES:
+            await self._flush()
+
+    async def complete(self) -> FileBody:
+        """Makes it visible."""
+        await self._flush()
+        body = replace(self._body, bytes=self._num_bytes)
+        await self._files.put(self._owner, body.id, StoredFile(body, is_complete=True))
         return body
 
-    def batches_of(self, owner: str) -> list[BatchBody]:
-        """Latest first."""
-        return [stored.body for stored in reversed(self.batches.values()) if stored.owner == owner]
-
-    def _write(self, name: str, what: StoredFile | StoredBatch) -> None:
-        path = self.folder / f"{name}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(what))
-        os.replace(partial, path)
+    async def _flush(self) -> None:
+        if self._parts:
+            await self._contents.put(self._owner, self.id, self._number, b"".join(self._parts))
+            self._number += 1
+            self._num_bytes += self._num_waiting
+            self._parts, self._num_waiting = [], 0

@@ -11,10 +11,11 @@ engine, so that they cannot kill one after the other.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...config.latency_classes import LatencyClass
 from ...errors import RequestError
 from ...ipc.messages import (
     RID_BITS,
@@ -80,17 +81,22 @@ class Gateway:
         max_held: int = 10_000,
         max_open: int | None = None,
         has_siblings: bool = False,
+        on_use: Callable[[bool], None] = lambda _: None,
+        latency_classes: Mapping[str, LatencyClass] = {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`posts`: for each engine what sends to its tokenizer; it must neither block nor raise. `outage_wait_s`: how
         long a request that was not admitted waits for an engine that is whole. `max_held`: sequences that may wait for
         one. `max_open`: sequences that the cores can run and queue; they would refuse more, and refusing here costs
-        less. `has_siblings`: other api processes send to the engines as well."""
+        less. `has_siblings`: other api processes send to the engines as well. `on_use` is called with whether something
+        is open, when that changes. `latency_classes`: whose targets are compared with what requests get."""
         self._clock = clock
         self._outage_wait_s = outage_wait_s
         self._max_held = max_held
         self._max_open = max_open
         self._has_siblings = has_siblings
+        self._on_use = on_use
+        self._hindrance: str | None = None  # why requests cannot be served now
         self._next_rid = api_index << RID_BITS
         self._unflushed: dict[Consumer, None] = {}  # those that took chunks since `handle` began
         self._sequences: dict[int, tuple[OpenRequest, OpenSequence]] = {}  # by rid; those that have not ended
@@ -107,7 +113,7 @@ class Gateway:
         self._drain_rate = DrainRate(clock())
         self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
-        self.stats = Stats()
+        self.stats = Stats(latency_classes)
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -154,6 +160,8 @@ class Gateway:
         RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
+        if self._hindrance is not None:
+            raise RequestError("unavailable", self._hindrance)
         if self._killers and fingerprint(submits) in self._killers:
             raise RequestError("internal", _KILLED)
         num_choices = sum(submit.n for submit in submits)
@@ -163,13 +171,14 @@ class Gateway:
             raise RequestError("queue_full", f"{num_open} sequences are open already; try again later.")
         engine = self._choose(submits[0])
         if engine is None and sum(held.num_open for held in self._held) + num_choices > self._max_held:
-            raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
+            raise RequestError("queue_full", "Too many requests wait for the engine, which is not ready.")
         now = self._clock()
         self._drain_rate.note(now, is_busy=True)
-        request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed))
+        attainment = self.stats.attainment.get(submits[0].latency_class)
+        request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed), attainment)
         self._next_rid += num_choices
         self._register(request)
-        self._idle.clear()
+        self._note_busy()
         for submit in submits:
             self.stats.asked(submit.n, submit.limits.max_tokens)
         if engine is None:
@@ -239,6 +248,16 @@ class Gateway:
         """From now on, new requests get 503 with this sentence; open ones go on."""
         self._refusal = reason
 
+    def hinder(self, reason: str | None) -> None:
+        """From now on, requests get 503 with this sentence, also those that wait for an engine; None: no more."""
+        self._hindrance = reason
+        if reason is not None:
+            for request in list(self._held):
+                self._end(request, RequestError("unavailable", reason))
+            for asked in self._questions.values():
+                if asked.engine is None and not asked.answer.done():
+                    asked.answer.set_exception(RequestError("unavailable", reason))
+
     async def drained(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()
@@ -278,9 +297,13 @@ class Gateway:
             before = sequence.last_chunk_at
             if before is None:
                 stats.time_to_first_token_s.observe(now - request.arrived)
+                if request.attainment is not None:
+                    request.attainment.ttft.observe(now - request.arrived)
                 sequence.first_chunk_at = now
             else:
                 stats.inter_token_latency_s.observe(now - before)
+                if request.attainment is not None:
+                    request.attainment.itl.observe(now - before)
             sequence.last_chunk_at = now
             request.num_tokens += num_ids
         sequence.entry.note(chunk)
@@ -362,7 +385,13 @@ class Gateway:
 
     def _give_up(self, request: OpenRequest) -> None:
         if request in self._held:
-            self._end(request, RequestError("unavailable", _OUTAGE))
+            self._end(request, RequestError("unavailable", self._why_late))
+
+    @property
+    def _why_late(self) -> str:
+        """Why what has waited was not served."""
+        outage = self.outage
+        return _OUTAGE if outage is None or outage.lost else f"{outage.reason} Try again later."
 
     def _lose(self, engine: Engine, reset: Reset, now: float) -> None:
         """What is open there is not with the engine any more."""
@@ -460,16 +489,18 @@ class Gateway:
     async def _ask(self, question: Question) -> Answer:
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
+        if self._hindrance is not None:
+            raise RequestError("unavailable", self._hindrance)
         self._next_rid += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._questions[question.rid] = asked = _Asked(question, answer)
-        self._idle.clear()
+        self._note_busy()
         self._put(asked)
         try:
             async with asyncio.timeout(None if self.outage is None else self._outage_wait_s):
                 return await answer
         except TimeoutError:
-            raise RequestError("unavailable", _OUTAGE) from None
+            raise RequestError("unavailable", self._why_late) from None
         finally:
             del self._questions[question.rid]
             self._note_idle()
@@ -481,9 +512,15 @@ class Gateway:
             asked.engine = min(whole, key=lambda engine: engine.num_open)
             asked.engine.post(asked.question)
 
+    def _note_busy(self) -> None:
+        if self._idle.is_set():
+            self._idle.clear()
+            self._on_use(True)
+
     def _note_idle(self) -> None:
-        if not self._sequences and not self._questions:
+        if not self._sequences and not self._questions and not self._idle.is_set():
             self._idle.set()
+            self._on_use(False)
 
 
 def _abort_reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ from ...ipc.epochs import NO_ENGINE
 from ...ipc.messages import Snapshot
 from ...ipc.reports import POWERS, SECONDS, Histogram, HistogramCounts
 from .gateway import Gateway
+from .residence import Residence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,21 +50,36 @@ OLD_NAMES = {
 the metric under both. docs/metrics.md has this table."""
 
 _ONLY_OLD = {"prefix_cache_hit_rate"}  # shown under the old name alone: a counter and another say the same
+_STATES = ("unloaded", "loading", "loaded", "leaving", "failed")
 _NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Metrics:
-    """Renders /metrics for one gateway."""
+    """The metrics of one gateway."""
 
-    def __init__(self, gateway: Gateway, config: EngineConfig, *, prefix: str = "pagewire") -> None:
+    def __init__(
+        self, gateway: Gateway, config: EngineConfig, *, prefix: str = "pagewire", residence: Residence | None = None
+    ) -> None:
         self._gateway = gateway
         self._config = config
         self._prefix = prefix
+        self._residence = residence
         self._started = time.time()  # s since 1970
 
-    def render(self) -> bytes:
-        """The whole page."""
-        page = _Page(self._prefix, self._config.served_model_names[0])
+    def render(self, others: Sequence["Metrics"] = ()) -> bytes:
+        """The whole page. `others`: of the other models behind the same port."""
+        page = _Page(self._prefix)
+        for metrics in (self, *others):
+            metrics._write(page)
+        return page.text()
+
+    def _write(self, page: "_Page") -> None:
+        page.begin(self._config.served_model_names[0])
+        if self._residence is not None:
+            states = [({"state": state}, int(state == self._residence.state.state)) for state in _STATES]
+            page.family("gauge", "model_state", "1 for the state of one of several models.", states)
+            text = "What the last load of a model took."
+            page.gauge("model_load_seconds", text, self._residence.state.load_s)
         are_several = len(self._gateway.engines) > 1
         for engine in self._gateway.engines:
             core = engine.snapshot or _NO_SNAPSHOT
@@ -85,11 +101,15 @@ class Metrics:
         self._ends(page)
         self._processes(page, are_several=are_several)
         self._requests(page)
-        return page.text()
+        self._attainment(page)
 
     def _state(self, page: "_Page", core: Snapshot) -> None:
         page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
         page.gauge("num_requests_waiting", "Sequences in the queue of the core.", core.num_waiting)
+        text = "The same by reason: capacity, or deferred while the engine is asleep."
+        waits = {"capacity": not core.is_asleep, "deferred": core.is_asleep}
+        reasons = [({"reason": reason}, core.num_waiting * is_so) for reason, is_so in waits.items()]
+        page.family("gauge", "num_requests_waiting_by_reason", text, reasons)
         usage = core.num_blocks_used / (core.num_blocks or 1)
         page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         text = "How long the oldest step in flight has been out; 0 with none."
@@ -147,6 +167,12 @@ class Metrics:
                 "rank",
                 {str(rank): num for rank, num in enumerate(core.expert_tokens)},
             )
+            page.counters(
+                "rank_sent_bytes",
+                "Bytes that other ranks read from a rank, each of them: sums, tokens, experts' results; 0 on GPUs.",
+                "rank",
+                {str(rank): num for rank, num in enumerate(core.rank_sent_bytes)},
+            )
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
@@ -203,6 +229,8 @@ class Metrics:
         each("counter", "kv_tier_evicted_blocks_total", text, (t.num_evicted for t in tiers))
         text = "KV blocks that could not be loaded from the tier."
         each("counter", "kv_tier_failed_blocks_total", text, (t.num_failed for t in tiers))
+        text = "Bytes of KV that were loaded from the tier, on all ranks."
+        each("counter", "kv_tier_loaded_bytes_total", text, (t.num_loaded_bytes for t in tiers))
 
     def _ends(self, page: "_Page") -> None:
         stats = self._gateway.stats
@@ -220,6 +248,23 @@ class Metrics:
             page.counters("late_beats", text, "machine", late)
         text = "Requests refused before a first byte, by code or status."
         page.counters("request_refused", text, "reason", stats.refused)
+
+    def _attainment(self, page: "_Page") -> None:
+        """Nothing without `--latency-classes`."""
+        goals = [
+            ({"latency_class": name, "target": kind}, goal, goal.target_ms / 1e3)
+            for name, one in self._gateway.stats.attainment.items()
+            for kind, goal in (("ttft", one.ttft), ("itl", one.itl))
+            if goal.target_ms is not None
+        ]
+        if not goals:
+            return
+        text = "Target of a latency class: from arrival to the first token (ttft), or between two tokens (itl)."
+        page.family("gauge", "slo_target_seconds", text, [(labels, seconds) for labels, _, seconds in goals])
+        text = "First tokens and gaps between tokens of the requests of a latency class that has such a target."
+        page.family("counter", "slo_observations_total", text, [(labels, goal.num) for labels, goal, _ in goals])
+        text = "Of these, those that met the target."
+        page.family("counter", "slo_attained_total", text, [(labels, goal.num_met) for labels, goal, _ in goals])
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:
         for name, (text, bounds) in _STEP_HISTOGRAMS.items():
@@ -278,11 +323,15 @@ class Metrics:
 class _Page:
     """Prometheus' text format, version 0.0.4, family by family."""
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._model = f'model_name="{_escaped(model)}"'
+        self._model = ""  # the label of what is written now
         self._families: dict[str, list[str]] = {}  # full name → its head and samples
         self.engine: int | None = None  # the label `engine` of what is written now; None: it has none
+
+    def begin(self, model: str) -> None:
+        """What follows is of this model."""
+        self._model = f'model_name="{_escaped(model)}"'
 
     def text(self) -> bytes:
         """Everything so far."""

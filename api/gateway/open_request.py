@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ...ipc.messages import Submit, Times
 from .journal import Entry, entries
 from .output_buffer import OutputBuffer
+from .stats import Attainment
 from .timeline import EndedSequence, Timeline, together
 
 
@@ -33,7 +34,16 @@ class OpenSequence:
 class OpenRequest:
     """The sequences of one HTTP request. The gateway changes `engine`, `was_sent`, `num_deaths` and the rids."""
 
-    def __init__(self, first_rid: int, submits: Sequence[Submit], arrived: float, buffer: OutputBuffer) -> None:
+    def __init__(
+        self,
+        first_rid: int,
+        submits: Sequence[Submit],
+        arrived: float,
+        buffer: OutputBuffer,
+        attainment: Attainment | None = None,
+    ) -> None:
+        """`attainment`: of its latency class, if it has one."""
+        self.attainment = attainment
         self.number = first_rid  # ascends in the order in which requests came
         self.submits = submits
         self.arrived = arrived

@@ -1,8 +1,10 @@
 """The gateway's counters and histograms, which `metrics` renders."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import get_args
 
+from ...config.latency_classes import LatencyClass
 from ...errors import ErrorKind
 from ...ipc.messages import FinishReason, Usage
 from ...ipc.reports import Histogram
@@ -25,10 +27,33 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
+class Attainment:
+    """How often the targets of a latency class were met. What had no first or next token does not count."""
+
+    def __init__(self, targets: LatencyClass) -> None:
+        self.ttft = Goal(targets.ttft_ms)
+        self.itl = Goal(targets.itl_ms)
+
+
+class Goal:
+    """One target, and what was measured against it."""
+
+    def __init__(self, target_ms: float | None) -> None:
+        self.target_ms = target_ms
+        self.num = 0
+        self.num_met = 0
+
+    def observe(self, seconds: float) -> None:
+        self.num += 1
+        self.num_met += self.target_ms is not None and 1e3 * seconds <= self.target_ms
+
+
 class Stats:
     """Counts since the api process started."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Mapping[str, LatencyClass] = {}) -> None:
+        """`classes`: the operator's latency classes, if there are any."""
+        self.attainment = {name: Attainment(targets) for name, targets in classes.items()}
         self.finished: Counter[str] = Counter({reason: 0 for reason in (*get_args(FinishReason), "error")})  # sequences
         self.aborts: Counter[str] = Counter({"client_gone": 0, "shutting_down": 0})  # sequences, by reason
         self.errors: Counter[str] = Counter({kind: 0 for kind in get_args(ErrorKind)})  # sequences refused or failed

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .http_error import HttpError
 
@@ -41,6 +41,20 @@ async def read_json(scope: Scope, receive: Receive, *, any_type: bool = False) -
         body += message.get("body", b"")
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` for whoever reads the body that was read already."""
+    is_read = False
+
+    async def receive_again() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
 
 
 async def send_body(

@@ -5,14 +5,16 @@ import hmac
 from collections.abc import Callable, Mapping, Sequence
 
 from ...config.access import ApiKey
+from .entitlement import EVERYTHING, Entitlement
 from .http_error import HttpError
-from .rate_limit import Account
+from .rate_limit import Account, Bucket
 
 
 class Caller:
     """The owner of a key; without keys all requests have the same one."""
 
-    def __init__(self, salt: bytes, account: Account) -> None:
+    def __init__(self, salt: bytes, account: Account, entitlement: Entitlement) -> None:
+        self.entitlement = entitlement
         self.salt = salt  # separates owners' prefix caches and stored responses; empty with fewer than two keys
         self.account = account
 
@@ -25,10 +27,23 @@ class Keys:
         rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
         self._callers = [
-            Caller(digest[:16] if len(self._digests) > 1 else b"", Account(*rate, clock=clock))
-            for digest, rate in zip(self._digests, rates, strict=True)
+            Caller(
+                digest[:16] if len(self._digests) > 1 else b"",
+                Account(*rate, clock=clock),
+                Entitlement(key.latency_classes, key.min_priority),
+            )
+            for digest, rate, key in zip(self._digests, rates, keys, strict=True)
         ]
-        self._anyone = Caller(b"", anyone)
+        self._anyone = Caller(b"", anyone, EVERYTHING)
+
+    def buckets(self) -> dict[str, Bucket]:
+        """Of all accounts, by names that do not depend on the other keys."""
+        owned = dict(zip(self._digests, self._callers, strict=True)) or {b"": self._anyone}
+        return {
+            f"{digest.hex()}/{name}": bucket
+            for digest, caller in owned.items()
+            for name, bucket in caller.account.buckets.items()
+        }
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """The owner of the request's key. Raises HttpError 401."""

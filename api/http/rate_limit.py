@@ -27,6 +27,7 @@ class Bucket:
         self._clock = clock
         self._level = float(per_minute)  # at `_at`; negative: a debt
         self._at = clock()
+        self.taken = 0.0  # since others heard of it
 
     @property
     def level(self) -> float:
@@ -39,6 +40,13 @@ class Bucket:
     def take(self, amount: float) -> None:
         """A negative amount is given back."""
         self._level = min(self.per_minute, self.level - amount)
+        self.taken += amount
+
+    def adopt(self, level: float, taken: float) -> None:
+        """Takes over the level that others agree on, which counts `taken`; what was taken later is not in it."""
+        self.taken -= taken
+        self._level = min(self.per_minute, level - self.taken)
+        self._at = self._clock()
 
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` is there, or the bucket is full; 0: now."""
@@ -88,16 +96,21 @@ class Account:
         finally:
             self._tokens.take(hold.num_tokens - estimate)
 
+    @property
+    def buckets(self) -> dict[str, Bucket]:
+        """Those that there are, by name: requests, tokens."""
+        named = {"requests": self._requests, "tokens": self._tokens}
+        return {name: bucket for name, bucket in named.items() if bucket is not None}
+
     def headers(self) -> Headers:
         """OpenAI's x-ratelimit headers."""
         found: Headers = []
-        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
-            if bucket is not None:
-                found += [
-                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
-                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, math.floor(bucket.level))),
-                    (b"x-ratelimit-reset-" + name, _duration(bucket.wait_s(bucket.per_minute))),
-                ]
+        for name, bucket in self.buckets.items():
+            found += [
+                (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.per_minute),
+                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(bucket.level))),
+                (f"x-ratelimit-reset-{name}".encode(), _duration(bucket.wait_s(bucket.per_minute))),
+            ]
         return found
 
 

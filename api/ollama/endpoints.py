@@ -1,11 +1,15 @@
 """/api: chat, generate, embeddings, and the models that are served."""
 
+import math
+import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...config.model_list import parse_keep_alive
 from ..http.exchange import read_json, send_body, send_json
 from ..http.http_error import HttpError
 from ..http.operation import Operation
@@ -45,8 +49,10 @@ _LATEST = ":latest"
 
 
 class OllamaEndpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, services: Sequence[Service]) -> None:
+        """`services`: of all models."""
         self._service = service
+        self._services = services
         self._since = now()
         self._chat_decoder = msgspec.json.Decoder(OllamaChatRequest)
         self._generate_decoder = msgspec.json.Decoder(OllamaGenerateRequest)
@@ -110,6 +116,7 @@ class OllamaEndpoints:
         if not request.messages:
             await self._send_loaded(request, model, is_chat=True, send=send)
             return
+        self._keep(request.keep_alive)
         with in_terms_of_ollama():
             chat = chat_request(request, self._service.config)
             submits = chat_submits(chat, self._service.config, scope["state"]["salt"])
@@ -124,6 +131,7 @@ class OllamaEndpoints:
         if not request.prompt and not request.suffix:
             await self._send_loaded(request, model, is_chat=False, send=send)
             return
+        self._keep(request.keep_alive)
         config, salt = self._service.config, scope["state"]["salt"]
         with in_terms_of_ollama():
             if request.raw or request.suffix:
@@ -137,6 +145,7 @@ class OllamaEndpoints:
 
     async def embed(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._embed_decoder, await read_json(scope, receive, any_type=True))
+        self._keep(request.keep_alive)
         if not request.input:
             await send_json(send, EmbedAnswer(request.model, [], 0, 0))
             return
@@ -154,29 +163,38 @@ class OllamaEndpoints:
         await self._embed(asked, OldEmbedReply(request.model), scope, receive, send)
 
     async def tags(self, scope: Scope, receive: Receive, send: Send) -> None:
-        facts = self._service.config.model
         tags = [
-            Tag(name, name, self._changed(), facts.weight_bytes, self._digest, self._details)
-            for name in self._service.config.served_model_names
+            Tag(
+                name,
+                name,
+                self._changed(service),
+                service.config.model.weight_bytes,
+                _digest(service),
+                _details(service),
+            )
+            for service in self._services
+            for name in service.config.served_model_names
         ]
         await send_json(send, Tags(tags))
 
     async def loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        config = self._service.config
-        size = config.model.weight_bytes
-        models = [
-            LoadedModel(
-                name, name, size, self._digest, self._details, _NEVER, size if config.device != "cpu" else 0,
-                config.max_model_len,
-            )
-            for name in config.served_model_names
-        ]  # fmt: skip
+        models = []
+        for service in (each for each in self._services if each.is_loaded):
+            config = service.config
+            size = config.model.weight_bytes if service.residence is None else service.residence.state.need_bytes
+            models += [
+                LoadedModel(
+                    name, name, size, _digest(service), _details(service), _expires_at(service),
+                    size if config.device != "cpu" else 0, config.max_model_len,
+                )
+                for name in config.served_model_names
+            ]  # fmt: skip
         await send_json(send, LoadedModels(models))
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = self._asked(decode_body(self._model_decoder, await read_json(scope, receive, any_type=True)))
         config = self._service.config
-        described = await self._service.gateway.describe_tokenizer()
+        template = (await self._service.gateway.describe_tokenizer()).chat_template if self._service.is_loaded else ""
         purpose, family = config.model.purpose, find_family(config.tool_call_parser, config.reasoning_parser)
         capabilities = {
             "completion": "generate" in purpose.tasks,
@@ -189,8 +207,8 @@ class OllamaEndpoints:
         shown = Shown(
             modelfile=f"FROM {name}\n",
             parameters="\n".join(f"{field} {getattr(parameters, field)}" for field in parameters.__struct_fields__),
-            template=described.chat_template or "",
-            details=self._details,
+            template=template or "",
+            details=_details(self._service),
             model_info={
                 "general.architecture": "pagewire",
                 "general.basename": config.model.name,
@@ -199,7 +217,7 @@ class OllamaEndpoints:
                 "pagewire.vocab_size": config.model.vocab_size,
             },
             capabilities=[name for name, has in capabilities.items() if has],
-            modified_at=self._changed(),
+            modified_at=self._changed(self._service),
         )
         await send_json(send, shown)
 
@@ -241,31 +259,35 @@ class OllamaEndpoints:
             raise HttpError(400, "model is missing.", param="model")
         return self._model_name(name)
 
-    @property
-    def _digest(self) -> str:
-        return self._service.config.model.fingerprint.ljust(64, "0")[:64]
-
-    @property
-    def _details(self) -> Details:
-        facts = self._service.config.model
-        is_gguf = Path(facts.path).suffix == ".gguf"
-        return Details(
-            format="gguf" if is_gguf else "safetensors",
-            family="pagewire",
-            families=["pagewire"],
-            quantization_level=facts.checkpoint_dtype,
-        )
-
-    def _changed(self) -> str:
+    def _changed(self, service: Service) -> str:
         """When the model's files last changed."""
         try:
-            seconds = Path(self._service.config.model.path).stat().st_mtime
+            seconds = Path(service.config.model.path).stat().st_mtime
         except OSError:
             return self._since
-        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+        return _utc(seconds)
+
+    def _keep(self, keep_alive: object, *, is_question: bool = True) -> bool:
+        """Takes what a request says of the model's stay. Whether the model is needed now: a request without a question
+        loads it, or unloads it if it need not stay. Raises HttpError."""
+        if self._service.residence is None:
+            return False
+        if keep_alive is None:
+            return True
+        try:
+            seconds = parse_keep_alive(keep_alive)
+        except ValueError:
+            raise HttpError(400, 'keep_alive must be seconds, or a time such as "5m".', param="keep_alive") from None
+        if not is_question and not seconds:
+            self._service.residence.let_go()
+            return False
+        self._service.residence.keep(seconds)
+        return True
 
     async def _send_loaded(self, request: OllamaRequest, model: str, *, is_chat: bool, send: Send) -> None:
-        """The answer to a request without a question, by which clients load a model; it stays loaded."""
+        """The answer to a request without a question, by which clients load a model or unload it."""
+        if self._keep(request.keep_alive, is_question=False):
+            await self._service.gateway.describe_tokenizer()  # which waits until it is loaded
         answer = Answer(
             model=request.model,
             created_at=now(),
@@ -286,6 +308,33 @@ class OllamaEndpoints:
         with in_terms_of_ollama():
             submits = embedding_submits(asked, self._service.config, scope["state"]["salt"])
             await self._service.answer(submits, reply, False, scope, receive, send)
+
+
+def _digest(service: Service) -> str:
+    return service.config.model.fingerprint.ljust(64, "0")[:64]
+
+
+def _details(service: Service) -> Details:
+    facts = service.config.model
+    is_gguf = Path(facts.path).suffix == ".gguf"
+    return Details(
+        format="gguf" if is_gguf else "safetensors",
+        family="pagewire",
+        families=["pagewire"],
+        quantization_level=facts.checkpoint_dtype,
+    )
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _expires_at(service: Service) -> str:
+    """When the model will be unloaded."""
+    residence = service.residence
+    if residence is None or math.isinf(residence.state.expires_at):
+        return _NEVER
+    return _utc(time.time() + residence.state.expires_at - time.monotonic())
 
 
 async def _send_lines(send: Send, values: list[Progress] | list[Answer]) -> None:

@@ -54,12 +54,14 @@ class ChatReply(Reply):
         new_turn: Callable[[], Turn] = lambda: Turn(None),
         has_functions: bool = False,
         transfer: Transfer | None = None,
+        service_tier: str | UnsetType = UNSET,
     ) -> None:
         """`new_turn`: makes the reader of a choice's output. `prefix`: what the answer begins with. `names_ids`:
         log-probabilities name tokens by their ids. `has_functions`: the request has `functions`, so its calls are
         `function_call`."""
         self._id = new_id("chatcmpl-")
         self._transfer = transfer
+        self._service_tier = service_tier
         self._model = model
         self._created = created
         self._is_streamed = is_streamed
@@ -83,6 +85,8 @@ class ChatReply(Reply):
         self._is_verbatim = self._is_simple and self._choices[0].turn.is_verbatim
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
+        if service_tier is not UNSET:
+            head += f',"service_tier":{json_text(service_tier)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"delta":{{"content":'.encode() for i in range(n)]
         self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
@@ -129,6 +133,7 @@ class ChatReply(Reply):
                 prompt_token_ids=self._prompt_token_ids or None,
                 prompt_logprobs=self._prompt_logprobs,
                 timings=self._timings,
+                service_tier=self._service_tier,
                 kv_transfer_params=transferred(self._transfer, self._id, self._usage.body().prompt_tokens),
             )
         )
@@ -178,6 +183,7 @@ class ChatReply(Reply):
             usage=usage if self._include_usage else UNSET,
             prompt_token_ids=prompt_ids,
             timings=self._timings,
+            service_tier=self._service_tier,
         )
         return as_event(_encode(chunk))
 

@@ -36,6 +36,7 @@ class CompletionReply(Reply):
         has_token_ids: bool = False,
         has_timings: bool = False,
         transfer: Transfer | None = None,
+        service_tier: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
         """`num_candidates`: outputs of each prompt. `n`: how many of them the answer has, if not all. `names_ids`:
         log-probabilities name tokens by their ids."""
@@ -43,6 +44,7 @@ class CompletionReply(Reply):
         self._n = n or self._num_candidates
         self._id = new_id("cmpl-")
         self._transfer = transfer
+        self._service_tier = service_tier
         self._model = model
         self._created = created
         self._is_streamed = is_streamed
@@ -57,6 +59,8 @@ class CompletionReply(Reply):
         # Most chunks are a piece of text and nothing else: their event is two constants around an encoded string.
         self._is_simple = is_streamed and not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
+        if service_tier is not msgspec.UNSET:
+            head += f',"service_tier":{json_text(service_tier)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"text":'.encode() for i in range(len(self._choices))]
         self._tail = f',"logprobs":null,"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'.encode()
@@ -95,6 +99,7 @@ class CompletionReply(Reply):
                 choices=[self._whole_choice(i, choice) for i, choice in enumerate(self._chosen())],
                 usage=self._usage.body(),
                 timings=self._timings,
+                service_tier=self._service_tier,
                 kv_transfer_params=transferred(self._transfer, self._id, self._usage.body().prompt_tokens),
             )
         )
@@ -126,6 +131,7 @@ class CompletionReply(Reply):
             choices=choices,
             usage=usage if self._include_usage else msgspec.UNSET,
             timings=self._timings,
+            service_tier=self._service_tier,
         )
         return as_event(_encode(chunk))
 

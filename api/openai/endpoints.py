@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -71,6 +72,7 @@ class OpenAIEndpoints:
         submits = chat_submits(request, self._service.config, scope["state"]["salt"])
         transfer = read_transfer(request.kv_transfer_params, self._service.config)
         submits = with_transfer(submits, transfer, request.cache_hit_threshold)
+        submits = self._service.classify(submits, scope)
         reply = ChatReply(
             model=model,
             created=int(time.time()),
@@ -87,6 +89,7 @@ class OpenAIEndpoints:
             has_functions=has_functions,
             has_timings=bool(request.return_timings),
             transfer=transfer,
+            service_tier=submits[0].latency_class or UNSET,
         )
         await self._answer(request, submits, reply, scope, receive, send)
 
@@ -96,6 +99,7 @@ class OpenAIEndpoints:
         submits = completion_submits(request, self._service.config, scope["state"]["salt"])
         transfer = read_transfer(request.kv_transfer_params, self._service.config)
         submits = with_transfer(submits, transfer, request.cache_hit_threshold)
+        submits = self._service.classify(submits, scope)
         reply = CompletionReply(
             model=model,
             created=int(time.time()),
@@ -112,6 +116,7 @@ class OpenAIEndpoints:
             has_token_ids=bool(request.return_token_ids),
             has_timings=bool(request.return_timings),
             transfer=transfer,
+            service_tier=submits[0].latency_class or UNSET,
         )
         await self._answer(request, submits, reply, scope, receive, send)
 

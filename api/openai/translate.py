@@ -117,7 +117,7 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
         set_thinking(variables, False)
     _set_defaults(variables, config.default_chat_template_kwargs or {})
     prompt = ChatPrompt(
-        messages=bytes(request.messages),
+        messages=_with_system(bytes(request.messages), messages, config.system_prompt),
         tools=bytes(request.tools) if shows_tools(request) else b"",
         template_kwargs=msgspec.json.encode(variables) if variables else b"",
         add_generation_prompt=add_generation_prompt,
@@ -141,6 +141,15 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
         constraint=chat_constraint(request, tools, config),
     )
     return _resumed(request, submits, config.model.vocab_size)
+
+
+def _with_system(encoded: bytes, messages: Sequence[Message], system_prompt: str) -> bytes:
+    """The conversation, which begins with the operator's system prompt if it has none of its own. `encoded`: the
+    messages as JSON."""
+    if not system_prompt or any(message.role in ("system", "developer") for message in messages):
+        return encoded
+    first = msgspec.json.encode({"role": "system", "content": system_prompt})
+    return b"[%s,%s" % (first, encoded[encoded.index(b"[") + 1 :])
 
 
 def set_thinking(variables: dict[str, object], is_on: bool) -> None:
@@ -385,6 +394,7 @@ def _submits(
             constraint=constraint,
             bad_words=tuple(request.bad_words or ()),
             cache_salt=request.cache_salt or "",
+            latency_class=request.service_tier or "",
         )
         for prompt in prompts
     ]

@@ -176,6 +176,7 @@ class ChatCompletion(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | None = None
     timings: TimingsBody | UnsetType = UNSET  # with `return_timings`
     kv_transfer_params: TransferAnswer | UnsetType = UNSET  # of a prefill leg
+    service_tier: str | UnsetType = UNSET  # the request's latency class
 
 
 class ChatDelta(Struct, frozen=True):
@@ -205,6 +206,7 @@ class ChatChunk(Struct, frozen=True):
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: TimingsBody | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET  # the request's latency class
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -239,6 +241,7 @@ class Completion(Struct, frozen=True):
     usage: UsageBody | UnsetType | None = UNSET
     timings: TimingsBody | UnsetType = UNSET
     kv_transfer_params: TransferAnswer | UnsetType = UNSET  # of a prefill leg, not streamed
+    service_tier: str | UnsetType = UNSET  # the request's latency class
 
 
 class ModelCard(Struct, frozen=True):
@@ -250,6 +253,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "pagewire"
     parent: None = None
     batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
+    state: str | UnsetType = UNSET  # of one of several models: unloaded, loading, loaded, leaving or failed
     versions: tuple[ModelVersion, ...] | UnsetType = UNSET  # served before and now, once the model was swapped
 
 

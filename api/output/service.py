@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig, HttpConfig
+from ...config.latency_classes import with_default
 from ...errors import RequestError
 from ...ipc.messages import Chunk, Submit
 from ..gateway.gateway import Gateway
 from ..gateway.request_end import Observer, request_end
+from ..gateway.residence import Residence
 from ..gateway.stream import Stream
 from ..http.direct import DIRECT
+from ..http.entitlement import Entitlement
 from ..http.exchange import ClientGone, client_gone, send_body
 from ..http.http_error import HttpError
 from ..http.rate_limit import Account
 from ..state.database import Database
+from ..state.jobs import Jobs
 from .reply import Reply
 from .sse import send_stream
 
@@ -32,15 +36,21 @@ class Service:
         healthy: Callable[[], str | None],
         version: str,
         observers: Sequence[Observer] = (),
+        residence: Residence | None = None,
+        state: Database | None = None,
+        jobs: Jobs | None = None,
     ) -> None:
         """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` get each
-        request that has ended."""
+        request that has ended. `residence`: of one of several models. `state` and `jobs`: what their services share
+        (default: of its own)."""
         self.gateway = gateway
         self.config = config
         self.http = http
         self.healthy = healthy
         self.version = version
-        self.state = Database(http.reports.state)  # of what is kept for later requests
+        self.residence = residence
+        self.state = Database(http.reports.state) if state is None else state  # of what is kept for later requests
+        self.jobs = Jobs(self.state) if jobs is None else jobs
         self._observers = observers
 
     async def answer(
@@ -49,6 +59,7 @@ class Service:
         """Sends nothing before the engine has admitted the request, so that a refusal has its own status. The account
         in the scope's state pays for the tokens."""
         self.check_health()
+        submits = self.classify(submits, scope)
         account: Account = scope["state"]["account"]
         with account.hold(submits) as hold:
             stream = self.gateway.submit(submits)
@@ -93,10 +104,21 @@ class Service:
             watcher.cancel()
             stream.end(RequestError("internal", "The answer could not be made."))
 
+    def classify(self, submits: Sequence[Submit], scope: Scope) -> list[Submit]:
+        """The request with the latency class that it may have; the same again if it has it already. Raises
+        HttpError."""
+        entitlement: Entitlement = scope["state"]["entitlement"]
+        return entitlement.apply(submits, dict(scope["headers"]), with_default(self.config.latency_classes))
+
     def check_health(self) -> None:
         """Raises RequestError if the engine is unhealthy. Requests may wait while a part of it is being replaced."""
         if self.gateway.outage is None and (trouble := self.healthy()) is not None:
             raise RequestError("unavailable", trouble)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model takes memory now, or is the only one."""
+        return self.residence is None or self.residence.state.state in ("loaded", "leaving")
 
     def model_name(self, asked: str | None) -> str:
         """The served name for the request's `model`; the first one if it is empty. Raises HttpError 404."""

@@ -137,6 +137,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None  # the user whose turn --scheduling-policy fair counts
     timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None  # a latency class; auto: that of the key
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | str | None = None  # vLLM's former name of structured_outputs.json, and so on
@@ -164,7 +165,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     prompt_cache_retention: object = None
     request_id: object = None
     safety_identifier: object = None
-    service_tier: object = None
     session_id: object = None
     spaces_between_special_tokens: object = None
     store: object = None

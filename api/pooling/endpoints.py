@@ -94,7 +94,9 @@ class PoolingEndpoints:
         request = decode_body(self._classify_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = class_submits(request, self._service.config, scope["state"]["salt"])
-        await self._service.answer(submits, ClassifyReply(model=model, num=len(submits)), False, scope, receive, send)
+        labels = self._service.config.model.purpose.labels
+        reply = ClassifyReply(model=model, num=len(submits), labels=labels)
+        await self._service.answer(submits, reply, False, scope, receive, send)
 
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = decode_body(self._rerank_decoder, await read_json(scope, receive))

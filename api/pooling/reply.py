@@ -124,12 +124,17 @@ class VectorsReply(_VectorReply):
 
 
 class ClassifyReply(_VectorReply):
-    def __init__(self, *, model: str, num: int) -> None:
+    def __init__(self, *, model: str, num: int, labels: Sequence[str]) -> None:
+        """`labels`: of the model; empty: it has one, without a name."""
         super().__init__(num)
         self._model = model
+        self._labels = labels or ("LABEL_0",)
 
     def body(self) -> bytes:
-        data = [ClassBody(i, "LABEL_0", [score], 1) for i, score in enumerate(self._scores)]
+        data = []
+        for i, vector in enumerate(self._vectors):
+            probs = floats(vector)
+            data.append(ClassBody(i, self._labels[probs.index(max(probs))], probs, len(probs)))
         return _encode(ClassList(new_id("classify-"), int(time.time()), self._model, data, self._usage))
 
 

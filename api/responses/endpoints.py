@@ -1,7 +1,6 @@
 """POST /v1/responses, and the stored responses."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
@@ -9,10 +8,10 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
-from ...ipc.messages import Submit
 from ..http.exchange import read_json, send_body, send_json, while_connected
 from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
+from ..openai.conversation import Conversation
 from ..openai.generate_types import GenerateRequest
 from ..openai.render import rendered
 from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn, request_decoder
@@ -21,8 +20,7 @@ from ..output.reply import Reply, id_list
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
 from ..output.sse import send_events
-from ..output.turn import Turn
-from .background import BackgroundRuns, Run, stored_events
+from .background import BackgroundRuns, Prepared
 from .conversations import ConversationEndpoints, Conversations
 from .input_items import InputItemsQuery, ItemList, decode_items, input_items, page
 from .reply import ResponsesReply, go_on, new_response
@@ -46,23 +44,16 @@ from .types import (
     ResponsesRequest,
 )
 
-_OPEN = ("queued", "in_progress")
-
 
 class ResponsesEndpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, runs: BackgroundRuns) -> None:
+        """`runs`: of all models of this process."""
         self._service = service
         self._decoder = request_decoder(ResponsesRequest)
         self._store = ResponseStore(service.state)
         self._conversations = Conversations(conversation_store(service.state))
-        self._runs = BackgroundRuns(service)
-
-    def start(self) -> None:
-        """Nothing goes on from an earlier server."""
-
-    async def stop(self) -> None:
-        """Ends what is made in the background."""
-        await self._runs.stop()
+        self._runs = runs
+        runs.add(service, self._prepared)
 
     def routes(self) -> list[Operation]:
         return [
@@ -109,15 +100,16 @@ class ResponsesEndpoints:
         ]
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = decode_body(self._decoder, await read_json(scope, receive))
+        body = await read_json(scope, receive)
+        request = decode_body(self._decoder, body)
         model = self._service.model_name(request.model)
         owner = scope["state"]["salt"]
         check_response(request)
         conversation_id = _conversation_id(request)
         earlier = await self._earlier_messages(owner, request)
         referred = {id: await self._find_item(owner, id) for id in references(request)}
-        conversation = conversation_of(request, earlier, referred.get)
-        chat = chat_request(request, conversation.json())
+        messages = conversation_of(request, earlier, referred.get).json()
+        chat = chat_request(request, messages)
         with in_terms_of_responses(request):
             submits = chat_submits(chat, self._service.config, owner)
         sampling = submits[0].sampling
@@ -128,71 +120,56 @@ class ResponsesEndpoints:
             top_p=sampling.top_p,
             conversation=conversation_id,
         )
-        items = input_items(conversation.json())
-        num_earlier = len(decode_items(input_items(earlier)))
-
-        async def keep(ended: ResponseBody) -> None:
-            # The answer has been made: the client gets it also where the database, which has logged why, fails.
-            with contextlib.suppress(HttpError):
-                if conversation_id is not None:
-                    added = [*decode_items(items)[num_earlier:], *ended.output]
-                    await self._conversations.extend(owner, conversation_id, msgspec.json.encode(added))
-                if ended.store:
-                    body, messages = msgspec.json.encode(ended), go_on(conversation, ended)
-                    record = StoredResponse(body, messages, items, is_background=ended.background)
-                    await self._store.put(owner, ended.id, record)
-
-        turn = read_turn(chat, self._service.config, custom_names(request))
-        has_logprobs = wants_logprobs(request)
-        if request.background:
-            self._runs.check_room()
-            await self._begin(request, response, submits, turn, items, keep, scope, receive, send)
+        record = StoredResponse(
+            msgspec.json.encode(response),
+            messages,
+            input_items(messages),
+            is_background=response.background,
+            has_ended=not response.background,
+            is_streamed=response.background and bool(request.stream),
+            request=body if response.background else b"",
+            num_earlier=len(decode_items(input_items(earlier))),
+        )
+        if response.background:
+            await self._runs.begin(owner, response.id, record, scope)
+            if record.is_streamed:
+                await while_connected(receive, send_events(send, self._runs.follow(owner, response.id, 0)))
+            else:
+                await send_json(send, response)
             return
-        reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=has_logprobs, on_end=keep)
+        reply: Reply = self._reply(owner, request, response, chat, record)
         if request.return_token_ids:
             reply = WithTokenIds(reply)
         with in_terms_of_responses(request):
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
-    async def _begin(
-        self,
-        request: ResponsesRequest,
-        response: ResponseBody,
-        submits: list[Submit],
-        turn: Turn,
-        items: bytes,
-        keep: Callable[[ResponseBody], Awaitable[None]],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Makes the response in the background, and answers with it as it is now, or with its stream."""
-        key = (scope["state"]["salt"], response.id)
-        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
-        run = Run(reply, keeps_events=bool(request.stream))
+    def _prepared(self, owner: bytes, stored: StoredResponse) -> Prepared:
+        """What it takes to make a stored response that has not ended. Raises HttpError."""
+        request = decode_body(self._decoder, stored.request)
+        chat = chat_request(request, stored.messages)
+        with in_terms_of_responses(request):
+            submits = chat_submits(chat, self._service.config, owner)
+        response = msgspec.json.decode(stored.body, type=ResponseBody)
+        return Prepared(submits, self._reply(owner, request, response, chat, stored))
 
-        async def note() -> None:
-            body = reply.response
-            record = StoredResponse(msgspec.json.encode(body), b"[]", items, True, body.status not in _OPEN)
-            await self._store.put(*key, record)
+    def _reply(
+        self, owner: bytes, request: ResponsesRequest, response: ResponseBody, chat: ChatRequest, stored: StoredResponse
+    ) -> ResponsesReply:
+        """Keeps its end. `stored`: as it is before."""
 
-        async def note_end() -> None:
+        async def keep(ended: ResponseBody) -> None:
+            # The answer has been made: the client gets it also where the database, which has logged why, fails.
             with contextlib.suppress(HttpError):
-                if reply.response.status in ("failed", "cancelled"):
-                    await note()
-                if events := b"".join(run.events):
-                    await self._store.change(*key, lambda record: replace(record, events=events))
+                if ended.conversation is not None:
+                    added = [*decode_items(stored.input_items)[stored.num_earlier :], *ended.output]
+                    await self._conversations.extend(owner, ended.conversation.id, msgspec.json.encode(added))
+                if ended.store:
+                    messages = go_on(Conversation(stored.messages), ended)
+                    record = replace(stored, body=msgspec.json.encode(ended), messages=messages, request=b"")
+                    await self._store.put(owner, ended.id, replace(record, has_ended=True))
 
-        async def note_begin() -> None:
-            with contextlib.suppress(HttpError):
-                await note()
-
-        await note()
-        self._runs.start(key, run, submits, scope, on_begin=note_begin, on_end=note_end)
-        if request.stream:
-            await while_connected(receive, send_events(send, run.follow(0)))
-        else:
-            await send_json(send, response)
+        turn = read_turn(chat, self._service.config, custom_names(request))
+        return ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
 
     async def render(self, scope: Scope, receive: Receive, send: Send) -> None:
         chat, model = await self._chat(scope, receive)
@@ -217,25 +194,21 @@ class ResponsesEndpoints:
         if not (after.removeprefix("-").isdecimal() and after.isascii() and len(after) < 10):
             raise HttpError(400, "starting_after must be the sequence_number of an event.", param="starting_after")
         first = max(0, int(after) + 1)
-        run = self._runs.find((owner, id))
-        if run is not None and run.keeps_events:
-            await while_connected(receive, send_events(send, run.follow(first)))
-        elif stored.events:
-            await send_events(send, stored_events(stored.events, first))
-        else:
+        if not stored.is_streamed:
             detail = "Only a response that was made with background and stream can be streamed again."
             raise unsupported("stream", detail)
+        await while_connected(receive, send_events(send, self._runs.follow(owner, id, first)))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
         if not (await self._stored(owner, id)).is_background:
             raise HttpError(400, "Only a response that is made in the background can be cancelled.")
-        await self._runs.cancel((owner, id))
+        await self._runs.cancel(owner, id)
         await send_body(send, 200, (await self._stored(owner, id)).body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        await self._runs.cancel((owner, id))
+        await self._runs.cancel(owner, id)
         if not await self._store.delete(owner, id):
             raise _no_response(id)
         await send_json(send, ResponseDeleted(id))

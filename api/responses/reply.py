@@ -89,14 +89,16 @@ class ResponsesReply(Reply):
         turn: Turn,
         has_logprobs: bool,
         on_end: Callable[[ResponseBody], Awaitable[None]],
+        first: int = 0,
     ) -> None:
-        """`on_end` is awaited with the complete response before its end is sent, unless it fails."""
+        """`on_end` is awaited with the complete response before its end is sent, unless it fails. `first`: the first
+        event's number."""
         self._response = response
         self._turn = turn
         self._has_logprobs = has_logprobs
         self._is_simple = turn.is_verbatim and not has_logprobs
         self._on_end = on_end
-        self._next_sequence_number = 0
+        self._next_sequence_number = first
         self._created = response  # as it was before the engine took it
         self._items: list[OutputItem] = []  # complete
         self._open: _Message | _Reasoning | _Call | _CustomCall | None = None

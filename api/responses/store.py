@@ -12,11 +12,14 @@ class StoredResponse(Struct, frozen=True, array_like=True):
     """A response, and the conversation for a request that continues it."""
 
     body: bytes  # the response object as JSON
-    messages: bytes  # chat messages as JSON, with the answer and without the instructions
+    messages: bytes  # chat messages as JSON, with the answer, if it has ended, and without the instructions
     input_items: bytes = b"[]"  # the conversation before the answer, as a JSON array of items
     is_background: bool = False
     has_ended: bool = True
     events: bytes = b""  # all events of its stream, if it is streamed in the background
+    is_streamed: bool = False  # in the background
+    request: bytes = b""  # as JSON, until it has ended
+    num_earlier: int = 0  # of `input_items`, how many are not of this request
 
 
 class StoredConversation(Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""One SQLite database of an api process, in memory or in a file that other processes and later servers open too.
+"""One SQLite database of an api process, of its own or in a file that other processes and later servers open too.
 
 A thread of its own does all work on it, in the order of the calls, so the event loop never waits for a disk. A database
 that is damaged, full or locked costs the requests that need it an error, and nothing else; it is opened again at the
@@ -22,6 +22,7 @@ T = TypeVar("T")
 _OURS = 0x70776972  # in SQLite's header: the file was made by pagewire
 _VERSION = 1  # of the tables
 _LOCK_WAIT_S = 5.0
+_CACHE_KIB = 65_536  # in memory; of a database of its own the rest goes to a file without a name
 _TABLES = """
 CREATE TABLE entries (
     number INTEGER PRIMARY KEY,  -- in the order of creation
@@ -46,27 +47,29 @@ log = logging.getLogger(__name__)
 
 class Database:
     def __init__(self, path: str | None = None) -> None:
-        """`path`: of the file, which is created at the first use; None: in memory, until `close`."""
+        """`path`: of the file, which is created at the first use; None: it is this object's own and ends with it."""
         self._path = path
+        self._complaint = ""  # what was logged since it last worked
         self._opened: list[sqlite3.Connection] = []  # one, or none
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         weakref.finalize(self, _close, self._opened)  # at the latest when the process ends
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Calls `work` in the thread, within one transaction. Raises HttpError 503 if the database cannot be used."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+    async def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
+        """Calls `work` in the thread, within one transaction. `writes` False: it only reads, so it waits for no other
+        process, and none waits for it. Raises HttpError 503 if the database cannot be used."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work, writes)
 
     def close(self) -> None:
         """Waits for the work that was begun."""
         self._thread.shutdown()
         _close(self._opened)
 
-    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _run(self, work: Callable[[sqlite3.Connection], T], writes: bool) -> T:
         try:
             if not self._opened:
                 self._opened.append(self._open())
             connection = self._opened[0]
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
                 done = work(connection)
                 connection.execute("COMMIT")
@@ -75,10 +78,13 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            log.error("the stored state cannot be used: %s", error)
+            if str(error) != self._complaint:
+                log.error("the stored state cannot be used: %s", error)
+                self._complaint = str(error)
             if self._path is not None:
                 _close(self._opened)
             raise HttpError(503, _sentence(error), code="state_unavailable") from error
+        self._complaint = ""
         return done
 
     def _open(self) -> sqlite3.Connection:
@@ -87,9 +93,10 @@ class Database:
             with contextlib.suppress(OSError):  # SQLite says what is wrong
                 os.close(os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # it holds conversations
         connection = sqlite3.connect(
-            self._path or ":memory:", timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False
+            self._path or "", timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False
         )
         try:
+            connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")  # a lost power supply costs the last changes only
             connection.execute("BEGIN IMMEDIATE")

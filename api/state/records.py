@@ -1,6 +1,6 @@
 """Records of one type in a `Store`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -12,16 +12,18 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Records(Generic[R]):
-    """Entries by owner and id, of which the least recently used leave. Raises what `Store` raises."""
+    """Entries by owner and id. Raises what `Store` raises."""
 
-    def __init__(self, database: Database, kind: str, type: type[R], *, max_bytes: int) -> None:
-        """`kind`: its name in the database."""
-        self._store = Store(database, kind, max_bytes=max_bytes)
+    def __init__(
+        self, database: Database, kind: str, type: type[R], *, max_bytes: int, drops_oldest: bool = True
+    ) -> None:
+        """Parameters as of `Store`."""
+        self._store = Store(database, kind, max_bytes=max_bytes, drops_oldest=drops_oldest)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(type).decode
 
     async def put(self, owner: bytes, id: str, record: R) -> None:
-        """Stores or replaces a record and drops others for it; does nothing if it alone exceeds the bound."""
+        """Stores or replaces a record, as `Store.put`."""
         await self._store.put(owner, id, self._encode(record))
 
     async def get(self, owner: bytes, id: str) -> R | None:
@@ -46,3 +48,16 @@ class Records(Generic[R]):
 
         value = await self._store.change(owner, id, changed)
         return None if value is None else self._decode(value)
+
+    async def change_all(self, change: Callable[[bytes, str, R], R | None]) -> Sequence[tuple[bytes, str, R]]:
+        """Replaces each record by what `change` makes of owner, id and record, as `Store.change_all`."""
+
+        def changed(owner: bytes, id: str, value: bytes) -> bytes | None:
+            record = change(owner, id, self._decode(value))
+            return None if record is None else self._encode(record)
+
+        return [(owner, id, self._decode(value)) for owner, id, value in await self._store.change_all(changed)]
+
+    async def all(self) -> Sequence[tuple[bytes, str, R]]:
+        """(owner, id, record) of all records, oldest first."""
+        return await self.change_all(lambda owner, id, record: record)

@@ -12,6 +12,8 @@ from .database import Database
 
 ENTRY_BYTES = 512  # overhead of an entry, roughly
 
+_Entries = list[tuple[bytes, str, bytes]]
+
 
 class Store:
     def __init__(self, database: Database, kind: str, *, max_bytes: int, drops_oldest: bool = True) -> None:
@@ -29,7 +31,10 @@ class Store:
 
     async def get(self, owner: bytes, id: str) -> bytes | None:
         """The value, if it is still stored and belongs to the owner."""
-        return await self._database.run(lambda connection: self._get(connection, owner, id))
+        return await self._database.run(
+            lambda connection: self._get(connection, owner, id),
+            writes=self._drops_oldest,  # it is a use
+        )
 
     async def delete(self, owner: bytes, id: str) -> bool:
         """Returns whether there was one."""
@@ -37,16 +42,48 @@ class Store:
 
     async def entries(self, owner: bytes) -> list[tuple[str, bytes]]:
         """Ids and values of the owner's entries, latest first. It is no use that keeps an entry."""
-        return await self._database.run(lambda connection: self._entries(connection, owner))
+        return await self._database.run(lambda connection: self._entries(connection, owner), writes=False)
 
-    async def all_entries(self) -> list[tuple[bytes, str, bytes]]:
-        """(owner, id, value) of all entries, oldest first."""
+    async def entries_between(self, owner: bytes, first: str, end: str, max_bytes: int) -> list[tuple[str, bytes]]:
+        """Ids and values of the owner's entries from id `first` to before `end`, in the order of their ids: at least
+        one, if there is one, and then as many as `max_bytes` allow. It is no use that keeps an entry."""
 
-        def work(connection: sqlite3.Connection) -> list[tuple[bytes, str, bytes]]:
-            query = "SELECT owner, id, value FROM entries WHERE kind = ? ORDER BY number"
-            return connection.execute(query, (self._kind,)).fetchall()
+        def work(connection: sqlite3.Connection) -> list[tuple[str, bytes]]:
+            query = "SELECT id, value FROM entries WHERE kind = ? AND owner = ? AND id >= ? AND id < ? ORDER BY id"
+            found, size = list[tuple[str, bytes]](), 0
+            for id, value in connection.execute(query, (self._kind, owner, first, end)):
+                size += len(value)
+                if found and size > max_bytes:
+                    break
+                found.append((id, value))
+            return found
 
-        return await self._database.run(work)
+        return await self._database.run(work, writes=False)
+
+    async def change_all(self, change: Callable[[bytes, str, bytes], bytes | None]) -> list[tuple[bytes, str, bytes]]:
+        """Replaces each entry of every owner by what `change` makes of owner, id and value, oldest first, with no
+        change of others in between, and returns (owner, id, value) of all then. None deletes an entry. `change` is
+        called in another thread, and again from the first entry on if it changes one, so it must have no effects."""
+
+        def look(connection: sqlite3.Connection) -> tuple[_Entries, bool]:
+            before = self._all(connection)
+            after = [(owner, id, change(owner, id, value)) for owner, id, value in before]
+            return before, after != before
+
+        def work(connection: sqlite3.Connection) -> _Entries:
+            after: _Entries = []
+            for owner, id, value in self._all(connection):
+                changed = change(owner, id, value)
+                if changed is None:
+                    self._delete(connection, owner, id)
+                    continue
+                if changed != value:
+                    self._put(connection, owner, id, changed)
+                after.append((owner, id, changed))
+            return after
+
+        found, differs = await self._database.run(look, writes=False)
+        return await self._database.run(work) if differs else found
 
     async def change(self, owner: bytes, id: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replaces an entry by what `change` makes of its value, with no change of others in between, and returns that.
@@ -65,7 +102,7 @@ class Store:
 
     async def num_bytes(self) -> int:
         """What counts towards the bound."""
-        return await self._database.run(self._num_bytes)
+        return await self._database.run(self._num_bytes, writes=False)
 
     # ── within a transaction ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,6 +152,10 @@ class Store:
     def _entries(self, connection: sqlite3.Connection, owner: bytes) -> list[tuple[str, bytes]]:
         query = "SELECT id, value FROM entries WHERE kind = ? AND owner = ? ORDER BY number DESC"
         return connection.execute(query, (self._kind, owner)).fetchall()
+
+    def _all(self, connection: sqlite3.Connection) -> _Entries:
+        query = "SELECT owner, id, value FROM entries WHERE kind = ? ORDER BY number"
+        return connection.execute(query, (self._kind,)).fetchall()
 
     def _num_bytes(self, connection: sqlite3.Connection) -> int:
         row = connection.execute("SELECT size FROM kinds WHERE kind = ?", (self._kind,)).fetchone()

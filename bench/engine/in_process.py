@@ -70,7 +70,13 @@ class Engine:
         return self._inline.scheduler
 
     def send(
-        self, prompt: Sequence[int] | ChatPrompt, num_tokens: int, *, priority: int = 0, tenant: str = ""
+        self,
+        prompt: Sequence[int] | ChatPrompt,
+        num_tokens: int,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        latency_class: str = "",
     ) -> Timed:
         """Adds a greedy request for exactly `num_tokens` tokens; `run` computes it."""
         self._num_sent += 1
@@ -85,6 +91,7 @@ class Engine:
             TextSpec(detokenize=False),
             priority=priority,
             tenant=tenant,
+            latency_class=latency_class,
         )
         self._inline.post("tokenizer", submit)
         return request

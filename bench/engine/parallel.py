@@ -2,15 +2,23 @@
 
 `python -m pagewire.bench.engine.parallel` starts an engine for each of `--sizes`, in turns, lets it generate with all
 requests at once, and prints tokens/s, the times between tokens, the share of the stages' time that was lost, and the
-ratio of tokens/s to one rank. `1x2x2` are two ranks that are KV domains.
+ratio of tokens/s to one rank. `1x2x2` are two ranks that are KV domains. With `--architecture`, a small random model of
+that one serves instead: `--architecture Qwen3MoeForCausalLM --sizes
+1x1,1x2x2+all-to-all,1x2x2+allgather_reducescatter` shows what ranks with whole experts send, in bytes that others have
+read for each token, prompts included.
 
 What the columns can show depends on the cores. Ranks that share cores compute no faster together than one of them
 alone: with fewer cores than ranks the ratio shows what messages, sums and waiting cost, and not what further devices
 gain. A stage that waits for a core counts as busy then, so the bubble is too small.
 """
 
+import argparse
 import asyncio
+import contextlib
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,14 +59,40 @@ def bubble(before: Snapshot, after: Snapshot) -> float:
     return lost / total if total else 0.0
 
 
+@dataclass(frozen=True)
+class _Size:
+    """Of an engine."""
+
+    stages: int
+    ranks: int  # of a stage
+    domains: int
+    backend: str  # by which ranks with whole experts exchange tokens; empty: they have parts of each expert
+
+    @staticmethod
+    def of(text: str) -> "_Size":
+        numbers, _, backend = text.partition("+")
+        stages, ranks, domains = (int(part) for part in (*numbers.split("x"), "1")[:3])
+        return _Size(stages, ranks, domains, backend)
+
+    @property
+    def name(self) -> str:
+        of = " domains" * (self.domains > 1)
+        return f"{self.stages} × {self.ranks}{of}{self.backend and ', '}{self.backend}"
+
+    @property
+    def flags(self) -> dict[str, object]:
+        sizes: dict[str, object] = {
+            "pipeline_parallel_size": self.stages, "tensor_parallel_size": self.ranks, "kv_domains": self.domains
+        }  # fmt: skip
+        return sizes | ({"enable_expert_parallel": True, "all2all_backend": self.backend} if self.backend else {})
+
+
 async def measure(
-    folder: Path, size: tuple[int, int, int], batch: list[list[int]], length: int, options: dict[str, object]
+    folder: Path, size: _Size, batch: list[list[int]], length: int, options: dict[str, object]
 ) -> dict[str, float]:
     """The columns of one engine of P × T ranks."""
-    stages, ranks, domains = size
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks, "kv_domains": domains}
-    async with AsyncLLM(str(folder), enable_prefix_caching=False, **sizes, **options) as llm:
+    async with AsyncLLM(str(folder), enable_prefix_caching=False, **size.flags, **options) as llm:
         await _Streams().one(llm, batch[0], params)  # memory is touched, and the cost of a step is learned
         await asyncio.sleep(_REPORT_S)
         before = await llm.snapshot()
@@ -67,39 +101,61 @@ async def measure(
         seconds = time.perf_counter() - started
         await asyncio.sleep(_REPORT_S)
         after = await llm.snapshot()
+    sent_bytes = sum(after.rank_sent_bytes) - sum(before.rank_sent_bytes)
+    num_tokens = streams.num_tokens + sum(map(len, batch))
     return {
         "tok/s": streams.num_tokens / seconds,
         "ITL p50 ms": percentile(streams.gaps_ms, 50),
         "ITL p99 ms": percentile(streams.gaps_ms, 99),
         "bubble %": 100 * bubble(before, after),
+        **({"kB/token": sent_bytes / num_tokens / 1e3} if size.backend else {}),
     }
 
 
-def _size(text: str) -> tuple[int, int, int]:
-    stages, ranks, domains = (int(part) for part in (*text.split("x"), "1")[:3])
-    return stages, ranks, domains
+@contextlib.contextmanager
+def _served(arguments: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """The model's folder and name."""
+    folder, name = locate(arguments.model, None)
+    if not arguments.architecture:
+        yield folder, name
+        return
+    # Only here, since transformers takes seconds to import.
+    from .families import make, tiny
+
+    with tempfile.TemporaryDirectory() as made:
+        make(Path(made), tiny(arguments.architecture))
+        for file in ("tokenizer.json", "tokenizer_config.json"):  # the demo model has fewer tokens
+            shutil.copy(folder / file, made)
+        yield Path(made), arguments.architecture
 
 
 def main(argv: list[str] | None = None) -> None:
     flags = parser(__doc__, json="bench/results/parallel.json")
     flags.set_defaults(output_len=256, repeat=3)
     flags.add_argument(
-        "--sizes", default="1x1,2x1,1x2,2x2,1x2x2", help="stages x ranks of a stage [x KV domains], the reference first"
+        "--sizes",
+        default="1x1,2x1,1x2,2x2,1x2x2",
+        help="stages x ranks of a stage [x KV domains] [+ --all2all-backend, for whole experts], the reference first",
     )
+    flags.add_argument("--architecture", default="", help="of a small random model that serves instead")
     arguments = flags.parse_args(argv)
-    folder, name = locate(arguments.model, None)
+    with _served(arguments) as (folder, name):
+        _compare(arguments, folder, name)
+
+
+def _compare(arguments: argparse.Namespace, folder: Path, name: str) -> None:
     facts = machine()
     batch = prompts(folder, arguments.num_prompts, arguments.input_len)
-    sizes = [_size(text) for text in arguments.sizes.split(",")]
-    rows = {size: Row(f"{size[0]} × {size[1]}" + " domains" * (size[2] > 1)) for size in sizes}
-    options = {"threads": arguments.threads, "dtype": arguments.dtype}
+    sizes = [_Size.of(text) for text in arguments.sizes.split(",")]
+    rows = {size: Row(size.name) for size in sizes}
+    options: dict[str, object] = {"threads": arguments.threads, "dtype": arguments.dtype}
     for _ in range(arguments.repeat):
         reference = 0.0
         for size in sizes:  # in turns, so that changes of the machine's load meet all alike
             found = asyncio.run(measure(folder, size, batch, arguments.output_len, options))
             reference = reference or found["tok/s"]
             rows[size].add(**found, ratio=found["tok/s"] / reference)
-    most = max(stages * ranks for stages, ranks, _ in sizes)
+    most = max(size.stages * size.ranks for size in sizes)
     if (cores := int(str(facts["cores"]))) < most:
         print(f"{cores} cores for up to {most} ranks: the ratio shows costs, not what more devices would gain")
     print_table(list(rows.values()))

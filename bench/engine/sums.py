@@ -1,8 +1,10 @@
-"""A sum over the ranks of one machine: through shared memory, and through gloo, which ranks of several machines use.
+"""A sum over the ranks of one machine, and an all-to-all: through shared memory, and through gloo, which ranks of
+several machines use.
 
 `python -m pagewire.bench.engine.sums` starts two ranks, first bound to their shares of the CPUs as `--cpu-bind auto`
-does, then not bound. They sum float32 tensors of several sizes in both ways in turn. On a machine with one socket this
-shows the cost of the exchange itself, not that of memory on another node.
+does, then not bound. They sum float32 tensors of several sizes in both ways in turn, and give each other an equal part
+of the tensor's rows. On a machine with one socket this shows the cost of the exchange itself, not that of memory on
+another node.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,13 +29,23 @@ from ..report import Row, machine, print_table, write_json
 _KB = (4, 64, 1024)
 
 
-def measure(group: Group, x: torch.Tensor, num: int) -> float:
-    """Microseconds of a sum, the mean of `num`."""
-    group.all_reduce(x)  # the ranks begin together
+def measure(exchange: Callable[[], object], num: int) -> float:
+    """Microseconds of an exchange, the mean of `num`."""
+    exchange()  # the ranks begin together
     started = time.perf_counter()
     for _ in range(num):
-        group.all_reduce(x)
+        exchange()
     return (time.perf_counter() - started) / num * 1e6
+
+
+def exchanges(group: Group, name: str, kb: int) -> dict[str, Callable[[], object]]:
+    """By column: a sum and an all-to-all of a tensor."""
+    x = torch.zeros((kb, 256))
+    counts = [(rank + 1) * kb // group.size - rank * kb // group.size for rank in range(group.size)]
+    return {
+        f"{name}_us": lambda: group.all_reduce(x),
+        f"{name}_all_to_all_us": lambda: group.all_to_all(x, counts, group.size * kb),
+    }
 
 
 def be_rank(rank_info: RankInfo, size: int, repeat: int) -> list[Row]:
@@ -43,11 +56,11 @@ def be_rank(rank_info: RankInfo, size: int, repeat: int) -> list[Row]:
     gloo = GlooGroup(rank_info, size)
     rows = []
     for kb in _KB:
-        x = torch.zeros(kb * 256)
         row = Row(f"{kb} kB")
         num = max(20, 2000 // kb)
+        both = exchanges(shared, "shared", kb) | exchanges(gloo, "gloo", kb)
         for _ in range(repeat):
-            row.add(shared_us=measure(shared, x, num), gloo_us=measure(gloo, x, num))
+            row.add(**{column: measure(exchange, num) for column, exchange in both.items()})
         rows.append(row)
     torch.distributed.destroy_process_group()  # gloo's
     return rows

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from ...api.admin.endpoints import Sleeper
-from ...api.app import create_app
+from ...api.app import Served, create_app
 from ...api.gateway.gateway import Gateway
 from ...api.http.server import BoundedHttp, HttpServer, UvicornConfig
 from ...config.config import EngineConfig, HttpConfig, ListenOptions
@@ -106,7 +106,8 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     submits: list[m.Submit] = []
     gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
     http = HttpConfig(listen=ListenOptions())
-    app = create_app(gateway, config, http, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None))
+    served = Served(gateway, config, Sleeper(lambda message: None), lambda: None)
+    app = create_app([served], http, version="")
     settings = UvicornConfig(app, http)
     settings.http = _HalfMute
     server = HttpServer(settings)

@@ -3,8 +3,9 @@
 `python -m pagewire.bench.serve.roles` starts two engines and a router, keeps short prompts with long outputs streaming,
 and sends long prompts, each different, one after the other. It measures the time to the first token of the long
 prompts, the time between two tokens of the streams while long prompts are computed, how many tokens' KV was loaded from
-the other engine, and how many prompts were computed there. Two engines on one machine share its cores, so only the
-relation of the two setups says something.
+the other engine and in how many bytes, how many prompt tokens were computed more than once (by both engines, or again
+after a load that failed), and how many prompts were computed elsewhere. Two engines on one machine share its cores, so
+only the relation of the two setups says something.
 """
 
 import argparse
@@ -61,29 +62,43 @@ async def _read(session: aiohttp.ClientSession, url: str, prompt: str, num_token
                 found.append(time.perf_counter())
 
 
+async def _num_tokens(session: aiohttp.ClientSession, engine: str, prompts: Sequence[str]) -> int:
+    """Of these prompts together."""
+    total = 0
+    for prompt in prompts:
+        async with session.post(f"{engine}/tokenize", json={"prompt": prompt}) as response:
+            response.raise_for_status()
+            total += (await response.json())["count"]
+    return total
+
+
 async def _mix(
-    url: str, *, num_streams: int, num_prompts: int, length: int, seed: int
-) -> tuple[list[float], list[float]]:
-    """(seconds to the first token of each long prompt, seconds between two tokens of the streams meanwhile)."""
+    url: str, engine: str, *, num_streams: int, num_prompts: int, length: int, seed: int
+) -> tuple[list[float], list[float], int]:
+    """(seconds to the first token of each long prompt, seconds between two tokens of the streams meanwhile, tokens of
+    all prompts). engine: one that can count tokens."""
     timeout = aiohttp.ClientTimeout(total=None)
+    short = [f"Count from {seed + i} to 900" for i in range(num_streams)]
+    long = [f"Item {seed} {i}. " + _SENTENCE * (length // 12) for i in range(num_prompts)]
     async with aiohttp.ClientSession(timeout=timeout) as session:
         times: list[list[float]] = [[] for _ in range(num_streams)]
         streams = [
-            asyncio.create_task(_read(session, url, f"Count from {seed + i} to 900", 1000, own))
-            for i, own in enumerate(times)
+            asyncio.create_task(_read(session, url, prompt, 1000, own))
+            for prompt, own in zip(short, times, strict=True)
         ]
         await asyncio.sleep(0.5)
         started, first = time.perf_counter(), []
-        for i in range(num_prompts):
+        for prompt in long:
             own: list[float] = []
-            await _read(session, url, f"Item {seed} {i}. " + _SENTENCE * (length // 12), 8, own)
+            await _read(session, url, prompt, 8, own)
             first.append(own[1] - own[0])
         ended = time.perf_counter()
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+        num_tokens = await _num_tokens(session, engine, [*short, *long])
     between = [b - a for some in times for a, b in pairwise(some[1:]) if started <= a and b <= ended]
-    return first, between
+    return first, between, num_tokens
 
 
 def measure(
@@ -96,9 +111,10 @@ def measure(
         with _fleet(model, flags, has_roles=has_roles) as (engines, router):
             for i in range(repeat + 1):
                 before = [engine.metrics() for engine in engines]
-                first, between = asyncio.run(
+                first, between, num_tokens = asyncio.run(
                     _mix(
                         router.url,
+                        engines[0].url,
                         num_streams=num_streams,
                         num_prompts=num_prompts,
                         length=length,
@@ -107,14 +123,22 @@ def measure(
                 )
                 if not i:
                     continue  # it warms up, and teaches prices
+                for engine in engines:
+                    engine.wait_idle()  # its counters are complete
                 after = [engine.metrics() for engine in engines]
+                asked, cached, loaded = (
+                    _more(before, after, f"pagewire:{name}_total")
+                    for name in ("prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits")
+                )
                 row.add(
                     **{
                         "TTFT p50 ms": 1000 * percentile(first, 50),
                         "TTFT p99 ms": 1000 * percentile(first, 99),
                         "ITL p50 ms": 1000 * percentile(between, 50) if between else 0.0,
                         "ITL p99 ms": 1000 * percentile(between, 99) if between else 0.0,
-                        "tokens loaded": _more(before, after, "pagewire:external_prefix_cache_hits_total"),
+                        "tokens loaded": loaded,
+                        "MB loaded": _more(before, after, "pagewire:kv_tier_loaded_bytes_total") / 1e6,
+                        "tokens computed again": asked - cached - loaded - num_tokens,
                     }
                 )
             legs = router.metric("pagewire_router_prefill_legs_total") / (repeat + 1)

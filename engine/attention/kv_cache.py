@@ -158,6 +158,11 @@ class KvCache:
         other.pages = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.pages]
         return other
 
+    def heads(self, tile: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer: [pages, kv_heads, block_size, dim], whatever their order in memory."""
+        keys, values = self.pages[tile]
+        return (keys, values) if self._is_head_major else (keys.transpose(1, 2), values.transpose(1, 2))
+
     def drop(self) -> None:
         """Frees the memory. The cache may not be used until `restore`; tensors of its pages stay valid objects.
 

@@ -6,7 +6,7 @@ Reads the files that sentence-transformers stores with a model: modules.json, wh
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import msgspec
 
@@ -24,6 +24,12 @@ _WITH_HEADS = ("ForCausalLM", "LMHeadModel")  # and of the classes that have one
 _POOLINGS: dict[str, Literal["last", "mean", "cls"]] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _Fields = Mapping[str, object]
+Activation = Literal["sigmoid", "softmax", "identity"]
+_OF_PROBLEM: dict[str, Activation] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "identity",
+}
 
 
 class _Module(msgspec.Struct):
@@ -56,7 +62,7 @@ def read_purpose(folder: Path, config: _Fields, *, hidden_size: int, is_describe
     ConfigError."""
     architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has checked it
     if architecture.endswith(_CLASSIFIER):
-        return _cross_encoder(folder, config)
+        return _classifier(folder, config)
     parts = _modules(folder)
     if parts is None and is_generative(architecture):
         return Purpose(size=hidden_size)
@@ -104,28 +110,37 @@ def refuse_own_code(folder: Path, architecture: str) -> None:
         )
 
 
-def has_sigmoid(folder: Path) -> bool:
-    """Whether a cross-encoder's score is mapped to 0 … 1 by a sigmoid; config.json may ask for the raw score."""
+def activation(folder: Path, num_labels: int) -> Activation:
+    """What maps the outputs of a classification head to scores. config.json names it, for sentence-transformers or by
+    transformers' problem_type; without that it is a sigmoid for one label, and a softmax over several. Raises
+    ConfigError."""
     config = _object(folder / "config.json")
     newer = config.get("sentence_transformers")
     said = newer.get("activation_fn") if isinstance(newer, dict) else None
     said = said or config.get("sbert_ce_default_activation_function")
-    name = str(said or "Sigmoid").rpartition(".")[2]
-    if name not in ("Sigmoid", "Identity"):
-        raise ConfigError(f"{folder / 'config.json'} has the activation {said!r}; pagewire has Sigmoid and Identity.")
-    return name == "Sigmoid"
+    if said:
+        name = str(said).rpartition(".")[2].lower()
+        if name not in get_args(Activation):
+            names = "Sigmoid, Softmax and Identity"
+            raise ConfigError(f"{folder / 'config.json'} has the activation {said!r}; pagewire has {names}.")
+        return cast(Activation, name)
+    if num_labels == 1:
+        return "sigmoid"
+    return _OF_PROBLEM.get(str(config.get("problem_type")), "softmax")
 
 
-def _cross_encoder(folder: Path, config: _Fields) -> Purpose:
-    labels = config.get("id2label")
-    num = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # transformers' default
-    if num != 1:
-        raise ConfigError(
-            f"{folder / 'config.json'} has {num} labels; of {_CLASSIFIER} models pagewire serves only cross-encoders, "
-            "which have one label."
-        )
-    has_sigmoid(folder)
-    return Purpose(tasks=("score",), is_encoder=True, is_normalized=False, size=1)
+def _classifier(folder: Path, config: _Fields) -> Purpose:
+    """A cross-encoder has one label; what has several classifies texts."""
+    names = config.get("id2label")
+    num = len(names) if isinstance(names, dict) else config.get("num_labels", 2)  # transformers' default
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ConfigError(f"{folder / 'config.json'} has {num!r} labels; a classifier has at least one.")
+    activation(folder, num)
+    if num == 1:
+        return Purpose(tasks=("score",), is_encoder=True, is_normalized=False, size=1)
+    by_number = names if isinstance(names, dict) else {}
+    labels = tuple(str(by_number.get(str(i), f"LABEL_{i}")) for i in range(num))
+    return Purpose(tasks=("classify",), is_encoder=True, is_normalized=False, size=num, labels=labels)
 
 
 def _modules(folder: Path) -> dict[str, str] | None:

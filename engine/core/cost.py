@@ -69,6 +69,14 @@ class CostModel:
         """Milliseconds that this work adds to a step."""
         return self.predict(work) - self.predict(NO_WORK)
 
+    def of_request(self, num_prompt: int, num_output: int) -> tuple[float, float]:
+        """Milliseconds that a request takes alone: of its prompt, and of so many tokens. Until enough steps were seen,
+        one for each position and token."""
+        if not self.is_ready:
+            return float(num_prompt), float(num_output)
+        prompt_ms = self.predict(with_chunk(NO_WORK, 0, num_prompt))
+        return prompt_ms, num_output * self.predict(Work(1, num_prompt + num_output // 2, 0, 0))
+
     def of_rows(self) -> tuple[float, float]:
         """Milliseconds of a row, and of each position that it reads, in a step of rows that compute one position. Every
         row costs the same until the model has seen enough."""

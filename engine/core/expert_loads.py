@@ -11,6 +11,7 @@ class ExpertLoads:
         """num_ranks: of all stages; those of a stage follow each other."""
         self._size = num_ranks // num_stages
         self._totals = [0] * num_ranks
+        self._sent_bytes = [0] * num_ranks
         self._windows: dict[int, ExpertLoad] = {}  # by rank, the last ones
         self.num_windows = 0  # that all ranks of a stage have reported
         self._by_layer: dict[int, list[list[int]]] = {}  # layer → for each rank the tokens of each expert
@@ -18,6 +19,7 @@ class ExpertLoads:
     def take(self, report: ExpertLoad) -> None:
         self._windows[report.rank] = report
         self._totals[report.rank] += sum(sum(_integers(tokens)) for tokens in report.tokens.values())
+        self._sent_bytes[report.rank] += report.sent_bytes
         first = report.rank - report.rank % self._size
         windows = [self._windows[rank] for rank in range(first, first + self._size) if rank in self._windows]
         if len(windows) == self._size and len({window.num_steps for window in windows}) == 1:
@@ -30,6 +32,11 @@ class ExpertLoads:
     def tokens(self) -> tuple[int, ...]:
         """Of each rank, since its first report; empty before that."""
         return tuple(self._totals) if self._windows else ()
+
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """That others have read from each rank, since its first report; empty before that."""
+        return tuple(self._sent_bytes) if self._windows else ()
 
     @property
     def imbalance(self) -> dict[int, float]:

@@ -30,6 +30,14 @@ class KvRequest(Protocol):
     root: bytes  # what its first block has instead of the key of the block before it
 
     @property
+    def num_prompt(self) -> int:
+        """How many of its ids are the prompt's."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its block table in the first group, while it has a row."""
+
+    @property
     def awaits_kv(self) -> bool:
         """Another engine computes its prompt and may not have begun: waiting a while for its KV is worth it."""
 

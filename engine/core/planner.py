@@ -17,7 +17,7 @@ from .loads import Loads
 from .micro_batches import MicroBatches, Turn
 from .output_buffer import OutputBuffer
 from .plan_builder import Kept, PlanBuilder
-from .policy import Policy
+from .policy import Policy, Stake
 from .preemption import choose_interrupted, choose_victim, order
 from .prefix import Found, PrefixCache, key_at, state_name
 from .request import Request, State, Table
@@ -381,7 +381,7 @@ class Planner:
         Stages that compute chunks of one prompt wait for the longest, so all chunks take the same time, whatever rows
         are beside them: that of a first chunk which uses all of the budget, or less, so that there are enough chunks.
         """
-        num_stages, target = self._micro_batches.num_stages, self._itl_target_ms
+        num_stages, target = self._micro_batches.num_stages, self._itl_target(builder)
         if num_stages == 1:
             return target if builder.work.rows else None
         share = None if target is None or not self._micro_batches.num_rows else target / num_stages
@@ -395,10 +395,20 @@ class Planner:
         even += cost.predict_more(builder.work._replace(prefill=0, pairs=0))
         return even if share is None else min(even, share)
 
+    def _itl_target(self, builder: PlanBuilder) -> float | None:
+        """How long the next tokens of the streams in this plan may take, in ms: the least of the operator's target and
+        those of their classes."""
+        targets = self._policy.itl_targets
+        own = [targets[key] for key in {row.queue_key for row in builder.decodes} & targets.keys()] if targets else []
+        return min([*own, *([] if self._itl_target_ms is None else [self._itl_target_ms])], default=None)
+
     def _goes_before(self, waiting: Request, running: Request) -> bool:
-        return self._policy.may_interrupt and self._policy.interrupts(
-            waiting.queue_key, running.queue_key, len(waiting.ids)
-        )
+        return self._policy.may_interrupt and self._policy.interrupts(waiting, running, Stake(len(waiting.ids)))
+
+    def _stake(self, waiting: Request, running: Request) -> Stake:
+        """What it means to preempt one for the other."""
+        left = self._cost.of_request(len(running.ids), running.max_len - len(running.ids))
+        return Stake(len(waiting.ids), self._price(running), left[1])
 
     def _admit(self, builder: PlanBuilder, ahead_of: Request | None = None) -> None:
         """Admits waiting requests, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
@@ -450,7 +460,15 @@ class Planner:
         table = self._table
         if self._policy.may_interrupt:
             has_row = bool(table.free_rows)
-            for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
+            for victim in choose_interrupted(
+                table.running,
+                request,
+                short,
+                has_row,
+                pool=self._pool,
+                policy=self._policy,
+                stake=self._stake,
+            ):
                 table.preempt(victim)
 
     def _start(self, request: Request, found: Found, num: int) -> None:

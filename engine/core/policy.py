@@ -1,18 +1,59 @@
-"""Which request goes first: `fcfs`, `priority` or `fair`.
+"""Which request goes first: `fcfs`, `priority`, `fair`, `shortest` or `slo`.
 
-Requests wait in queues, in each by arrival. A policy says which queue a request joins, named by its queue key, and how
-the queues are ranked.
+Requests wait in queues. A policy says which queue a request joins, named by its queue key, how the queues are ranked,
+and which place a request has in its queue. Requests with equal places are served by arrival.
 """
 
-from collections.abc import Hashable
-from typing import Literal, Protocol, assert_never
+from collections.abc import Hashable, Mapping
+from typing import Literal, NamedTuple, Protocol, assert_never
 
+from ...config.latency_classes import DEFAULT_CLASS, LatencyClass, with_default
 from ...ipc.messages import Enqueue
 
-PolicyName = Literal["fcfs", "priority", "fair"]
+PolicyName = Literal["fcfs", "priority", "fair", "shortest", "slo"]
 
 FAIR_QUANTUM = 1024
 """Tokens by which a tenant must be ahead of another, at least, before the other interrupts its running requests."""
+
+PATIENCE = 10.0
+"""Under `shortest`, a request goes before newcomers once it has waited so many times the milliseconds that it takes."""
+
+MAX_PATIENCE_MS = 600_000.0
+"""And once it has waited so long, whatever it takes."""
+
+AGEING_MS = 30_000.0
+"""Under `slo`, a request that has no target or misses it goes before newcomers so much later, over its weight."""
+
+SHARE_WINDOW = 65_536
+"""Under `slo`, tokens after which what a class was served counts half."""
+
+
+class Ranked(Protocol):
+    """What a policy sees of a request."""
+
+    @property
+    def queue_key(self) -> Hashable: ...
+
+    @property
+    def place(self) -> float: ...
+
+    @property
+    def is_streaming(self) -> bool: ...
+
+
+class Expected(NamedTuple):
+    """Predicted milliseconds of a request that runs alone."""
+
+    prompt_ms: float  # until its first token
+    output_ms: float  # of its longest output
+
+
+class Stake(NamedTuple):
+    """What it means to interrupt a running request for a waiting one."""
+
+    num_tokens: int  # that the waiting one must compute, perhaps again, before it samples its next token
+    price_ms: float = 0.0  # to bring the KV of the running one back; 0: it keeps it, and only its chunk waits
+    left_ms: float = float("inf")  # what the running one takes until its longest output ends
 
 
 class Policy(Protocol):
@@ -22,8 +63,20 @@ class Policy(Protocol):
     may_interrupt: bool
     """Whether `interrupts` can ever be true."""
 
+    itl_targets: Mapping[Hashable, float]
+    """By queue key, milliseconds: how long the next tokens of requests of this queue may take."""
+
     def join(self, message: Enqueue) -> Hashable:
         """The queue key of a request that arrives; called once for each."""
+
+    def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
+        """The place in its queue of a request that arrives now: the smallest goes first."""
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        """Until when a request that has arrived must begin to get the place `late_place` otherwise."""
+
+    def late_place(self, waiting: Ranked) -> float:
+        """The place of a request that cannot meet its target any more."""
 
     def rank(self, queue_key: Hashable) -> int:
         """The rank of a queue: the smallest goes first. May change as tokens are served."""
@@ -34,9 +87,8 @@ class Policy(Protocol):
     def leave(self, queue_key: Hashable) -> None:
         """A request of this queue has ended; called once for each."""
 
-    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """Whether a waiting request of `queue_key` may preempt a running one of the key `running`. `num_tokens`: what
-        the waiting one must compute, perhaps again, before it samples its next token."""
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+        """Whether a waiting request may preempt a running one."""
 
 
 class Fcfs:
@@ -44,9 +96,19 @@ class Fcfs:
 
     counts_tokens = False
     may_interrupt = False
+    itl_targets: Mapping[Hashable, float] = {}
 
     def join(self, message: Enqueue) -> Hashable:
         return None
+
+    def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
+        return 0.0
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        return float("inf")
+
+    def late_place(self, waiting: Ranked) -> float:
+        return waiting.place
 
     def rank(self, queue_key: Hashable) -> int:
         return 0
@@ -55,7 +117,7 @@ class Fcfs:
 
     def leave(self, queue_key: Hashable) -> None: ...
 
-    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
         return False
 
 
@@ -71,11 +133,90 @@ class Priority(Fcfs):
         assert isinstance(queue_key, int)
         return queue_key
 
-    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        return self.rank(queue_key) < self.rank(running)
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+        return self.rank(waiting.queue_key) < self.rank(running.queue_key)
 
 
-class Fair:
+class Shortest(Fcfs):
+    """One queue. What a request is expected to take decides, and how long it has waited.
+
+    A request is patient for a multiple of the time that it takes, `patience_ms`. Its place is the time at which its
+    patience ends. So all requests age alike, their order never changes, and no request that arrives after that time
+    goes before it.
+    """
+
+    may_interrupt = True
+
+    def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
+        return 0.0 if message.attempt else now_ms + patience_ms(expected)
+
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+        # It must still go first if it took longer by what it makes the running one compute again. Places are constant,
+        # so no two requests interrupt each other in turns.
+        return stake.price_ms < stake.left_ms and waiting.place + PATIENCE * stake.price_ms < running.place
+
+
+def patience_ms(expected: Expected) -> float:
+    """How long a request of `shortest` lets newcomers go before it."""
+    return min(PATIENCE * sum(expected), MAX_PATIENCE_MS)
+
+
+class Slo(Fcfs):
+    """A queue for each latency class, in it the earliest deadline first.
+
+    The place of a request is its deadline: arrival and the target of its class. A request that has not begun when only
+    the time that its prompt takes is left steps behind: its place is later by `AGEING_MS` over the weight of its class,
+    and so is that of one without a target. A place changes this once at most, so no newcomer goes before a request once
+    the target and that time have passed. A class that had more than its share of the tokens lets the others go first.
+    """
+
+    may_interrupt = True
+
+    def __init__(self, classes: Mapping[str, LatencyClass]) -> None:
+        self._classes: dict[Hashable, LatencyClass] = dict(with_default(classes).items())
+        self.counts_tokens = any(one.share < 1 for one in self._classes.values())
+        self.itl_targets = {name: one.itl_ms for name, one in self._classes.items() if one.itl_ms is not None}
+        self._served = dict.fromkeys(self._classes, 0.0)  # class → tokens, computed and sampled; older ones count less
+        self._all_served = 0.0
+
+    def join(self, message: Enqueue) -> Hashable:
+        return message.latency_class if message.latency_class in self._classes else DEFAULT_CLASS
+
+    def place(self, message: Enqueue, now_ms: float, expected: Expected) -> float:
+        one = self._classes[self.join(message)]
+        taken_ms = 1e3 * message.times.taken
+        since = taken_ms if 0 < taken_ms < now_ms else now_ms  # the tokenizer may be on another machine's clock
+        if message.attempt:
+            return 0.0
+        return since + (AGEING_MS / one.weight if one.ttft_ms is None else one.ttft_ms)
+
+    def latest_start_ms(self, waiting: Ranked, expected: Expected) -> float:
+        has_target = self._classes[waiting.queue_key].ttft_ms is not None and waiting.place > 0
+        return waiting.place - expected.prompt_ms if has_target else float("inf")
+
+    def late_place(self, waiting: Ranked) -> float:
+        return waiting.place + AGEING_MS / self._classes[waiting.queue_key].weight
+
+    def rank(self, queue_key: Hashable) -> int:
+        share = self._classes[queue_key].share
+        return int(share < 1 and self._served[queue_key] > share * self._all_served)
+
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
+        self._served[queue_key] += num_tokens
+        self._all_served += num_tokens
+        if self._all_served > 2 * SHARE_WINDOW:
+            self._served = {name: num / 2 for name, num in self._served.items()}
+            self._all_served /= 2
+
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+        # A pause would break the promise to a stream. Deadlines hardly change, so no two requests interrupt each other
+        # in turns.
+        if running.is_streaming and running.queue_key in self.itl_targets:
+            return False
+        return stake.price_ms < stake.left_ms and waiting.place + stake.price_ms < running.place
+
+
+class Fair(Fcfs):
     """A queue for each tenant. The tenant that was served the fewest tokens goes first: virtual token counters (Sheng
     et al. 2024).
 
@@ -117,13 +258,13 @@ class Fair:
             if served > min(self._served.values(), default=served):
                 self._left[queue_key] = served
 
-    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
+    def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
         # A turn must compute more than a restart costs, or two tenants could interrupt each other for ever.
-        return self.rank(running) - self.rank(queue_key) > FAIR_QUANTUM + num_tokens
+        return self.rank(running.queue_key) - self.rank(waiting.queue_key) > FAIR_QUANTUM + stake.num_tokens
 
 
-def make_policy(name: PolicyName) -> Policy:
-    """The policy of that name."""
+def make_policy(name: PolicyName, classes: Mapping[str, LatencyClass]) -> Policy:
+    """The policy of that name; `classes` are for `slo`."""
     match name:
         case "fcfs":
             return Fcfs()
@@ -131,5 +272,9 @@ def make_policy(name: PolicyName) -> Policy:
             return Priority()
         case "fair":
             return Fair()
+        case "shortest":
+            return Shortest()
+        case "slo":
+            return Slo(classes)
         case _:
             assert_never(name)

@@ -6,15 +6,15 @@ Pure choices over the running requests; the planner carries them out.
 from collections.abc import Callable, Sequence
 
 from .block_pool import BlockPool
-from .policy import Policy
+from .policy import Policy, Stake
 from .request import Request
 
 _NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks run out
 
 
-def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
-    """A sort key for running requests: the policy's order, then arrival."""
-    return lambda request: (policy.rank(request.queue_key), request.arrival)
+def order(policy: Policy) -> Callable[[Request], tuple[int, float, int]]:
+    """A sort key for requests: the policy's order, then arrival."""
+    return lambda request: (policy.rank(request.queue_key), request.place, request.arrival)
 
 
 def choose_victim(
@@ -34,21 +34,28 @@ def choose_victim(
 
 
 def choose_interrupted(
-    running: Sequence[Request], request: Request, short: int, has_row: bool, pool: BlockPool, policy: Policy
+    running: Sequence[Request],
+    request: Request,
+    short: int,
+    has_row: bool,
+    *,
+    pool: BlockPool,
+    policy: Policy,
+    stake: Callable[[Request, Request], Stake],
 ) -> list[Request]:
     """Running requests that the policy allows the waiting `request` to interrupt, enough to make room for it.
 
-    `short`: pages that are missing; `has_row`: whether a row is free. Empty if they would not make enough room.
+    `short`: pages that are missing; `has_row`: whether a row is free; `stake`: of a waiting and a running request.
+    Empty if they would not make enough room.
     """
-    last = max(running, key=order(policy), default=None)
-    if last is None or not policy.interrupts(request.queue_key, last.queue_key, len(request.ids)):
-        return []
+    free = Stake(len(request.ids))  # what interrupting means if it costs nothing
+    candidates = [other for other in running if policy.interrupts(request, other, free)]
     victims: list[Request] = []
-    for candidate in sorted(running, key=order(policy), reverse=True):
+    for candidate in sorted(candidates, key=order(policy), reverse=True):
         if short <= 0 and (victims or has_row):
             break
-        if not policy.interrupts(request.queue_key, candidate.queue_key, len(request.ids)):
-            return []
+        if not policy.interrupts(request, candidate, stake(request, candidate)):
+            continue
         victims.append(candidate)
         short -= pool.num_only_held(candidate.held) + pool.groups.unit  # and what was reserved for its next block
     return victims if short <= 0 else []

@@ -63,7 +63,7 @@ class Request:
     """
 
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
-        "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
+        "rid asked arrival queue_key place block_size root is_constrained wants_all stops may_speculate "
         "ids num_prompt num_resumed max_len num_needed regime_limit regime keys num_allowed mask may_be_late late "
         "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
         "is_taken_back "
@@ -79,6 +79,7 @@ class Request:
         choice: int,
         arrival: int,
         queue_key: Hashable,
+        place: float = 0.0,
         max_model_len: int,
         block_size: int,
         root: bytes,
@@ -94,8 +95,9 @@ class Request:
         if choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
         self.asked = replace(message, sampling=sampling, prompt_ids=b"", resume_ids=b"", constraint=None)
-        self.arrival = arrival  # its place among requests of the same rank
+        self.arrival = arrival  # its number among those that arrived, by which requests of the same place are served
         self.queue_key = queue_key  # of the policy
+        self.place = place  # in its queue; the smallest is served first
         self.block_size = block_size
         self.is_constrained = message.constraint is not None
         # Every position of its prompt has an output, so none may come from a cache.
@@ -254,6 +256,10 @@ class Request:
         if self.slot >= 0 and not self.is_spoiled:
             self.num_after += num
             self.after += tokens
+
+    def be_late(self, place: float) -> None:
+        """It can no longer meet its target, and steps behind."""
+        self.place = place
 
     def settle_end(self) -> None:
         """Nothing in flight touches it: what it holds is known to its last position."""
@@ -571,6 +577,11 @@ class Request:
     def generates(self) -> bool:
         """It samples at least one token."""
         return self.max_len > self.num_prompt
+
+    @property
+    def is_streaming(self) -> bool:
+        """A token of it was sampled, or is by a plan in flight."""
+        return self.num_total > self.num_prompt
 
     @property
     def num_due(self) -> int:

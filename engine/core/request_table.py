@@ -63,6 +63,12 @@ class RequestTable:
         self.num_constrained += request.is_constrained
         self.waiting.add(request)
 
+    def be_late(self, request: Request, place: float) -> None:
+        """A waiting request steps behind to another place in its queue."""
+        self.waiting.remove(request)
+        request.be_late(place)
+        self.waiting.add(request)
+
     def admit(
         self,
         request: Request,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ...config.latency_classes import LatencyClass
 from ...ipc.messages import (
     Accepted,
     Enqueue,
@@ -48,7 +49,7 @@ from .output_buffer import Item, OutputBuffer
 from .plan_builder import InFlight, PlanBuilder
 from .planner import Lateness, Planner
 from .poison import poison
-from .policy import Policy, PolicyName, make_policy
+from .policy import Expected, Policy, PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import Request, State
 from .request_table import RequestTable
@@ -89,6 +90,7 @@ class Scheduler:
         num_stages: int = 1,
         prefix_caching: bool = True,
         policy: PolicyName = "fcfs",
+        latency_classes: Mapping[str, LatencyClass] = {},
         itl_target_ms: float | None = None,
         model_key: bytes = b"",
         connector: TierConnector | None = None,
@@ -125,10 +127,11 @@ class Scheduler:
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
         self.is_paused = False  # plans compute nothing, and carry only what the KV connector has for its worker half
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines()  # of their queue timeouts
+        self.latest_starts = Deadlines()  # of the targets of their latency classes
         self._extension = extension
         self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
-        self._policy: Policy = make_policy(policy) if beside is None else beside._policy
+        self._policy: Policy = make_policy(policy, latency_classes) if beside is None else beside._policy
         self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
@@ -182,6 +185,8 @@ class Scheduler:
         if (refusal := self.refusal(message)) is not None:
             return [replace(refusal, rid=rid) for rid in rids]
         root = self.root_of(message)
+        expected = self._expected(message)
+        place = self._policy.place(message, 1e3 * now, expected)
         keys: list[bytes] = []
         for choice in range(message.n):
             self._num_arrived += 1
@@ -190,6 +195,7 @@ class Scheduler:
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
                 queue_key=self._policy.join(message),
+                place=place,
                 max_model_len=self.max_model_len,
                 block_size=self.block_size,
                 root=root,
@@ -200,6 +206,9 @@ class Scheduler:
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
                 keys = request.block_keys(num_prompt // self.block_size, self.block_size)
             self.table.join(request)
+            latest = self._policy.latest_start_ms(request, expected)
+            if latest < float("inf"):
+                self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
             if message.limits.queue_timeout_s is not None:
                 self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.table.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
@@ -209,6 +218,13 @@ class Scheduler:
                 self._outputs.add_item(request.as_opened(request.num_resumed - is_resent))
                 self._finish(request, finish, request.ids[-1:], is_new=is_resent)
         return [Accepted(rid, num_prompt) for rid in rids]
+
+    def _expected(self, message: Enqueue) -> Expected:
+        """Of one of its sequences. What caches have of the prompt is found only when it is admitted."""
+        num = (len(message.prompt_ids) + len(message.resume_ids)) // 4
+        room, asked = self.max_model_len - num, message.limits.max_tokens
+        num_output = room if asked is None else min(room, asked - len(message.resume_ids) // 4)
+        return Expected(*self._cost.of_request(num, max(0, num_output)))
 
     def root_of(self, message: Enqueue) -> bytes:
         """The parent key of its first block, in the first regime."""
@@ -308,7 +324,12 @@ class Scheduler:
         self._end_early(rid, "stop")
 
     def expire(self, now: float) -> None:
-        """Fails the requests that have waited for their first step longer than their `queue_timeout_s`."""
+        """Fails the requests that have waited for their first step longer than their `queue_timeout_s`. Those that
+        cannot meet the target of their class any more step behind."""
+        for rid in self.latest_starts.take_due(now):
+            late = self.table.requests.get(rid)
+            if late is not None and late.state is State.WAITING and not late.opened:
+                self.table.be_late(late, self._policy.late_place(late))
         for rid in self.deadlines.take_due(now):
             request = self.table.requests.get(rid)
             if request is not None and not request.opened:
@@ -333,7 +354,7 @@ class Scheduler:
     @property
     def has_deadlines(self) -> bool:
         """`expire` may have something to do."""
-        return bool(self.deadlines)
+        return bool(self.deadlines or self.latest_starts)
 
     @property
     def num_pages(self) -> int:

@@ -275,6 +275,7 @@ def make_scheduler(
         eos_token_ids=config.model.eos_token_ids,
         prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
+        latency_classes=config.latency_classes or {},
         itl_target_ms=config.itl_target_ms,
         model_key=config.kv_model_key,
         connector=connector,

@@ -5,13 +5,14 @@ from collections.abc import Hashable, Iterator
 from operator import attrgetter
 
 from .policy import Policy
+from .preemption import order
 from .request import Request
 
-_arrival = attrgetter("arrival")
+_place = attrgetter("place", "arrival")
 
 
 class Waiting:
-    """Queues of requests, each by arrival."""
+    """Queues of requests, each by place, then by arrival."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -26,15 +27,15 @@ class Waiting:
         return (request for queue in self._queues.values() for request in queue)
 
     def add(self, request: Request) -> None:
-        """Inserts it by arrival, so a preempted request gets its old place."""
-        insort(self._queues.setdefault(request.queue_key, []), request, key=_arrival)
+        """Inserts it at its place, so a preempted request gets its old place."""
+        insort(self._queues.setdefault(request.queue_key, []), request, key=_place)
         self._num += 1
         self.num_tokens += request.max_len
 
     def remove(self, request: Request) -> None:
         """Takes it out of its queue, wherever it stands."""
         queue = self._queues[request.queue_key]
-        place = bisect_left(queue, request.arrival, key=_arrival)
+        place = bisect_left(queue, _place(request), key=_place)
         assert queue[place] is request, request.rid
         del queue[place]
         if not queue:
@@ -43,8 +44,8 @@ class Waiting:
         self.num_tokens -= request.max_len
 
     def first(self) -> Request | None:
-        """The request that is admitted next: that of the best rank; of equal ranks the oldest."""
+        """The request that is admitted next: that of the best rank; of equal ranks the one with the first place, then
+        the oldest."""
         if not self._queues:
             return None
-        rank = self._policy.rank
-        return min((queue[0] for queue in self._queues.values()), key=lambda r: (rank(r.queue_key), r.arrival))
+        return min((queue[0] for queue in self._queues.values()), key=order(self._policy))

@@ -41,13 +41,13 @@ def choose_device(config: EngineConfig, *, rank_info: RankInfo) -> Device:
 
         if num_here > torch.cuda.device_count():
             raise ConfigError(
-                f"--tensor-parallel-size: {num_here} ranks on this machine need a CUDA device each, but torch sees "
-                f"{torch.cuda.device_count()}."
+                f"--tensor-parallel-size and --pipeline-parallel-size: {num_here} ranks on this machine need a CUDA "
+                f"device each, but torch sees {torch.cuda.device_count()}."
             )
         return CudaDevice(rank_info.local_rank, utilization=config.gpu_memory_utilization)
     if config.device == "cuda":
         raise ConfigError("--device cuda: torch sees no CUDA device. `pagewire doctor` says why.")
-    if config.kernels is None:  # `resolve` has decided everything for a GPU
+    if config.kernels is None and config.device != "cpu":  # `resolve` has decided everything for a GPU
         raise ConfigError(
             "There is an NVIDIA device that torch cannot use. `pagewire doctor` says why; --device cpu serves "
             "without it."

@@ -1,9 +1,8 @@
 """The CPU as a device: its threads and its memory. Work is done when the call that launches it returns."""
 
-from pathlib import Path
-
 import torch
 
+from ...config.machine import available_memory
 from .kept_memory import KeptMemory
 
 _CACHE_SHARE = 0.4  # of free memory: the machine runs other processes, and the cache never shrinks
@@ -32,30 +31,3 @@ class CpuDevice:
 
     def trim(self) -> None:
         pass
-
-
-def available_memory() -> int:
-    """Bytes: the lesser of the machine's free memory and what the process's cgroup still allows."""
-    limits = [_machine_free(Path("/proc/meminfo"))]
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
-        limits.append(limit - used)
-    return max(0, min(limits))
-
-
-def _machine_free(meminfo: Path) -> int:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30  # no Linux: free memory is unknown, so assume little
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # no such file, or "max": no limit
-        return None

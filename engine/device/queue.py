@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.triton.tuned import tuned
+from ..parallel.ring import Transfer
 
 Work = Callable[[], None]
 
@@ -60,23 +61,30 @@ class Queue(Protocol):
     def fetch(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Mark:
         """Copies device tensors to host memory after all earlier work. Later work does not wait for the copies."""
 
+    def transfer(self, start: Callable[[], Transfer], *, after: Mark, is_sent: bool) -> Mark:
+        """Exchanges a tensor with another device, after the mark and the transfers of the same direction. Later work
+        does not wait for it. start: begins it. Returns the mark of its end."""
+
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """Later work starts after the mark, which may be that of a `fetch`."""
+        """Later work starts after the mark, which may be that of a `fetch` or a `transfer`."""
 
 
 class EagerMark:
-    """Always reached: the work was done when it was queued."""
+    """Reached, because the work was done when it was queued, except for a transfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, transfer: Transfer | None = None) -> None:
+        self._transfer = transfer
         self.at = time.perf_counter()
 
     def is_reached(self) -> bool:
-        return True
+        return self._transfer is None
 
     def wait(self) -> None:
-        pass
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
 
     def ms_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, EagerMark)
@@ -109,11 +117,14 @@ class EagerQueue:
             target.copy_(source)
         return self.mark()
 
+    def transfer(self, start: Callable[[], Transfer], *, after: Mark, is_sent: bool) -> Mark:
+        return EagerMark(start())
+
     def mark(self) -> Mark:
         return EagerMark()
 
     def follow(self, mark: Mark) -> None:
-        pass
+        mark.wait()
 
 
 class Stream(Protocol):
@@ -271,6 +282,7 @@ class CudaQueue:
         self._driver: Driver = CudaDriver(device) if driver is None else driver
         self._stream = self._driver.stream()
         self._copies = self._driver.stream()
+        self._received, self._sent = self._driver.stream(), self._driver.stream()  # transfers
         self._driver.use(self._stream)
 
     def num_programs(self, head_dim: int) -> int:
@@ -298,6 +310,15 @@ class CudaQueue:
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
         return self._mark(self._copies)
+
+    def transfer(self, start: Callable[[], Transfer], *, after: Mark, is_sent: bool) -> Mark:
+        assert isinstance(after, CudaMark)
+        stream = self._sent if is_sent else self._received
+        stream.wait_event(after.event)
+        with self._driver.on(stream):
+            transfer = start()
+            transfer.wait()
+        return self._mark(stream)
 
     def mark(self) -> Mark:
         return self._mark(self._stream)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import CheckpointError, ConfigError, UnsupportedModel
-from ..checkpoint.purpose import has_sigmoid, refuse_own_code
+from ..checkpoint.purpose import Activation, activation, refuse_own_code
 from ..checkpoint.spec import ModelSpec
 from ..models.fields import Fields
 from ..models.undescribed import needs_description
@@ -31,23 +31,23 @@ _UNUSED = ("pooler.", "cls.", "lm_head.", "classifier.", "vocab_", "predictions.
 class Encoder:
     """A loaded encoder or cross-encoder."""
 
-    def __init__(self, model: Any, *, is_scoring: bool, has_sigmoid: bool, device: torch.device) -> None:
+    def __init__(self, model: Any, *, activation: Activation | None, device: torch.device) -> None:
+        """`activation`: of the classification head; None: there is none."""
         self._model = model
         self._device = device
-        self._is_scoring = is_scoring
-        self._has_sigmoid = has_sigmoid
+        self._activation = activation
         config = model.config.get_text_config()
         pad = getattr(config, "pad_token_id", None)
         self._pad = 0 if pad is None else int(pad)
         # Classifiers built from decoders find the end of a text by its padding token.
-        self._pads = pad is not None or not is_scoring
+        self._pads = pad is not None or activation is None
         takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         self._num_types = getattr(config, "type_vocab_size", 0) if takes_types else 0
         self.weights = sum(parameter.nbytes for parameter in model.parameters())
 
     def states(self, texts: Sequence[Tensor], types: Sequence[Tensor]) -> list[Tensor]:
         """texts: token ids, int64; types: parallel to them, the index of each token's text in a pair. Returns for each
-        text the last hidden states [tokens, hidden_size], or a cross-encoder's score [1]."""
+        text the last hidden states [tokens, hidden_size], or the scores of a classification head [num_labels]."""
         found: list[Tensor | None] = [None] * len(texts)
         for batch in batches([len(text) for text in texts], pads=self._pads):
             lengths = [len(texts[i]) for i in batch]
@@ -58,9 +58,8 @@ class Encoder:
             if self._num_types:
                 inputs["token_type_ids"] = self._padded([types[i] for i in batch], 0).clamp_(max=self._num_types - 1)
             output = self._model(**inputs)
-            if self._is_scoring:
-                logits = output.logits.float()
-                scores = torch.sigmoid(logits) if self._has_sigmoid else logits
+            if self._activation is not None:
+                scores = _activated(output.logits.float(), self._activation)
                 for i, score in zip(batch, scores, strict=True):
                     found[i] = score
             else:
@@ -101,7 +100,7 @@ def encoder_config(spec: ModelSpec, folder: Path) -> Any:
 
 def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Encoder:
     """Raises ConfigError, CheckpointError."""
-    is_scoring = "score" in spec.purpose.tasks
+    is_scoring = "embed" not in spec.purpose.tasks
     # transformers is only partly typed.
     auto: Any = transformers.AutoModelForSequenceClassification if is_scoring else transformers.AutoModel
     logging: Any = transformers.utils.logging
@@ -130,7 +129,18 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
             raise CheckpointError(f"{folder} {verb} {what}: {', '.join(keys[:3])}{more}.")
     model = model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False  # decoders among them would keep keys and values
-    return Encoder(model, is_scoring=is_scoring, has_sigmoid=is_scoring and has_sigmoid(folder), device=device)
+    return Encoder(model, activation=activation(folder, spec.purpose.size) if is_scoring else None, device=device)
+
+
+def _activated(logits: Tensor, activation: Activation) -> Tensor:
+    """logits: float32 [texts, num_labels]; the scores have the same shape."""
+    match activation:
+        case "sigmoid":
+            return logits.sigmoid()
+        case "softmax":
+            return logits.softmax(dim=-1)
+        case "identity":
+            return logits
 
 
 def first_line(error: Exception) -> str:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..models.description import Router
-from ..models.expert_places import table
+from ..models.expert_places import dealt_holders, table
 from ..models.program import Mixture
+from ..parallel.collectives import Group
 from .functions import activate, glu
 from .weights import Weights
 
@@ -58,6 +59,7 @@ class OwnExperts:
     load: Tensor  # [slots] int64: how many assignments each has had since they were taken
     experts: list[int]  # of the slots; -1: the slot is empty
     moved: Tensor  # [experts] int64: the same of experts that have left their slots since
+    holders: Tensor | None = None  # if ranks exchange tokens: `holder_table` of all experts of the router, int32
 
     def place(self, chosen: Tensor, positions: Tensor) -> Tensor:
         """The slots of chosen experts; -1: another rank computes them. chosen: [tokens, top_k]; positions: [tokens]."""
@@ -79,7 +81,7 @@ class OwnExperts:
         self.load.zero_()
 
 
-def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
+def own_experts(args: Mixture, device: torch.device, *, num_domains: int = 1) -> OwnExperts | None:
     """None: every rank has all experts of the layer, or a part of each."""
     if not args.places:
         return None
@@ -87,7 +89,19 @@ def own_experts(args: Mixture, device: torch.device) -> OwnExperts | None:
     places = torch.tensor(rows, dtype=torch.int32, device=device)
     (stack,) = {weight.only for weight in args.down.weights}
     load, moved = (torch.zeros(num, dtype=torch.int64, device=device) for num in (args.num_slots, args.num_experts))
-    return OwnExperts(places, load, [*stack, *[-1] * args.num_replicas], moved)
+    holders: Tensor | None = None
+    if args.is_exchanged and num_domains > 1:
+        dealt = dealt_holders(args.num_experts, num_domains, args.router.zero_experts)
+        holders = torch.tensor(dealt, dtype=torch.int32, device=device)
+    return OwnExperts(places, load, [*stack, *[-1] * args.num_replicas], moved, holders)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What experts give for assignments; an assignment is a token and one of its experts."""
+
+    values: Tensor  # [assignments + 1, hidden]; the last are zeros, of all that other ranks compute
+    places: Tensor  # [tokens, top_k] int64: the row of each choice
 
 
 def mixture(
@@ -96,16 +110,70 @@ def mixture(
 ) -> Tensor:  # fmt: skip
     """x: [tokens, hidden]; logits: the router's product; positions: [tokens], of the tokens in their sequences, needed
     where ranks share out the experts."""
-    scales, chosen = route(args.router, logits, weights.vector(args.correction))
-    if (expert_scale := weights.vector(args.expert_scale)) is not None:
-        scales = scales * expert_scale.float()[chosen]
-    if args.router.rounds_weights:
-        scales = scales.to(x.dtype)
+    scales, chosen = _choose(args, weights, x, logits)
     slots = chosen
     if own is not None:
         assert positions is not None, "experts of several ranks take turns by the tokens' positions"
         slots = own.place(chosen, positions)
-    # A token and one of its experts are an assignment; `order` sorts those of this rank by expert.
+    return _total(args, _compute(args, weights, x, slots, scales, own), scales, x.dtype)
+
+
+def exchanged_mixture(
+    args: Mixture, weights: Weights, x: Tensor, logits: Tensor, own: OwnExperts, positions: Tensor, group: Group,
+    most: int,
+) -> Tensor:  # fmt: skip
+    """The sum over all experts, if each rank has tokens of its own, or none: it sends them to the ranks that have their
+    experts, which send the result of each one back. So the results are added as `mixture` with all experts adds them,
+    whichever ranks have computed them. positions: as there. most: tokens of all ranks."""
+    scales, chosen = _choose(args, weights, x, logits)
+    assert own.holders is not None, "nobody knows which rank has an expert"
+    holders = own.holders[chosen].long()
+    num = holders[..., 0]
+    turn = 1 + 2 * (positions[:, None] % num.clamp(min=1))
+    ranks, slots = (holders.gather(2, (turn + i)[..., None]).squeeze(2) for i in (0, 1))
+    # Those without weights are computed where the token is.
+    ranks, slots = ranks.where(num > 0, group.rank), slots.where(num > 0, args.num_slots + chosen - args.num_experts)
+    parts: list[Tensor] = []
+    for rank in range(group.size):
+        slots_there = slots.where(ranks == rank, -1)
+        tokens = (ranks == rank).any(1).nonzero().squeeze(1)
+        parts.append(_bytes(x[tokens], slots_there[tokens].int(), scales[tokens].float()))
+    got, counts = group.all_to_all(torch.cat(parts), [len(part) for part in parts], most)
+    widths = [x.shape[1] * x.itemsize, 4 * args.router.top_k, 4 * args.router.top_k]
+    states, own_slots, own_scales = (
+        part.contiguous().view(dtype)
+        for part, dtype in zip(torch.split(got, widths, dim=1), (x.dtype, torch.int32, torch.float32), strict=True)
+    )
+    found = _compute(args, weights, states, own_slots.long(), own_scales, own)
+    is_own = own_slots >= 0
+    num_results = [int(part.sum()) for part in torch.split(is_own, counts)]
+    values, _ = group.all_to_all(found.values[found.places[is_own]], num_results, ranks.numel())
+    places = torch.empty(ranks.numel(), dtype=torch.int64, device=x.device)
+    places[ranks.view(-1).argsort(stable=True)] = torch.arange(ranks.numel(), device=x.device)
+    return _total(args, _Results(values, places.view_as(ranks)), scales, x.dtype)
+
+
+def _bytes(*columns: Tensor) -> Tensor:
+    """Tensors [n, …] beside each other."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+
+def _choose(args: Mixture, weights: Weights, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, experts) of each token, best first, as those of `route`."""
+    if not len(x):
+        none = torch.empty((0, args.router.top_k), device=x.device)
+        return none, none.long()
+    scales, chosen = route(args.router, logits, weights.vector(args.correction))
+    if (expert_scale := weights.vector(args.expert_scale)) is not None:
+        scales = scales * expert_scale.float()[chosen]
+    return (scales.to(x.dtype) if args.router.rounds_weights else scales), chosen
+
+
+def _compute(
+    args: Mixture, weights: Weights, x: Tensor, slots: Tensor, scales: Tensor, own: OwnExperts | None
+) -> _Results:
+    """slots: [tokens, top_k]; -1: another rank computes the choice."""
+    # `order` sorts the assignments of this rank by expert.
     num_elsewhere, *counts = (slots.view(-1) + 1).bincount(minlength=args.num_slots + 1).tolist()
     order = slots.view(-1).argsort(stable=True)[num_elsewhere:]
     if own is not None:
@@ -114,7 +182,7 @@ def mixture(
     if args.router.on == "input":
         states = states * scales.reshape(-1)[order, None].to(x.dtype)
     results = torch.empty((len(order) + 1, args.down.rows), dtype=x.dtype, device=x.device)
-    results[-1] = 0  # of all that other ranks compute
+    results[-1] = 0
     first = 0
     for expert, count in enumerate(counts):
         if count:
@@ -123,17 +191,20 @@ def mixture(
             result = _expert(args, weights, expert, some) if has_weights else some * args.router.zero_scale
             results[first : first + count] = result
             first += count
-    place_of = torch.full((slots.numel(),), len(order), device=x.device)
-    place_of[order] = torch.arange(len(order), device=x.device)
-    place_of = place_of.view(-1, args.router.top_k)
-    # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
-    # depend on the batch.
-    total = torch.zeros((len(x), args.down.rows), dtype=torch.float32, device=x.device)
+    places = torch.full((slots.numel(),), len(order), device=x.device)
+    places[order] = torch.arange(len(order), device=x.device)
+    return _Results(results, places.view(-1, args.router.top_k))
+
+
+def _total(args: Mixture, found: _Results, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
+    depend on the batch."""
+    total = torch.zeros((len(scales), args.down.rows), dtype=torch.float32, device=scales.device)
     for choice in range(args.router.top_k):
-        part = results[place_of[:, choice]]
+        part = found.values[found.places[:, choice]]
         part = part if args.router.on == "input" else part * scales[:, choice, None]
         total = part.float() if not choice else total + part
-    return total.to(x.dtype)
+    return total.to(dtype)
 
 
 def _expert(args: Mixture, weights: Weights, expert: int, x: Tensor) -> Tensor:

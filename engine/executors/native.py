@@ -277,6 +277,8 @@ class _Compiler:
         return found
 
     def _is_in_torch(self, op: Op) -> bool:
+        if self._reference.exchanges(op) and not isinstance(self._reference.group, SharedMemoryGroup):
+            return True
         return lacks(op.args) is not None or (isinstance(op.args, AllReduce) and not self._sums(op))
 
     def _compile(self, ops: Sequence[Op]) -> tuple[list[Operation], int]:
@@ -465,9 +467,13 @@ class _Compiler:
         return is_whole and isinstance(self._reference.group, SharedMemoryGroup)
 
     def _sum(self, op: Op) -> Operation:
+        return self._operation(op, _SUM, sum=self._ranks())
+
+    def _ranks(self) -> int:
+        """For operations that exchange something with the other ranks."""
         group = self._reference.group
         assert isinstance(group, SharedMemoryGroup), group
-        return self._operation(op, _SUM, sum=ctypes.addressof(group.sum_in_c))
+        return ctypes.addressof(group.sum_in_c)
 
     def _mixture(self, ops: Sequence[Op], args: Mixture) -> tuple[list[Operation], int]:
         op = ops[0]
@@ -478,10 +484,11 @@ class _Compiler:
         own = self._reference.own_experts.get(op.layer)
         experts = native_experts(args, self._reference.weights, own, **between)
         self.experts[op.layer] = experts
-        address = ctypes.addressof(experts.fields)
+        address, ranks = ctypes.addressof(experts.fields), self._ranks() if self._reference.exchanges(op) else 0
         if len(ops) > 1 and self._is_added(op.outs[0], ops[1]):
-            return [self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, epilogue=_ADD_TO)], 2
-        return [self._operation(op, _EXPERTS, experts=address, epilogue=_STORE)], 1
+            added = self._operation(op, _EXPERTS, out=ops[1].outs[0], experts=address, sum=ranks, epilogue=_ADD_TO)
+            return [added], 2
+        return [self._operation(op, _EXPERTS, experts=address, sum=ranks, epilogue=_STORE)], 1
 
     # Parts of operations.
 

@@ -45,6 +45,7 @@ def native_experts(args: Mixture, weights: Weights, own: OwnExperts | None, **be
     return NativeExperts(
         stack(args.gate_up.key), stack(args.down.key), router_fields(args, weights),
         places=None if own is None else own.places, load=None if own is None else own.load,
+        holders=None if own is None else own.holders,
         gate_up_bias=weights.vector(args.gate_up_bias), down_bias=weights.vector(args.down_bias),
         scales_input=args.router.on == "input", zero_scale=args.router.zero_scale, **between,
     )  # fmt: skip

@@ -44,7 +44,7 @@ from ..models.program import (
 )
 from ..parallel.collectives import Group
 from ..parallel.domains import Domain
-from .experts import OwnExperts, mixture, own_experts
+from .experts import OwnExperts, exchanged_mixture, mixture, own_experts
 from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
 from .rotary import RotaryTable, places_of
@@ -124,7 +124,8 @@ class Reference:
         # By the layer, of experts that ranks share out.
         self.own_experts: dict[int, OwnExperts] = {}
         for op in program.ops:
-            if isinstance(op.args, Mixture) and (own := own_experts(op.args, device)) is not None:
+            num_domains = 1 if domain is None else group.size
+            if isinstance(op.args, Mixture) and (own := own_experts(op.args, device, num_domains=num_domains)):
                 assert op.layer not in self.own_experts, f"layer {op.layer} has two mixtures of experts"
                 self.own_experts[op.layer] = own
         self._functions: dict[type, Callable[[Op, Registers, Step], Tensor]] = {
@@ -154,10 +155,15 @@ class Reference:
         }
 
     def run(self, op: Op, registers: Registers, step: Step) -> None:
-        if self.domain is not None and not self.domain.num_own and op.outs[0].register not in self.program.shared:
+        is_shared = op.outs[0].register in self.program.shared or self.exchanges(op)
+        if self.domain is not None and not self.domain.num_own and not is_shared:
             return
         value = self._functions[type(op.args)](op, registers, step)
         registers.put_adjacent(op.outs, self.program.widths[op.outs[0].register], value)
+
+    def exchanges(self, op: Op) -> bool:
+        """Whether the operation exchanges tokens by itself: then every rank runs it, also without tokens."""
+        return isinstance(op.args, Mixture) and op.args.is_exchanged and self.domain is not None
 
     def step(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None) -> Step:
         """The tokens of a step. All are [tokens] int64."""
@@ -352,11 +358,19 @@ class Reference:
     def _mixture(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
         assert isinstance(args, Mixture)
+        own, domain = self.own_experts.get(op.layer), self.domain
+        if args.is_exchanged and domain is not None and own is not None:
+            x, logits = (
+                registers.get(view) if domain.num_own else torch.empty((0, view.width), dtype=self._dtype)
+                for view in op.ins
+            )
+            return exchanged_mixture(args, self.weights, x, logits, own, step.positions, self.group, domain.num_all)
         x, logits = (registers.get(view) for view in op.ins)
-        return mixture(args, self.weights, x, logits, self.own_experts.get(op.layer), self.turns(step))
+        return mixture(args, self.weights, x, logits, own, self.turns(step))
 
     def turns(self, step: Step) -> Tensor:
-        """Numbers of a mixture's tokens by which the ranks that have an expert take turns: the same on all ranks."""
+        """Numbers of the tokens, where all ranks have all of them, by which the ranks that have an expert take turns:
+        the same on all ranks."""
         if self.domain is None:
             return step.positions
         return torch.arange(self.domain.num_all, device=self._device)

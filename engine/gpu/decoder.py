@@ -77,9 +77,12 @@ class TritonDecoder:
         self._slots = integers(limits.tables, limits.tokens)
         self._context_lens, self._decode_lens = integers(limits.rows), integers(limits.rows)
         self._tables = integers(limits.tables, limits.rows, limits.blocks)
-        # What the last norm takes.
-        self._states = torch.zeros((limits.tokens, self._walk.kept.width), dtype=dtype, device=device)
-        most, rows = limits.scored, program.head.rows
+        # What the last norm takes, or in a stage before the last one something that it sends.
+        width = program.widths[self._walk.kept.register]
+        self._states = torch.zeros((limits.tokens, width), dtype=dtype, device=device)
+        self.is_last = not program.sends  # it has the layers of the last stage, or all
+        self.received_width, self.sent_width = program.received_width, program.sent_width
+        most, rows = limits.scored, program.head.rows if self.is_last else 0
         logits = aligned(most * rows * dtype.itemsize) + aligned(most * rows * 4)
         projected = program.head_project.rows * dtype.itemsize if program.head_project is not None else 0
         hidden = aligned(most * self._states.shape[1] * dtype.itemsize) + aligned(most * projected)
@@ -99,7 +102,8 @@ class TritonDecoder:
     @property
     def left_to_torch(self) -> int:
         """Bytes that a step takes from the allocator at most, estimated: what torch's functions return."""
-        gathered = 0 if self._ranks.size == 1 else 3 * self._limits.scored * self._vocab * 4
+        gathers = self._ranks.size > 1 and self.is_last
+        gathered = 3 * self._limits.scored * self._vocab * 4 if gathers else 0
         normed = self._limits.scored * self._walk.finishing
         return max(self._limits.tokens * self._walk.left_to_torch, gathered + normed)
 
@@ -172,6 +176,16 @@ class TritonDecoder:
             tiles=tiles,
             tile_rows=shape.tile_rows,
         )
+
+    def put_received(self, received: Tensor) -> None:
+        """Takes what the stage before has computed for the next step. received: [tokens of the step's shape,
+        columns]."""
+        self._walk.put_received(self._states[: len(received)], received)
+
+    def take_sent(self, shape: StepShape, out: Tensor) -> None:
+        """Gives what the next stage needs of the step that has run. out: [tokens of the step, columns], to be
+        written."""
+        self._walk.take_sent(self._states[: shape.tokens], out)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The normed states of tokens of the step. tokens: [n] int32 → [n, hidden]."""

@@ -42,6 +42,7 @@ from ..steps.sampled import Sampled, learn_drafts, take_in
 from ..steps.step_inputs import Samples, samples_of, states_of
 from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
+from .handover import Handover
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
 from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
@@ -69,6 +70,7 @@ class DeviceModel:
     failed_kernels: tuple[str, ...] = ()  # that torch replaces
     temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
+    handover: Handover | None = None  # of a stage of a pipeline
     head_major = True
 
     @property
@@ -198,7 +200,7 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int, tables: in
         blocks=-(-(config.max_model_len + 1) // config.block_size),
         tables=tables,
         state_pages=state_pages,
-        behind=draft_tokens * (config.pipeline_depth - 1),
+        behind=draft_tokens * (config.num_in_flight - 1),
     )
 
 
@@ -207,15 +209,17 @@ def num_draft_tokens(config: EngineConfig) -> int:
     return 0 if config.speculative is None else config.block_size - 1  # the planner's limit
 
 
-def num_graphs(limits: Limits) -> int:
+def num_graphs(limits: Limits, *, samples: bool) -> int:
     """About how many graphs will be recorded in the end."""
-    return len(_planned(limits, is_deterministic=False))
+    return len(_planned(limits, is_deterministic=False, samples=samples))
 
 
-def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
-    """Shapes to record. Decode steps come before steps with prompts, which are rarer."""
+def _planned(limits: Limits, *, is_deterministic: bool, samples: bool) -> list[Hashable]:
+    """Shapes to record. Decode steps come before steps with prompts, which are rarer. samples: not in the stages before
+    the last one."""
     _, prompt = _tile_rows(is_deterministic)
-    shapes = _decodes(decode_sizes(limits.rows), decode_sizes(limits.part), is_deterministic=is_deterministic)
+    parts = decode_sizes(limits.part) if samples else ()
+    shapes = _decodes(decode_sizes(limits.rows), parts, is_deterministic=is_deterministic)
     mixed = (StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens)))
     return [*shapes, *(shape for shape in mixed if shape.is_recorded)]
 
@@ -234,7 +238,7 @@ def _tile_rows(is_deterministic: bool) -> tuple[int, int]:
     return (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
 
 
-def _kinds(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
+def _kinds(limits: Limits, *, is_deterministic: bool, samples: bool) -> list[Hashable]:
     """Shapes that together launch every kernel. Which ones are launched depends on the number of tokens between powers
     of two at most, and Triton compiles kernels for one token and for multiples of 16 by themselves."""
     decode, prompt = _tile_rows(is_deterministic)
@@ -244,7 +248,8 @@ def _kinds(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
         StepShape(size, prompt) for size in reversed(powers(mixed))
     ]  # smaller ones use the memory of larger ones
     shapes += [] if is_deterministic else [StepShape(mixed[0], DRAFT_ROWS)]
-    for size in dict.fromkeys(at_least(parts, min(wanted, limits.part)) for wanted in (1, 2, 16)):
+    few = (1, 2, 16) if samples else ()
+    for size in dict.fromkeys(at_least(parts, min(wanted, limits.part)) for wanted in few):
         for kind in range(len(KINDS)):
             shapes += [(0, SampleShape(size, kind, extra, extra)) for extra in (False, True)]
     return shapes
@@ -283,16 +288,17 @@ class DeviceSteps:
         size = size_of(limits)
         self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
         # One for each step that can be in flight, one for the next, and one with an empty packet for recording.
-        slots = [_Slot(queue, limits, size) for _ in range(config.pipeline_depth + 2)]
+        slots = [_Slot(queue, limits, size) for _ in range(config.num_in_flight + 2)]
         self._empty, self._free = slots[0].packet, deque(slots[1:])
         self._emptied: Mark | None = None  # after the empty packet's last copy
         self._pending: deque[_Launched] = deque()  # to be collected
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
         self._attention = model.attention
-        self._planned = [
-            shape for shape in _planned(limits, is_deterministic=config.deterministic) if not self._is_unrecorded(shape)
-        ]
+        self._handover = model.handover
+        self._samples = model.decoder.is_last  # the stages before the last one do not
+        planned = _planned(limits, is_deterministic=config.deterministic, samples=self._samples)
+        self._planned = [shape for shape in planned if not self._is_unrecorded(shape)]
         self._recordings = Recordings(queue, self._work, self._planned, is_strict=config.strict_kernels)
         self._temporary = model.temporary
         queue.reserve(self._temporary)  # last, or what is kept would lie in it
@@ -324,7 +330,8 @@ class DeviceSteps:
         try:
             step = self._pass(plan, slot)
             self._pending.append(step)
-            self._unknown.append(step)
+            if self._samples:
+                self._unknown.append(step)
             if plan.late_rows:
                 step.passed = self._queue.mark()
             else:
@@ -359,20 +366,22 @@ class DeviceSteps:
         rows = self._rows
         # Attention that is planned on the host needs the rows' lengths, which draft tokens leave open.
         is_open = self._attention is not None and self._config.speculative is not None
-        self._learn(0 if is_open else self._config.pipeline_depth - 1)
+        self._learn(0 if is_open else self._config.num_in_flight - 1)
         self._take_rows(plan)
         begun = self._queue.mark()
         step, draft_tokens, draft_states = self._arrange(plan)
         ends = step.starts + step.counts
         samples = samples_of(step.rows, ends, np.cumsum(step.counts), step.order, step.nums)
-        edits = self._edits(plan, rows.lift_minimum(samples.rows, samples.ends))
-        scores = prompt_scores(rows, step.rows, step.starts, step.counts, step.order)
+        edits, scores = [], []
+        if self._samples:
+            edits = self._edits(plan, rows.lift_minimum(samples.rows, samples.ends))
+            scores = prompt_scores(rows, step.rows, step.starts, step.counts, step.order)
         states = None
         if rows.has_states:
             states = states_of(plan, rows, step.rows, step.starts, step.counts, self._cache.storage, draft_states)
         attached = self._attach(slot, plan, edits, draft_states, scores)
         sent = self._send(slot.packet, step, samples, states, plan.open)
-        if rows.masks and not plan.late_rows:
+        if rows.masks and self._samples and not plan.late_rows:
             self._send_masks(slot)
         if plan.open:
             self._state.open(self._packet.step[sent.opens], len(plan.open))
@@ -383,7 +392,11 @@ class DeviceSteps:
         prompt: list[tuple[int, Tensor, Tensor]] = []
         pooled: list[PooledStates] = []
         if len(step.rows):
-            self._run(sent.shape, step)
+            if self._handover is None:
+                self._run(sent.shape, step)
+            else:
+                begun = self._run_stage(self._handover, sent.shape, step, samples)
+        if len(step.rows) and self._samples:
             for each, target in zip(scores, attached[3:], strict=True):
                 prompt.append((each.index, *self._score(each, target)))
             pooled = self._pooler.states(
@@ -420,6 +433,9 @@ class DeviceSteps:
     def _sample(self, step: _Launched) -> None:
         """Launches the samples of a step, and what follows them."""
         plan, draft_states = step.plan, step.draft_states
+        if not self._samples:
+            step.done = self._queue.mark()
+            return
         if self._fetched is not None:
             self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
         for part in step.parts:
@@ -429,6 +445,8 @@ class DeviceSteps:
         if draft_states is not None and step.draft_copies is not None:
             pages = draft_states.pages.shape[1]
             self._state.copy(self._cache.words, step.draft_copies, len(draft_states.rows) * pages, between=pages)
+        if self._handover is not None and len(step.samples.rows):
+            self._handover.send_ids(len(step.samples.rows))
         fetched = self._results(step.slot, len(step.samples.rows), step.parts)
         step.done = self._fetched = self._queue.fetch((*fetched, *zip(step.held, step.landed, strict=True)))
 
@@ -489,6 +507,8 @@ class DeviceSteps:
         return slot.attach((fill_edits(edits), fill_copies(pairs), choices, *(each.targets for each in scores)))
 
     def forget_addresses(self) -> None:
+        if self._handover is not None:
+            self._handover.settle()
         self._recordings.forget()
         self._decoder.drop_scratch()
 
@@ -500,14 +520,14 @@ class DeviceSteps:
         is_deterministic, num_ranks, limits = self._config.deterministic, self._decoder.num_ranks, self._limits
         started = time.perf_counter()
         self._send_empty()
-        for shape in _kinds(limits, is_deterministic=is_deterministic):
+        for shape in _kinds(limits, is_deterministic=is_deterministic, samples=self._samples):
             self._work(shape)()
         self._queue.mark().wait()
         compiled = time.perf_counter()
         passes, samples = decode_sizes(limits.rows), decode_sizes(limits.part)
         if num_ranks == 1:  # the other ones are recorded while it is idle
             passes, samples = powers(passes), powers(samples)
-        for shape in _decodes(passes, samples, is_deterministic=is_deterministic):
+        for shape in _decodes(passes, samples if self._samples else (), is_deterministic=is_deterministic):
             if not self._is_unrecorded(shape):
                 self._recordings.record(shape)
         self._queue.mark().wait()
@@ -540,6 +560,18 @@ class DeviceSteps:
                 self._state.sample(self._decoder.sampled_logits(tokens), self._packet, first, samples)
 
         return sample
+
+    def _run_stage(self, handover: Handover, shape: StepShape, step: _Rows, samples: Samples) -> Mark:
+        """Runs the pass through a stage's layers between its transfers. Returns a mark from which on it waits for
+        nothing."""
+        num_tokens = int(step.counts.sum())
+        begun = handover.begin(shape, num_tokens, step.rows[step.starts >= self._num_known[step.rows]])
+        self._run(shape, step)
+        if not handover.is_last:
+            handover.end(shape, num_tokens)
+        if handover.is_first and len(samples.rows):
+            handover.ask(self._packet, samples.rows)
+        return begun
 
     def _run(self, shape: StepShape, step: _Rows) -> None:
         """Runs the pass through the model."""
@@ -739,6 +771,9 @@ class DeviceSteps:
             return step.result
         assert step.done is not None, "a step that has not sampled"
         step.done.wait()
+        if not self._samples:
+            step.result = Sampled({})
+            return step.result
         samples, slot = step.samples, step.slot
         ids = step.ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
         kept = step.kept = self._accepted(step)

@@ -87,6 +87,7 @@ class Facts:
         self._uses = Counter(
             register for op in program.ops for register in {view.register for view in (*op.ins, *op.outs)}
         )
+        self._uses.update(program.passed)
 
     def is_whole(self, view: View) -> bool:
         return view.width == self._widths[view.register]
@@ -97,8 +98,11 @@ class Facts:
 
 
 def body_of(program: Program) -> tuple[tuple[Op, ...], Op | None]:
-    """The operations for all tokens, and the last norm, which is for the sampled tokens only."""
+    """The operations for all tokens, and the last norm, which is for the sampled tokens only. None: there is none, as
+    in a stage before the last one."""
     *body, last = program.ops
+    if program.sends:
+        return program.ops, None
     args = last.args
     if isinstance(args, Normalize) and args.norm.ranks == 1 and last.outs == (program.result,) != last.ins:
         return tuple(body), last

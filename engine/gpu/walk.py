@@ -6,7 +6,7 @@ A kind of operation that gets kernels gets an entry in `_makers` here, and leave
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -85,10 +85,13 @@ _NORM_COPIES = 6  # some norms are computed in float32, in several steps
 class Registers(TorchRegisters):
     """The registers of a step. One has memory of its own, which stays after the step."""
 
-    def __init__(self, widths: Sequence[int], kept: int, states: Tensor, scratch: Scratch, places: Layout) -> None:
-        """kept: the register in `states`, [tokens, width]. places: of the other registers in the scratch."""
+    def __init__(
+        self, widths: Sequence[int], kept: int, states: Tensor, scratch: Scratch, places: Layout, passed: Set[int]
+    ) -> None:
+        """kept: the register in `states`, [tokens, width]. places: of the other registers in the scratch. passed: those
+        that stages pass on, which are never elsewhere."""
         super().__init__()
-        self._widths, self._kept, self._states = widths, kept, states
+        self._widths, self._kept, self._states, self._passed = widths, kept, states, passed
         self._scratch, self._places = scratch, places
         self._tensors[kept] = states
 
@@ -109,7 +112,7 @@ class Registers(TorchRegisters):
                 self._tensors[register] = numbers.clone()  # torch may compute it, so it may have no place
 
     def put(self, view: View, width: int, value: Tensor) -> None:
-        if view.register != self._kept and view.width == width:
+        if view.register != self._kept and view.register not in self._passed and view.width == width:
             super().put(view, width, value)
         else:
             self.into(view).copy_(value)
@@ -264,8 +267,27 @@ class Walker:
 
     def registers(self, states: Tensor) -> Registers:
         """Of a step. states: the memory of `kept`."""
-        places = self._of(len(states)).places
-        return Registers(self._program.widths, self.kept.register, states, self.scratch, places)
+        places, program = self._of(len(states)).places, self._program
+        registers = Registers(program.widths, self.kept.register, states, self.scratch, places, program.passed)
+        for view in program.receives:
+            registers.into(view)
+        return registers
+
+    def put_received(self, states: Tensor, received: Tensor) -> None:
+        """Puts what the stage before has sent into the registers of a step. states: see `registers`; received: [tokens,
+        columns]."""
+        registers, first = self.registers(states), 0
+        for view in self._program.receives:
+            registers.into(view).copy_(received[:, first : first + view.width])
+            first += view.width
+
+    def take_sent(self, states: Tensor, out: Tensor) -> None:
+        """Takes what the next stage needs from the registers of a step that has run, until the next one. states: see
+        `registers`; out: [tokens, columns] of its first tokens, to be written."""
+        registers, first = self.registers(states), 0
+        for view in self._program.sends:
+            out[:, first : first + view.width].copy_(registers.into(view)[: len(out)])
+            first += view.width
 
     def parts(self, tokens: int) -> Sequence[tuple[Part, Launch]]:
         """The launches of a step of so many tokens."""
@@ -317,13 +339,14 @@ class Walker:
             if part.ops not in made:
                 made[part.ops] = self._makers[part.kind](part)
             last |= {view.register: number for op in part.ops for view in (*op.ins, *op.outs)}
-        last.pop(self.kept.register)
+        last.pop(self.kept.register, None)
         unused: list[list[int]] = [[] for _ in parts]
         for register, number in last.items():
             unused[number].append(register)
         launches = [(part, made[part.ops], tuple(registers)) for part, registers in zip(parts, unused, strict=True)]
         in_scratch, returned = self._memory_of(parts)
-        uses = [_registers(part) for part in parts]
+        received, sent = ({view.register for view in views} for views in (self._program.receives, self._program.sends))
+        uses = [received, *map(_registers, parts), sent]
         widths = [-(-width // _PLACE) * _PLACE for width in self._program.widths]
         return Walk(
             launches=launches,
@@ -335,7 +358,8 @@ class Walker:
         """The registers that launches write to the scratch, and those that torch's functions return. What only one
         launch uses is not stored."""
         num_parts = Counter(register for part in parts for register in _registers(part))
-        widths, in_scratch, returned = self._program.widths, set[int](), set[int]()
+        widths, in_scratch, returned = self._program.widths, set[int](self._program.passed), set[int]()
+        in_scratch.discard(self.kept.register)
         for part in parts:
             for view in (view for op in part.ops for view in op.outs):
                 is_between = len(part.ops) > 1 and num_parts[view.register] == 1

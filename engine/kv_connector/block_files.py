@@ -6,56 +6,31 @@
 
 where place is the block's index in its sequence. The second form is for groups but the first and for beginnings of
 blocks, the third for recurrent states, so that a folder can be asked where states stand. A file is a header and the
-bytes of the item's pages. The header's checksum covers the rest of the header, the item's name and its bytes, so a file
-that is torn, damaged, of another model or under another name is detected. Files appear under their names complete
-(written under another name, then renamed), and equal names mean equal content, so any number of processes may write and
-remove them at any time.
+bytes of the item's pages (`block_storage.py`). Files appear under their names complete (written under another name,
+then renamed), and equal names mean equal content, so any number of processes may write and remove them at any time.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from struct import Struct as Layout
-from typing import NamedTuple
 
 from ...errors import ConfigError
-from ..core.kv_connector import Item, item_name
+from ..core.kv_connector import Item
 from .base import ConnectorFacts, Options
+from .block_storage import HEADER_BYTES, BadBlock, Filled, Found, header_of, item_of, label_of
 from .options import num_blocks_of, size_of
-
-_MAGIC = b"pwkvblk1"
-_LENGTH = Layout("<Q")
-_DIGEST_BYTES = 32
-HEADER_BYTES = len(_MAGIC) + _LENGTH.size + 32 + _DIGEST_BYTES
-"""Magic, length of the block in bytes, model key, BLAKE2b."""
 
 _numbers = count()
 
 
-class BadBlock(Exception):
-    """A file does not hold the block that its name stands for."""
-
-
-class Found(NamedTuple):
-    """A file of the folder, of any model."""
-
-    name: str  # relative to the folder
-    size: int
-    used_ns: int  # time of the last write or read
-    item: Item | None  # None: not one of this model
-
-    @property
-    def place(self) -> int:
-        return 0 if self.item is None else self.item.place
-
-
 class BlockFiles:
-    """The files of one model. Any thread may call the methods. They raise OSError as the system does."""
+    """The files of one model: a `Storage`. They raise OSError as the system does."""
+
+    batch_bytes = 0
 
     def __init__(self, *, path: str, facts: ConnectorFacts) -> None:
         """Opens nothing."""
@@ -84,11 +59,9 @@ class BlockFiles:
 
     def name(self, item: Item) -> str:
         """The name of an item's file, relative to the folder."""
-        digits = item.name.hex()
-        if item.group == self.facts.state and item.parent is not None:
-            return f"{self._model}/{_STATES}/{digits}.{item.place}.{item.group}.{item.num}.{item.parent.hex()}"
-        about = f".{item.group}.{item.num}" if item.group or item.num else ""
-        return f"{self._model}/{digits[:2]}/{digits}.{item.place}{about}"
+        label = label_of(item, self.facts.state)
+        is_state = item.group == self.facts.state and item.parent is not None
+        return f"{self._model}/{_STATES if is_state else label[:2]}/{label}"
 
     def has(self, item: Item) -> bool:
         """Whether a file of the right name and size exists."""
@@ -110,7 +83,7 @@ class BlockFiles:
                 header = bytearray(HEADER_BYTES)
                 _fill(file, memoryview(header))
                 _fill(file, into)
-                if header != self._header(item, into):
+                if header != header_of(self.facts.model_key, item, into):
                     raise BadBlock("header or checksum differ")
             finally:
                 os.close(file)
@@ -133,7 +106,7 @@ class BlockFiles:
             file = os.open(part, flags, 0o600)
         try:
             try:
-                for piece in (memoryview(self._header(item, data)), data):
+                for piece in (memoryview(header_of(self.facts.model_key, item, data)), data):
                     while piece:
                         piece = piece[os.write(file, piece) :]
             finally:
@@ -165,6 +138,35 @@ class BlockFiles:
                     name = f"{model.name}/{digits.name}/{entry.name}"
                     yield Found(name, about.st_size, about.st_mtime_ns, self._item(name, about.st_size))
 
+    def has_all(self, items: Sequence[Item]) -> list[bool]:
+        return [self.has(item) for item in items]
+
+    def read_all(self, wanted: Sequence[Filled]) -> list[str]:
+        problems = []
+        for item, into in wanted:
+            try:
+                self.read(item, into)
+                problems.append("")
+            except BadBlock as error:
+                problems.append(str(error))
+                self.remove(self.name(item))
+        return problems
+
+    def write_all(self, items: Sequence[Filled]) -> None:
+        for item, data in items:
+            self.write(item, data)
+
+    def touch_all(self, items: Sequence[Item], used_ns: int) -> None:
+        for item in items:
+            self.touch(item, used_ns)
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(name)
+
+    def close(self) -> None:
+        """Does nothing: no file stays open."""
+
     def states(self) -> list[Item]:
         """The recurrent states of this model."""
         items = []
@@ -177,15 +179,9 @@ class BlockFiles:
 
     def _item(self, name: str, size: int) -> Item | None:
         """What a file of this name and size should be; None if it is not of this model."""
-        item = _parse(name.rpartition("/")[2])
+        item = item_of(name.rpartition("/")[2])
         is_ours = item is not None and item.group < self.facts.num_groups and self.name(item) == name
         return item if is_ours and item is not None and size == self.file_bytes(item.group) else None
-
-    def _header(self, item: Item, data: memoryview) -> bytes:
-        head = _MAGIC + _LENGTH.pack(len(data)) + self.facts.model_key
-        digest = blake2b(head + item.name, digest_size=_DIGEST_BYTES)
-        digest.update(data)
-        return head + digest.digest()
 
 
 def open_folder(connector: str, options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
@@ -228,23 +224,6 @@ def _entries(path: str) -> list["os.DirEntry[str]"]:
 
 def _state_folder(path: str) -> Iterator["os.DirEntry[str]"]:
     return (entry for entry in _entries(path) if entry.name == _STATES and entry.is_dir(follow_symlinks=False))
-
-
-def _parse(name: str) -> Item | None:
-    """The item of a file's name; None if it is none."""
-    digits, *numbers = name.split(".")
-    parent: bytes | None = None
-    if len(numbers) == 4:
-        behind = numbers.pop()
-        if len(behind) != 64 or not set(behind) <= _DIGITS:
-            return None
-        parent = bytes.fromhex(behind)
-    if len(digits) != 64 or not set(digits) <= _DIGITS or len(numbers) not in (1, 3):
-        return None
-    if not all(number.isdecimal() and number.isascii() for number in numbers):
-        return None
-    place, group, num = (*map(int, numbers), 0, 0)[:3]
-    return Item(item_name(bytes.fromhex(digits), group), place, parent, group, num) if group < 256 else None
 
 
 _DIGITS = set("0123456789abcdef")

@@ -12,6 +12,7 @@ from ..core.eviction import EvictionQueue
 from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, is_part, open_folder
+from .block_storage import Storage
 from .file_meta import FilePlan
 from .ledger import Ledger, names_of, parent_name, tail_first
 from .options import check_names, eviction_of, size_of
@@ -55,7 +56,7 @@ class DiskCore:
         self._others: list[tuple[str, int]] = []  # (name, size) of files of other models; the last is removed first
         self._bytes = 0  # of all files
         self._plan = FilePlan()
-        self._ledger = Ledger("disk", facts.block_size, facts.state)
+        self._ledger = Ledger("disk", facts)
         self._list()
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
@@ -169,7 +170,7 @@ class DiskCore:
         return item
 
 
-def first_that_fit(held: Sequence[Held], size: int, files: BlockFiles) -> list[Held]:
+def first_that_fit(held: Sequence[Held], size: int, files: Storage) -> list[Held]:
     """The first of these items, as many as fit into so many bytes."""
     fit = []
     for one in held:

@@ -65,7 +65,7 @@ class HostCore:
         self._free = list(range(num_slots - 1, -1, -1))
         self._saves: dict[int, int] = {}  # slot → page, of the plan being made
         self._loads: list[HostLoad] = []  # of the plan being made
-        self._ledger = Ledger("host", facts.block_size, facts.state)
+        self._ledger = Ledger("host", facts)
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         return [item.name in self._kept for item in items]

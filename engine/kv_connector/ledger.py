@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids
 from ..core.kv_connector import Held, Item, KvEvent, KvRequest, item_name
+from .base import ConnectorFacts
 
 _KEYS_PER_EVENT = 256
 
@@ -34,10 +35,11 @@ def tail_first(held: Sequence[Held]) -> list[Held]:
 class Ledger:
     """The bookkeeping of one tier."""
 
-    def __init__(self, name: str, block_size: int, state_group: int | None = None) -> None:
+    def __init__(self, name: str, facts: ConnectorFacts) -> None:
         self.name = name
-        self._state_group = state_group
-        self._block_size = block_size
+        self._state_group = facts.state
+        self._block_size = facts.block_size
+        self._page_bytes = facts.of_engine(facts.block_bytes)
         self._loading: dict[int, Sequence[Held]] = {}  # rid → what is to be filled
         self._events: list[KvEvent] = []
         self._open: list[bytes] = []  # keys of the event being built
@@ -47,6 +49,7 @@ class Ledger:
         self._num_stored = 0
         self._num_evicted = 0
         self._num_failed = 0
+        self._num_bytes = 0  # loaded
 
     def begin_load(self, rid: int, held: Sequence[Held]) -> None:
         """Records that these items are to be loaded for a request. It has no other load of this tier under way."""
@@ -63,8 +66,10 @@ class Ledger:
             held = self._loading.pop(rid, ())
             over += [item for item, _ in held]
             bad += [item for item, pages in held if not failed.isdisjoint(pages)]
-            good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
+            loaded = [one for one in held if failed.isdisjoint(one.pages)]
+            good = Counter(item.group for item, _ in loaded if not item.num)
             self._num_hit_tokens += max(good.values(), default=0) * self._block_size
+            self._num_bytes += sum(len(pages) for _, pages in loaded) * self._page_bytes
         self._num_failed += len(bad)
         return over, bad
 
@@ -109,6 +114,7 @@ class Ledger:
             self._num_stored,
             self._num_evicted,
             self._num_failed,
+            self._num_bytes,
         )
 
     def _note(self, stored: bool, item: Item) -> None:

@@ -7,6 +7,9 @@ from ...errors import ConfigError
 from ..core.eviction import RANKINGS, EvictionQueue
 from .base import Options
 
+MAX_WAIT_MS = 600_000
+"""The longest time that an option may ask for."""
+
 
 def check_names(connector: str, options: Options, *, required: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Raises ConfigError for an option that is missing, empty or unknown."""
@@ -31,6 +34,15 @@ def size_of(connector: str, options: Options) -> int:
     return size
 
 
+def milliseconds_of(connector: str, option: str, text: str) -> int:
+    """Raises ConfigError."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WAIT_MS:
+        raise ConfigError(
+            f"--kv-connector {connector}: {option}={text} should be a number of milliseconds, 1 to {MAX_WAIT_MS}."
+        )
+    return int(text)
+
+
 def eviction_of(connector: str, options: Options) -> EvictionQueue:
     """The option `eviction` as an empty queue. Raises ConfigError."""
     name = options.get("eviction", "lru")
@@ -52,4 +64,5 @@ _EXAMPLES = {
     "host": "host,size=4G",
     "disk": "disk,path=/var/cache/kv,size=20G",
     "shared": "shared,path=/dev/shm/kv,size=8G",
+    "redis": "redis,url=redis://10.0.0.1:6379,size=20G",
 }

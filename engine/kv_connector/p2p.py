@@ -9,6 +9,9 @@ blocks of each request that it admits and keeps them as soon as a chunk has fill
 of the prompt is still computed: a lookup of announced blocks waits for up to `wait_ms` until half of them exist. A peer
 that is dead, slow or wrong costs time, bounded by `timeout_ms` and `fetch_timeout_ms`, and never changes a token.
 
+If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
+address of its own (`rank_address`). The first rank of the peer is asked what there is, because all ranks keep the same.
+
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
 """
@@ -54,13 +57,13 @@ class P2pConnector:
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> P2pCore:
-        return P2pCore(read_settings(options, facts.block_bytes), facts)
+        return P2pCore(read_settings(options, facts), facts)
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> P2pWorker:
         from .p2p_worker import P2pWorker
 
-        return P2pWorker(read_settings(options, facts.block_bytes), facts)
+        return P2pWorker(read_settings(options, facts), facts)
 
 
 class _Question(Struct):
@@ -95,7 +98,7 @@ class P2pCore:
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
-        self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = 0
+        self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
         self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
         self._layout = Layout.of(facts)
         self._digest = self._layout.digest
@@ -210,15 +213,18 @@ class P2pCore:
             if loading is None:
                 continue
             address, held = loading
-            good = Counter(item.group for item, pages in held if failed.isdisjoint(pages) and not item.num)
-            num_failed = sum(not failed.isdisjoint(pages) for _, pages in held)
+            loaded = [one for one in held if failed.isdisjoint(one.pages)]
+            good = Counter(item.group for item, _ in loaded if not item.num)
+            num_failed = len(held) - len(loaded)
+            num_pages = sum(len(pages) for _, pages in loaded)
+            self._num_bytes += num_pages * self._facts.of_engine(self._facts.block_bytes)
             self._num_failed += num_failed
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
             if (link := self._links.get(address)) is not None:
                 if num_failed:
-                    link.fail(time.monotonic())
+                    link.pause.fail(time.monotonic())
                 else:
-                    link.succeed()
+                    link.pause.succeed()
 
     def take_events(self) -> list[KvEvent]:
         """None: the blocks are for other instances, so a router has no use for the events."""
@@ -234,6 +240,7 @@ class P2pCore:
                 num_stored=self._num_stored,
                 num_evicted=self._num_evicted,
                 num_failed=self._num_failed,
+                num_loaded_bytes=self._num_bytes,
             ),
         )
 
@@ -274,7 +281,7 @@ class P2pCore:
             return 0
         self._hear(link)
         now = time.monotonic()
-        if now < link.paused_until:
+        if now < link.pause.until:
             self._forget(request.rid)
             return 0
         question = self._questions.get(request.rid)
@@ -288,7 +295,7 @@ class P2pCore:
             question = self._ask(link, request.rid, first, last, question.deadline if question else None)
         if now >= question.deadline:
             self._forget(request.rid)
-            link.fail(now)
+            link.pause.fail(now)
             return 0
         if not question.is_sent:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)

@@ -25,7 +25,7 @@ from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .p2p_meta import P2pLoad
-from .p2p_settings import secure
+from .p2p_settings import rank_address, secure
 from .p2p_wire import (
     CREDIT_BYTES,
     KEY_BYTES,
@@ -189,12 +189,13 @@ class Fetcher:
             self._num_loads, asked.rid, split_keys(asked.keys), counts, starts, bytes_to_ids(asked.blocks),
             now + self._timeout_s, now + _MAX_STALLS * self._timeout_s, began_at=now,
         )  # fmt: skip
-        peer = self._peers.get(asked.peer)
+        address = rank_address(asked.peer, self._facts.rank)
+        peer = self._peers.get(address)
         if peer is None:
             try:
-                peer = self._peers[asked.peer] = self._connect(asked.peer)
+                peer = self._peers[address] = self._connect(address)
             except Exception as error:  # an address that ZeroMQ does not take
-                self._warn(asked.peer, error)
+                self._warn(address, error)
                 self._finish(load)
                 return
         peer.loads[load.id] = load
@@ -259,14 +260,16 @@ class Fetcher:
         return has_broken
 
     def _resume(self, peer: _Peer) -> None:
-        """Repeats all wants over a new connection, which the server knows by another name. Raises _PeerFailed."""
-        if not peer.loads:
+        """Repeats all wants over a new connection, which the server knows by another name. Where none was sent yet,
+        ZeroMQ connects again by itself, and the loads' deadlines bound it. Raises _PeerFailed."""
+        peer.has_credit, peer.num_read = False, 0
+        lost = [load for load in peer.loads.values() if load.is_sent]
+        if not lost:
             return
         _close(peer)
         new = self._connect(peer.address)
         peer.socket, peer.monitor = new.socket, new.monitor
-        peer.has_credit, peer.num_read = False, 0
-        for load in peer.loads.values():
+        for load in lost:
             load.is_sent, load.part = False, None
             load.num_resumes += 1
             if load.num_resumes > _MAX_RESUMES:

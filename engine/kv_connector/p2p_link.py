@@ -14,9 +14,8 @@ from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys
 from .p2p_settings import secure
 from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
+from .pause import Pause
 
-FIRST_PAUSE_S = 1.0  # during which a failed peer is not asked; doubled by each further failure
-LONGEST_PAUSE_S = 8.0
 START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine starts
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
@@ -26,10 +25,9 @@ class Link:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, layout: Layout, keys: Keys | None):
         """Raises ZMQError for an address that ZeroMQ does not take."""
         self.address = address
-        self.paused_until = 0.0  # monotonic s
+        self.pause = Pause()
         self.num_open = 0  # questions
         self._layout = layout
-        self._pause_s = FIRST_PAUSE_S
         self._has_warned = False
         self._socket = context.socket(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket()
@@ -95,14 +93,6 @@ class Link:
                 self._refuse(reply)
             elif reply is not None:
                 found.append(reply)
-
-    def fail(self, now: float) -> None:
-        """Stops asking the peer for a while."""
-        self.paused_until = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-
-    def succeed(self) -> None:
-        self._pause_s = FIRST_PAUSE_S
 
     def close(self) -> None:
         self.stop_watching()

@@ -51,6 +51,7 @@ _MAX_ASKERS = 1024  # with wants; the one that was heard of longest ago is forgo
 _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
 _MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
+_LAG_S = 0.5  # by which a rank may run a plan later than the first rank, which said what there is
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
 
@@ -73,6 +74,7 @@ class _Want:
     left: deque[int]  # numbers of items
     until: float  # monotonic s, of its lease
     lease_s: float
+    patient_until: float  # monotonic s; before, an item that is missing may be in a plan that this rank has not run
     offset: int = 0  # bytes of the first item that were sent
     lacks_some: bool = False
 
@@ -225,7 +227,9 @@ class Server:
         num_there = sum(self._store.get(names[i]) is not None for i in left)
         num_coming = sum(self._store.is_coming(names[i]) for i in left if self._store.get(names[i]) is None)
         lease_s = want.lease_ms / 1000
-        asker.wants[want.id] = _Want(names, left, time.monotonic() + lease_s, lease_s)
+        now = time.monotonic()
+        patient_until = now + _LAG_S if self._layout.num_ranks > 1 else now
+        asker.wants[want.id] = _Want(names, left, now + lease_s, lease_s, patient_until)
         self._send(sender, Coming(want.id, num_there, num_coming))
 
     # ── what they get ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +252,7 @@ class Server:
             is_coming = self._store.is_coming(want.names[first])  # asked first: it is kept before it stops to come
             block = self._store.get(want.names[first])
             if block is None:
-                if is_coming:
+                if is_coming or time.monotonic() < want.patient_until:
                     return True
                 want.left.popleft()
                 want.offset, want.lacks_some = 0, True

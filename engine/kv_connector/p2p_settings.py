@@ -11,9 +11,8 @@ from msgspec import Struct
 
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys, read_keys
-from .base import Options
-from .options import check_names, num_blocks_of, size_of
-from .p2p_wire import MAX_WAIT_MS
+from .base import ConnectorFacts, Options
+from .options import check_names, milliseconds_of, num_blocks_of, size_of
 
 NAMED = "named"
 """The value of `peer` with which requests name their peers."""
@@ -26,7 +25,7 @@ _ROLES = ("prefill", "decode", "both")
 class Settings(Struct, frozen=True, kw_only=True):
     """The values of the options."""
 
-    serve: str | None  # address on which this instance answers
+    serve: str | None  # address on which this instance answers; `rank_address` says where its other ranks do
     capacity: int  # blocks that it keeps to serve
     peer: str | None  # address at which this instance asks for requests that name none
     asks: bool  # it asks peers: `peer`, or those that requests name
@@ -37,8 +36,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     fetch_timeout_s: float  # how long a load waits for its next piece
 
 
-def read_settings(options: Options, block_bytes: int = 1) -> Settings:
-    """Opens nothing. Raises ConfigError."""
+def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Settings:
+    """Opens nothing. facts: None before they are known. Raises ConfigError."""
     check_names("p2p", options, required=(), optional=_NAMES)
     if "serve" not in options and "peer" not in options:
         raise ConfigError("--kv-connector p2p needs serve=PATH or tcp://HOST:PORT, peer=…, or both.")
@@ -55,17 +54,29 @@ def read_settings(options: Options, block_bytes: int = 1) -> Settings:
     peer = options.get("peer")
     if key_file is not None and not key_file:
         raise ConfigError("--kv-connector p2p: key-file= should be the path of a file with keys.")
+    num_ranks = 1 if facts is None else facts.num_ranks
+    of_block = 1 if facts is None else facts.of_engine(facts.block_bytes)
     return Settings(
-        serve=_address("serve", options["serve"], key_file) if "serve" in options else None,
-        capacity=num_blocks_of("p2p", size, block_bytes) if "serve" in options else 0,
-        peer=None if peer is None else _peer(peer, key_file),
+        serve=_address("serve", options["serve"], key_file, num_ranks) if "serve" in options else None,
+        capacity=num_blocks_of("p2p", size, of_block) if "serve" in options else 0,
+        peer=None if peer is None else _peer(peer, key_file, num_ranks),
         asks=peer is not None,
         key_file=key_file,
         role=role,
-        timeout_s=_milliseconds("timeout_ms", options.get("timeout_ms", "100")) / 1000,
-        wait_s=_milliseconds("wait_ms", options.get("wait_ms", "500")) / 1000,
-        fetch_timeout_s=_milliseconds("fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,
+        timeout_s=milliseconds_of("p2p", "timeout_ms", options.get("timeout_ms", "100")) / 1000,
+        wait_s=milliseconds_of("p2p", "wait_ms", options.get("wait_ms", "500")) / 1000,
+        fetch_timeout_s=milliseconds_of("p2p", "fetch_timeout_ms", options.get("fetch_timeout_ms", "2000")) / 1000,
     )
+
+
+def rank_address(address: str, rank: int) -> str:
+    """Where this rank of the instance at `address` answers: ports follow each other, paths get an ending."""
+    if not rank:
+        return address
+    if not address.startswith("tcp://"):
+        return f"{address}.{rank}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"
 
 
 def keys_of(settings: Settings) -> Keys | None:
@@ -73,8 +84,6 @@ def keys_of(settings: Settings) -> Keys | None:
     if settings.key_file is None:
         return None
     try:
-        return read_keys(Path(settings.key_file))
-    except FileExistsError:  # another process of this engine has just made it
         return read_keys(Path(settings.key_file))
     except OSError as error:
         raise ConfigError(
@@ -117,30 +126,30 @@ def check_free(address: str) -> None:
     raise ConfigError(f"--kv-connector p2p: another instance serves on {path}; choose another path.")
 
 
-def _peer(text: str, key_file: str | None) -> str | None:
+def _peer(text: str, key_file: str | None, num_ranks: int) -> str | None:
     if text != NAMED:
-        return _address("peer", text, key_file)
+        return _address("peer", text, key_file, num_ranks)
     if key_file is None:
         raise ConfigError("--kv-connector p2p: peer=named reaches engines over TCP; give key-file=FILE as well.")
     return None
 
 
-def _address(option: str, text: str, key_file: str | None) -> str:
+def _address(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
     if text.startswith("tcp://"):
-        return _tcp(option, text, key_file)
+        return _tcp(option, text, key_file, num_ranks)
     if not text or "://" in text:
         raise ConfigError(
             f"--kv-connector p2p: {option}={text} should be the path of a socket on this machine, or tcp://HOST:PORT."
         )
     path = os.path.abspath(text)
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+    if len(os.fsencode(rank_address(path, num_ranks - 1))) > _MAX_PATH_BYTES:
         raise ConfigError(
             f"--kv-connector p2p: {path} is too long; a socket's path has at most {_MAX_PATH_BYTES} bytes."
         )
     return f"ipc://{path}"
 
 
-def _tcp(option: str, text: str, key_file: str | None) -> str:
+def _tcp(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
     try:
         url = urlsplit(text)
         host, port = url.hostname, url.port
@@ -149,6 +158,11 @@ def _tcp(option: str, text: str, key_file: str | None) -> str:
     rest = text.removeprefix("tcp://")
     if not host or not port or not _is_plain(rest) or (host == "*" and option == "peer"):
         raise ConfigError(f"--kv-connector p2p: {option}={text} should be tcp://HOST:PORT with a port of 1 to 65535.")
+    if port + num_ranks - 1 > 65535:
+        raise ConfigError(
+            f"--kv-connector p2p: {option}={text} leaves no room for {num_ranks} ranks, which use a port each from "
+            f"there on; choose a port up to {65536 - num_ranks}."
+        )
     if key_file is None:
         raise ConfigError(
             f"--kv-connector p2p: {option}={text} can be reached by others; give key-file=FILE, the same file on both "
@@ -160,9 +174,3 @@ def _tcp(option: str, text: str, key_file: str | None) -> str:
 def _is_plain(text: str) -> bool:
     """ZeroMQ gives some characters of an address a meaning."""
     return text.isascii() and all(char.isalnum() or char in "-._:[]*%" for char in text)
-
-
-def _milliseconds(option: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WAIT_MS:
-        raise ConfigError(f"--kv-connector p2p: {option}={text} should be a number of milliseconds, 1 to 600000.")
-    return int(text)

@@ -23,12 +23,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .base import ConnectorFacts
+from .options import MAX_WAIT_MS
 
-VERSION = 2  # of this protocol
+VERSION = 3  # of this protocol
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
 MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + MAX_KEYS // 8 + 4096
-MAX_WAIT_MS = 600_000
 PIECE_BYTES = 1 << 20  # at most, of a piece; a larger block is sent in several
 CREDIT_BYTES = 32 << 20  # that an asker gives a server: what may be under way or unread at once
 LEASE_MS = 10_000  # for which a server remembers a want without a word from its asker
@@ -45,10 +45,14 @@ class Layout(Struct, frozen=True, array_like=True):
     block_size: int  # positions
     block_bytes: int  # of a page
     num_groups: int
+    num_ranks: int = 1
+    rank: int = 0  # whose part of each page it is
 
     @classmethod
     def of(cls, facts: ConnectorFacts) -> "Layout":
-        return cls(VERSION, facts.model_key, facts.block_size, facts.block_bytes, facts.num_groups)
+        return cls(
+            VERSION, facts.model_key, facts.block_size, facts.block_bytes, facts.num_groups, facts.num_ranks, facts.rank
+        )
 
     @property
     def digest(self) -> bytes:
@@ -61,6 +65,13 @@ class Layout(Struct, frozen=True, array_like=True):
             return f"it speaks version {theirs.version} of the protocol, this instance version {self.version}"
         if theirs.block_size != self.block_size:
             return f"its blocks have {theirs.block_size} positions, this instance's {self.block_size}"
+        if theirs.num_ranks != self.num_ranks:
+            return (
+                f"it has {theirs.num_ranks} ranks, this instance {self.num_ranks}; start both with the same "
+                "--tensor-parallel-size and --pipeline-parallel-size"
+            )
+        if theirs.rank != self.rank:
+            return f"its rank {theirs.rank} answers where rank {self.rank} should; ranks use the ports from serve=… on"
         if (theirs.block_bytes, theirs.num_groups) != (self.block_bytes, self.num_groups):
             return (
                 f"its cache has {theirs.num_groups} groups with pages of {theirs.block_bytes} bytes, this instance's "

@@ -17,7 +17,7 @@ from .block_copy import BlockCopier
 from .p2p_fetcher import Fetcher
 from .p2p_meta import P2pPlan
 from .p2p_server import Server
-from .p2p_settings import Settings, keys_of
+from .p2p_settings import Settings, keys_of, rank_address
 from .p2p_store import BlockStore
 from .p2p_wire import split_keys
 
@@ -29,7 +29,9 @@ class P2pWorker:
         """Raises ConfigError if the address cannot be bound, or the keys cannot be read."""
         keys = keys_of(settings)
         self._store = BlockStore(facts)
-        self._server = None if settings.serve is None else Server(settings.serve, self._store, facts, keys)
+        self._server: Server | None = None
+        if settings.serve is not None:
+            self._server = Server(rank_address(settings.serve, facts.rank), self._store, facts, keys)
         self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys) if settings.asks else None
         self._copier: BlockCopier | None = None
         self._plan: P2pPlan | None = None

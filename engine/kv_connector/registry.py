@@ -20,6 +20,7 @@ _BUILT_IN = {
     "host": f"{__package__}.host:HostConnector",
     "disk": f"{__package__}.disk:DiskConnector",
     "shared": f"{__package__}.shared:SharedConnector",
+    "redis": f"{__package__}.redis:RedisConnector",
     "p2p": f"{__package__}.p2p:P2pConnector",
 }
 

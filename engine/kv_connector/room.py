@@ -1,4 +1,4 @@
-"""Keeps a folder of blocks within its bounds: for its only user, or for all engines that share it.
+"""Keeps a storage within its bounds: a folder for its only user, or what several engines share.
 
 Except for the constructors, only the thread that writes blocks calls these.
 """
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ...errors import ConfigError
 from .block_files import BlockFiles, is_part
+from .block_storage import Storage
 
 _RESCAN_S = 10.0  # other engines write too, so the count of bytes gets stale
 _PART_AGE_S = 600.0  # a partial file this old has lost its writer
@@ -58,19 +59,19 @@ class FolderLock:
 
 
 class SharedRoom:
-    """For a folder that several engines write to. Each counts what it adds. It scans the folder before it exceeds the
-    limit, after every 1/32 of the limit and after some seconds, and then removes the least recently used files down to
+    """For a storage that several engines write to. Each counts what it adds. It scans the storage before it exceeds the
+    limit, after every 1/32 of the limit and after some seconds, and then removes the least recently used items down to
     15/16 of the limit."""
 
-    def __init__(self, files: BlockFiles, size: int) -> None:
+    def __init__(self, files: Storage, size: int) -> None:
         self._files = files
         self._size = size
-        self._bytes = size  # in the folder at the last scan, and written by this engine since; at first unknown
+        self._bytes = size  # in the storage at the last scan, and written by this engine since; at first unknown
         self._written = 0  # bytes since the last scan
         self._scanned_s = 0.0
 
     def tidy(self) -> None:
-        """Brings the folder below the limit."""
+        """Brings the storage below the limit."""
         self._trim(0)
 
     def before_write(self, num_bytes: int) -> None:
@@ -86,10 +87,10 @@ class SharedRoom:
 
     def _trim(self, num_bytes: int) -> None:
         now_ns = time.time_ns()
-        all_found = []
+        all_found, surplus = [], []
         for found in self._files.scan():
             if is_part(found.name) and now_ns - found.used_ns > _PART_AGE_S * 1e9:
-                self._files.remove(found.name)
+                surplus.append(found.name)
             else:
                 all_found.append(found)
         total = sum(found.size for found in all_found)
@@ -99,8 +100,9 @@ class SharedRoom:
                 if total <= bound:
                     break
                 if not is_part(found.name):
-                    self._files.remove(found.name)
+                    surplus.append(found.name)
                     total -= found.size
+        self._files.remove_all(surplus)
         self._bytes = total
         self._written = 0
         self._scanned_s = time.monotonic()

@@ -8,7 +8,8 @@ to one rank as a whole; the same all-reduce adds the experts of all ranks. Every
 embedding and head are divided in order.
 
 With KV domains (`--kv-domains`) only feed-forward layers are divided: each rank has requests of its own, and for them
-all heads, the embedding and the head.
+all heads, the embedding and the head. Where such ranks send each other tokens, a mixture's experts are divided, and not
+what all tokens pass: the router, shared experts, and the projections around the experts.
 """
 
 from dataclasses import replace
@@ -47,15 +48,18 @@ def share(num: int, rank: int, size: int) -> tuple[int, int]:
 
 def cut(
     decoder: Decoder, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0,
-    has_domains: bool = False,
+    has_domains: bool = False, exchanges: bool = False,
 ) -> Decoder:  # fmt: skip
     """deals_experts: a rank has whole experts, and not a part of each, and room for so many replicas. has_domains: each
-    rank is a KV domain. Raises ConfigError if the model cannot be divided among `size` ranks."""
+    rank is a KV domain. exchanges: domains send each other the tokens that their experts compute. Raises ConfigError if
+    the model cannot be divided among `size` ranks."""
     if size == 1:
         return decoder
     if deals_experts and not any(isinstance(body, Moe) for body in decoder.bodies):
         raise ConfigError("--enable-expert-parallel is for models with experts, and this one has none; leave it out.")
-    ranks = _Ranks(rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains)
+    ranks = _Ranks(
+        rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains, exchanges=exchanges
+    )
     if has_domains:
         return replace(decoder, blocks=tuple(ranks.block(block) for block in decoder.blocks))
     first, last = share(decoder.vocab, size - 1, size)
@@ -78,9 +82,11 @@ def cut(
 
 
 class _Ranks:
-    def __init__(self, rank: int, size: int, *, deals_experts: bool, num_replicas: int, has_domains: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, *, deals_experts: bool, num_replicas: int, has_domains: bool, exchanges: bool
+    ) -> None:
         self._rank, self._size, self._deals_experts = rank, size, deals_experts
-        self._num_replicas, self._has_domains = num_replicas, has_domains
+        self._num_replicas, self._has_domains, self._exchanges = num_replicas, has_domains, exchanges
         self.flag = f"--tensor-parallel-size {size}"
 
     def block(self, block: Block) -> Block:
@@ -105,6 +111,8 @@ class _Ranks:
                 return self._latent_attention(body)
             case Mlp():
                 return self._mlp(body)
+            case Moe() if self._exchanges:
+                return replace(self._dealt(body), is_exchanged=True)
             case Moe():
                 shared = None if body.shared is None else self._mlp(body.shared)
                 latent = body.latent

@@ -325,6 +325,7 @@ class Moe(Data):
     latent: LowRank | None = None
     places: tuple[Place, ...] = ()  # of each expert; empty: this rank has (a part of) all
     num_replicas: int = 0  # for which this rank has slots besides
+    is_exchanged: bool = False  # ranks have tokens of their own, and send each other those that their experts compute
 
 
 Body = Attention | LatentAttention | DeltaNet | Mamba1 | Mamba2 | ShortConv | Lightning | Mlp | Moe | LowRank

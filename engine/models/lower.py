@@ -232,7 +232,7 @@ class _Lowering:
         return out
 
     def _of_all_domains(self, body: Mlp | Moe, y: View, stream: View, at: str) -> View:
-        """A feed-forward layer of which each domain's ranks hold a part."""
+        """A feed-forward layer of which each domain's ranks hold a part, and which has the tokens of all."""
         self._is_shared = True
         if isinstance(body, Moe):
             whole = self._spread(y)
@@ -406,7 +406,8 @@ class _Lowering:
         return out
 
     def _body(self, body: Body, y: View, stream: View, at: str) -> View:
-        if self._num_domains > 1 and isinstance(body, Mlp | Moe):
+        is_exchanged = isinstance(body, Moe) and body.is_exchanged
+        if self._num_domains > 1 and isinstance(body, Mlp | Moe) and not is_exchanged:
             return self._of_all_domains(body, y, stream, at)
         match body:
             case Attention():
@@ -733,6 +734,7 @@ class _Lowering:
                 expert_scale=self._optional(at + "expert_scale", router.expert_scale),
                 places=moe.places,
                 num_replicas=moe.num_replicas,
+                is_exchanged=moe.is_exchanged,
             ),
             (inner, logits),
             (out,),

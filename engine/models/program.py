@@ -5,7 +5,7 @@ columns of one. An operation may write to a view that it reads only where its do
 
 With KV domains a rank has the tokens of its own domain, but the ranks of all domains compute feed-forward layers
 together: `Spread` and `AllReduce` give each rank the tokens of all, in registers that are `shared`, and `Keep` takes
-back what belongs to its own.
+back what belongs to its own. An exchanged `Mixture` sends the tokens by itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -214,7 +214,9 @@ class AttendLatent(Data):
 class Mixture(Data):
     """outs[0] = the weighted sum over each token's experts. ins: hidden states, the router's product.
 
-    With `places` it is the sum over those experts that this rank computes, of whose matrices the stacks consist."""
+    With `places` it is the sum over those experts that this rank computes, of whose matrices the stacks consist. If it
+    is exchanged, it is the sum over all experts, for the tokens of this rank's KV domain: the ranks of all domains
+    compute it together, and those without tokens take part."""
 
     router: Router
     num_experts: int  # that have weights, on any rank
@@ -230,6 +232,7 @@ class Mixture(Data):
     expert_scale: Vector | None = None
     places: tuple[Place, ...] = ()  # of each expert that has weights; empty: the stacks have all
     num_replicas: int = 0  # slots behind those of the stacks, which get experts while the program is in use
+    is_exchanged: bool = False  # only if there are KV domains
 
     @property
     def num_slots(self) -> int:
@@ -375,6 +378,21 @@ class Program(Data):
     sends: tuple[View, ...] = ()  # and of a stage before the last: what the next one needs, beside each other
     # Registers of the tokens of all KV domains, one domain after the other; the others have those of the rank's own.
     shared: frozenset[int] = frozenset()
+
+    @property
+    def passed(self) -> frozenset[int]:
+        """The registers with columns that stages pass on."""
+        return frozenset(view.register for view in (*self.receives, *self.sends))
+
+    @property
+    def received_width(self) -> int:
+        """Columns that a stage receives."""
+        return sum(view.width for view in self.receives)
+
+    @property
+    def sent_width(self) -> int:
+        """Columns that a stage sends."""
+        return sum(view.width for view in self.sends)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

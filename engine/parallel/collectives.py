@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...errors import StartError
 from ...kernels.cpu import build, sums
@@ -30,6 +32,10 @@ class Group(Protocol):
     size: int
     can_give_up: bool  # a step that one rank has no memory for can be given up by all
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank that others have read, one after the other; 0 on GPUs."""
+
     def agree(self) -> None:
         """The last call of a step: after it, the step has succeeded on all ranks. Raises NoMemoryElsewhere; so do the
         other methods, during the step."""
@@ -44,6 +50,11 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: the x of all ranks in their order. All are contiguous and of one shape."""
 
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        """Gives each rank some rows. x: [sum of counts, width], contiguous: for each rank so many rows, in the ranks'
+        order; all ranks have the same width and dtype. most: rows that this rank may get. Returns the rows that all
+        ranks have for this one, in the ranks' order, and how many each has."""
+
 
 class Alone:
     """A group of one rank."""
@@ -51,6 +62,7 @@ class Alone:
     rank = 0
     size = 1
     can_give_up = True
+    sent_bytes = 0
 
     def agree(self) -> None:
         pass
@@ -63,6 +75,9 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        return x, list(counts)
 
 
 class SharedMemoryGroup:
@@ -87,6 +102,19 @@ class SharedMemoryGroup:
         out = x.new_empty((self.size, *x.shape))
         self._run(x, out, x.nbytes, "copy")
         return out
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        assert x.is_contiguous() and len(x) == sum(counts), (x.shape, counts)
+        out, row = x.new_empty((most, x.shape[1])), x.shape[1] * x.itemsize
+        sent = [num * row for num in counts]
+        got = self._exchange.all_to_all(self.sum_in_c, x.data_ptr(), sent, out.data_ptr(), out.nbytes)
+        self.check()
+        assert got is not None, "gave up without a reason"
+        return out[: sum(got) // row], [num // row for num in got]
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._exchange.sent_bytes
 
     def agree(self) -> None:
         self.all_reduce(self._own)
@@ -148,10 +176,12 @@ class GlooGroup:
     def give_up(self) -> None:
         raise AssertionError("ranks that share no memory cannot give a step up")
 
-    def __init__(self, rank_info: RankInfo, size: int) -> None:
-        """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = rank_info.t, size
-        _join("gloo", rank_info, size, None)
+    def __init__(self, rank_info: RankInfo, size: int, own: ProcessGroup | None = None) -> None:
+        """own: the group of these ranks among more, which have met; None: there are no others. Waits for all ranks.
+        Raises StartError."""
+        self.rank, self.size, self._own, self.sent_bytes = rank_info.t, size, own, 0
+        if own is None:
+            join_world("gloo", rank_info.rendezvous, rank_info.t, size, None)
 
     def all_reduce(self, x: Tensor) -> None:
         first, *others = self.all_gather(x)
@@ -160,13 +190,19 @@ class GlooGroup:
             x.add_(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return _all_gather(x, self.size)
+        self.sent_bytes += x.nbytes * (self.size - 1)
+        return _all_gather(x, self.size, self._own)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        self.sent_bytes += (len(x) - counts[self.rank]) * x.shape[1] * x.itemsize
+        return _all_to_all(x, counts, self._own)
 
 
 class NcclGroup:
     """Processes with a CUDA device each. Neither NCCL nor the one-shot sum has been tested on a GPU so far."""
 
     can_give_up = False
+    sent_bytes = 0  # recorded steps would not count
 
     def agree(self) -> None:
         pass
@@ -174,20 +210,24 @@ class NcclGroup:
     def give_up(self) -> None:
         raise AssertionError("ranks on GPUs cannot give a step up")
 
-    def __init__(self, rank_info: RankInfo, size: int, device: torch.device) -> None:
-        """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = rank_info.t, size
-        _join("nccl", rank_info, size, device)
-        self._one_shot = OneShot(device) if OneShot.is_possible(rank_info, size) else None
+    def __init__(self, rank_info: RankInfo, size: int, device: torch.device, own: ProcessGroup | None = None) -> None:
+        """own: as of `GlooGroup`. Waits for all ranks. Raises StartError."""
+        self.rank, self.size, self._own = rank_info.t, size, own
+        if own is None:
+            join_world("nccl", rank_info.rendezvous, rank_info.t, size, device)
+        self._one_shot = OneShot(device, own) if OneShot.is_possible(rank_info, size) else None
 
     def all_reduce(self, x: Tensor) -> None:
         if self._one_shot is not None and OneShot.can_sum(x):
             self._one_shot.all_reduce(x)
         else:
-            torch.distributed.all_reduce(x)
+            torch.distributed.all_reduce(x, group=self._own)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return _all_gather(x, self.size)
+        return _all_gather(x, self.size, self._own)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+        return _all_to_all(x, counts, self._own)
 
 
 class OneShot:
@@ -195,12 +235,12 @@ class OneShot:
     in rank order, in one kernel and without NCCL's steps (pytorch.org/docs, "PyTorch Symmetric Memory"). It has never
     run: there was no machine with two GPUs."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Collective: all ranks of the group call it at once."""
+    def __init__(self, device: torch.device, own: ProcessGroup | None = None) -> None:
+        """own: None stands for all ranks that have met. Collective: all ranks of the group call it at once."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        group = torch.distributed.group.WORLD
-        assert group is not None, "OneShot before _join"
+        group = own or torch.distributed.group.WORLD
+        assert group is not None, "OneShot before join_world"
         self._name = group.group_name
         self._shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, self._name)
@@ -208,9 +248,11 @@ class OneShot:
     @staticmethod
     def is_possible(rank_info: RankInfo, size: int) -> bool:
         """The same answer on every rank: all are on one machine, and each device can read the memory of every other."""
-        if len(rank_info.ranks_here) < size or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
+        own, here = range(rank_info.first, rank_info.first + size), rank_info.ranks_here
+        if not set(own) <= set(here) or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
             return False
-        return all(torch.cuda.can_device_access_peer(a, b) for a in range(size) for b in range(size) if a != b)
+        devices = [here.index(rank) for rank in own]
+        return all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b)
 
     @staticmethod
     def can_sum(x: Tensor) -> bool:
@@ -250,22 +292,45 @@ def _share_memory(rank_info: RankInfo, size: int, level: str | None) -> SharedMe
     return SharedMemoryGroup(memory, exchange, rank_info.t, size) if can_all and exchange is not None else None
 
 
-def _join(backend: str, rank_info: RankInfo, size: int, device: torch.device | None) -> None:
+def join_world(backend: str, rendezvous: str, rank: int, size: int, device: torch.device | None) -> None:
+    """Waits for all ranks that will ever exchange tensors; a process does so once. device: of NCCL. Raises
+    StartError."""
     try:
         torch.distributed.init_process_group(
             backend,
-            init_method=rank_info.rendezvous,
-            rank=rank_info.t,
+            init_method=rendezvous,
+            rank=rank,
             world_size=size,
             timeout=_TIMEOUT,
             device_id=device,
         )
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0].rstrip(".")
-        raise StartError(f"The {size} ranks did not meet at {rank_info.rendezvous}: {why}.") from error
+        raise StartError(f"The {size} ranks did not meet at {rendezvous}: {why}.") from error
 
 
-def _all_gather(x: Tensor, size: int) -> Tensor:
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Some of the ranks that have met. All of them call it for all groups, in the same order. Raises StartError."""
+    try:
+        group: ProcessGroup = torch.distributed.new_group(list(ranks), timeout=_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise StartError(f"The ranks {', '.join(map(str, ranks))} did not meet: {why}.") from error
+    return group
+
+
+def _all_gather(x: Tensor, size: int, own: ProcessGroup | None) -> Tensor:
     out = x.new_empty((size, *x.shape))
-    torch.distributed.all_gather(list(out.unbind()), x)
+    torch.distributed.all_gather(list(out.unbind()), x, group=own)
     return out
+
+
+def _all_to_all(x: Tensor, counts: Sequence[int], own: ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """The numbers of rows go first, since memory is needed for them."""
+    sent = torch.tensor(counts, device=x.device)
+    got = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(got, sent, group=own)
+    nums = got.tolist()
+    out = x.new_empty((sum(nums), x.shape[1]))
+    torch.distributed.all_to_all_single(out, x, nums, list(counts), group=own)
+    return out, nums

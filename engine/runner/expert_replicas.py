@@ -17,7 +17,7 @@ from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
 from ..executors.weights import Options, Packing, Weights
 from ..models.description import Weight
-from ..models.expert_places import places, table
+from ..models.expert_places import holder_table, places, table
 from ..models.program import Matrix, Mixture, Program, Vector
 from ..parallel.collectives import Group
 
@@ -71,6 +71,9 @@ class ExpertReplicas:
         own.experts[:] = wanted
         rows = table(places(args.num_experts, slots, self._group.rank), args.num_slots, args.router.zero_experts)
         own.places.copy_(torch.tensor(rows, dtype=torch.int32))
+        if own.holders is not None:
+            where = holder_table(args.num_experts, slots, args.router.zero_experts)
+            own.holders.copy_(torch.tensor(where, dtype=torch.int32))
         return True
 
     def _of_expert(self, args: Mixture, expert: int) -> Weights:

@@ -64,12 +64,14 @@ def check_kernels(
     queue: Queue | None,
     group: Group,
     broken: Collection[str] = (),
+    rank: int = 0,
 ) -> Checked:
-    """Tries the kernels that the model needs. broken: those that broke the device of an earlier process. Raises
-    BrokenDeviceError, StartError with `--strict-kernels`, and ConfigError if torch cannot do what was asked for."""
+    """Tries the kernels that the model needs. broken: those that broke the device of an earlier process. rank: of all
+    ranks, of which the group may have a part. Raises BrokenDeviceError, StartError with `--strict-kernels`, and
+    ConfigError if torch cannot do what was asked for."""
     if served.executor == "Triton":
         assert queue is not None
-        return _check_triton(config, spec, served, device, queue, group, broken)
+        return _check_triton(config, spec, served, device, queue, group, broken, rank)
     if served.executor == "C":
         return _check_c(config, spec, served, device, group)
     return Checked(served, config)
@@ -83,11 +85,12 @@ def _check_triton(
     queue: Queue,
     group: Group,
     broken: Collection[str],
+    rank: int,
 ) -> Checked:
     from ..gpu.trial import OPTIONAL, try_kernels
 
     assert served.program is not None
-    journal = TrialJournal(cache_folder(), machine_key(queue.device, group.rank))
+    journal = TrialJournal(cache_folder(), machine_key(queue.device, rank))
     failed = dict.fromkeys(broken, "it broke the device of the process that tried it") | {
         kernel: f"a process that tried it on this machine has ended in it; remove {path} to try it again"
         for kernel, path in journal.crashed().items()

@@ -24,6 +24,7 @@ from ..models.program import Matrix, Vector
 from ..parallel.collectives import Alone, Group
 from ..parallel.domains import Domain
 from ..parallel.rank import RankInfo
+from ..parallel.ring import Ring
 from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
@@ -84,11 +85,12 @@ def load_model(
     rank_info: RankInfo = _ALONE,
     is_checked: bool = True,
     broken_kernels: Collection[str] = (),
+    ring: Ring | None = None,
 ) -> "HostModel | DeviceModel | EncoderModel | ScriptedModel":
     """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
     kernels' weights are packed, if they are packed. kept: where those of the Triton kernels are kept. is_checked:
-    kernels are tried before they serve, but not `broken_kernels`. Raises ConfigError, CheckpointError,
-    BrokenDeviceError, and StartError with `--strict-kernels`."""
+    kernels are tried before they serve, but not `broken_kernels`. ring: of stages that hand tensors from device to
+    device. Raises ConfigError, CheckpointError, BrokenDeviceError, and StartError with `--strict-kernels`."""
     if config.scripted is not None:
         return _load_script(config)
     torch_device = device.torch_device
@@ -97,16 +99,17 @@ def load_model(
     )
     checked = Checked(served, config)
     if is_checked:
-        checked = check_kernels(config, spec, served, device, queue, group, broken_kernels)
+        checked = check_kernels(config, spec, served, device, queue, group, broken_kernels, rank_info.rank)
         served, config = checked.served, checked.config
     if config.pipeline_parallel_size > 1:
         served = part_of_stage(config, served, rank_info.stage)
+        checked = replace(checked, served=served)
     if served.backend is None:
         return _load_encoder(config, served, device)
     fill = partial(_fill, config, served, progress)
     if served.executor == "Triton":
         assert queue is not None
-        return _on_device(config, checked, queue, group, fill, kept)
+        return _on_device(config, checked, queue, group, fill, kept, rank_info, ring)
     backend, dtype = served.backend, served.dtype
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
@@ -151,8 +154,8 @@ def load_model(
         weights=weights,
         note=served.note,
         failed_kernels=checked.failed,
-        received_width=0 if served.program is None else sum(view.width for view in served.program.receives),
-        sent_width=0 if served.program is None else sum(view.width for view in served.program.sends),
+        received_width=0 if served.program is None else served.program.received_width,
+        sent_width=0 if served.program is None else served.program.sent_width,
         own_experts=own_experts,
         replicas=replicas,
         domain=domain,
@@ -228,11 +231,14 @@ def _on_device(
     group: Group,
     fill: Callable[[Sink], None],
     kept: KeptWeights | None,
+    rank_info: RankInfo,
+    ring: Ring | None,
 ) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.attention import host_attention
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
+    from ..gpu.handover import Handover
     from ..gpu.packet import size_of
     from ..gpu.state import RowState
     from ..gpu.weights import Loaded
@@ -246,7 +252,7 @@ def _on_device(
     if kept is None:
         fill(loaded)
     else:
-        kept.load(segment_key(config, group.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
+        kept.load(segment_key(config, rank_info.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
@@ -256,7 +262,7 @@ def _on_device(
         state_pages=groups.state_pages,
     )
     attention = host_attention(
-        config.attention_backend, dtype=dtype, kv_dtype=shape.dtype, device=queue.device, depth=config.pipeline_depth
+        config.attention_backend, dtype=dtype, kv_dtype=shape.dtype, device=queue.device, depth=config.num_in_flight
     )
     triton = TritonDecoder(
         program,
@@ -271,7 +277,14 @@ def _on_device(
         attention=attention,
         without=checked.without | served.left_out,
     )
-    state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
+    # Only the last stage samples, and so has counts and bits for each token of the vocabulary.
+    state = RowState(limits=limits, vocab_size=config.model.vocab_size if triton.is_last else 1, device=queue.device)
+    handover = None
+    if ring is not None:
+        handover = Handover(
+            ring, queue=queue, decoder=triton, state=state, limits=limits, dtype=dtype,
+            is_first=rank_info.stage == 0, num_in_flight=config.num_in_flight,
+        )  # fmt: skip
     # What torch's functions take in a step is taken twice: once by steps that are not recorded, and once, in a pool of
     # their own, by all recorded ones together.
     temporary = left = 0
@@ -286,10 +299,16 @@ def _on_device(
         queue=queue,
         kv_shape=shape,
         weights=triton.weights + (kept.num_padding if kept is not None else 0),
-        workspace=triton.nbytes + state.nbytes + packet + left + queue.blas_workspace,
-        graphs=left + num_graphs(limits) * _GRAPH_BYTES,
+        workspace=triton.nbytes
+        + state.nbytes
+        + packet
+        + left
+        + queue.blas_workspace
+        + (handover.nbytes if handover is not None else 0),
+        graphs=left + num_graphs(limits, samples=triton.is_last) * _GRAPH_BYTES,
         temporary=temporary,
         attention=attention,
+        handover=handover,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
     )

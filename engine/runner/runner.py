@@ -41,6 +41,7 @@ from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
+from ..parallel.ring import Ring, join_stages
 from ..parallel.stage_memory import StageMemory
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
@@ -81,7 +82,7 @@ class Runner:
     ) -> None:
         self._rank, self._stage = rank_info.rank, rank_info.stage
         self._input = self._output = None
-        if isinstance(model, HostModel) and config.pipeline_parallel_size > 1:
+        if isinstance(model, HostModel) and config.stages_by_mail:
             self._input = _memory(config, rank_info.input_fd, model.received_width)
             self._output = _memory(config, rank_info.output_fd, model.sent_width)
         self._stage_steps: StageSteps | None = None  # if there are several
@@ -139,19 +140,24 @@ class Runner:
         spec = read_spec(Path(config.model.path))
         size = config.tensor_parallel_size
         device = choose_device(config, rank_info=rank_info)
-        group = join(rank_info, size, device.torch_device, level=config.cpu_level)
-        if size > 1:
+        ring: Ring | None = None
+        if config.pipeline_parallel_size > 1 and not config.stages_by_mail:
+            group, ring = join_stages(rank_info, size, config.pipeline_parallel_size, device.torch_device)
+        else:
+            group = join(rank_info, size, device.torch_device, level=config.cpu_level)
+        if size > 1 or ring is not None:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
         shared = SharedWeights(weights_fd) if weights_fd >= 0 and not keeper else None
         kept = None
         if keeper and weights_fd >= 0 and device.kept_memory is not None:
-            journal = journal_in(cache_folder(), machine_key(device.torch_device, group.rank))
+            journal = journal_in(cache_folder(), machine_key(device.torch_device, rank_info.rank))
             kept = KeptWeights(weights_fd, keeper, device.kept_memory, trim=device.trim, journal=journal)
         with torch.inference_mode():
             model = load_model(
                 config, spec, device, queue or device.queue(), group, progress, shared, kept, rank_info=rank_info,
                 is_checked=queue is None if is_checked is None else is_checked, broken_kernels=broken_kernels,
+                ring=ring,
             )  # fmt: skip
         timings["weights"] = time.perf_counter() - started
         return cls(
@@ -269,7 +275,7 @@ class Runner:
             domain=model.domain,
             agree=(lambda: None) if model.domain is not None else self._group.agree,
         )
-        if config.pipeline_parallel_size > 1:
+        if config.stages_by_mail:
             self._stage_steps = StageSteps(
                 self._steps, cast(DescribedModel, model.model), attention,
                 is_first=self._stage == 0, is_last=self._stage == config.pipeline_parallel_size - 1,
@@ -412,7 +418,11 @@ class Runner:
             part()
         except Exception as error:
             # The steps of KV domains may be different, so what one of them drops the others would have to drop as well.
-            can_give_up = self._group.can_give_up and self._config.kv_domains == 1
+            # Stages that hand tensors from device to device would wait for this one.
+            is_apart = self._config.kv_domains > 1 or (
+                self._config.pipeline_parallel_size > 1 and not self._config.stages_by_mail
+            )
+            can_give_up = self._group.can_give_up and not is_apart
             if not is_out_of_memory(error) or not can_give_up:
                 raise
             self._group.give_up()
@@ -497,6 +507,11 @@ class Runner:
         experts, or there are none. A GPU ends the step that runs first."""
         with torch.inference_mode():
             return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
+
+    @property
+    def sent_bytes(self) -> int:
+        """That other ranks have read from this one so far, one after the other; 0 on GPUs."""
+        return self._group.sent_bytes
 
     def place_experts(self, message: PlaceExperts) -> bool:
         """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a

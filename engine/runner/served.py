@@ -14,12 +14,12 @@ import torch
 
 from ...config.config import EngineConfig
 from ...config.gpu import LEAST_CAPABILITY, check_fp8, show_capability
+from ...config.machine import available_memory
 from ...errors import ConfigError
 from ...kernels.ops import Ops
 from ..attention.cache_groups import CacheGroups, Lifetime
 from ..attention.kv_cache import KvShape, StateTile, Tile
 from ..checkpoint.spec import ModelSpec, check_options, is_native
-from ..device.cpu import available_memory
 from ..gpu import attention, rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share
@@ -182,6 +182,11 @@ def how_served(
     dtype = DTYPES[config.dtype if is_triton else config.activations]
     if is_triton:
         backend = Backend.reference(dtype)
+    elif has_triton and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size} on GPUs needs the Triton kernels, which cannot "
+            f"be used: {why}."
+        )
     elif config.attention_backend not in ("auto", "torch"):
         reason = why or "the device is no GPU"
         raise ConfigError(
@@ -211,7 +216,7 @@ def how_served(
         )  # fmt: skip
     program = program_of(
         spec, rank, config.tensor_parallel_size, deals_experts=config.enable_expert_parallel,
-        num_replicas=config.expert_replicas, has_domains=config.kv_domains > 1,
+        num_replicas=config.expert_replicas, has_domains=config.kv_domains > 1, exchanges=config.exchanges_tokens,
     )  # fmt: skip
     return Served(
         spec=spec,
@@ -305,14 +310,15 @@ def _expert_shares(program: Program | None) -> str:
 
 def program_of(
     spec: ModelSpec, rank: int, size: int, *, deals_experts: bool = False, num_replicas: int = 0,
-    has_domains: bool = False,
+    has_domains: bool = False, exchanges: bool = False,
 ) -> Program:  # fmt: skip
     """A rank's part of a described model. Raises ConfigError if it cannot be divided."""
     assert spec.decoder is not None
     first_id = 0 if has_domains else share(spec.decoder.vocab, rank, size)[0]
     part = cut(
-        spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains
-    )
+        spec.decoder, rank, size, deals_experts=deals_experts, num_replicas=num_replicas, has_domains=has_domains,
+        exchanges=exchanges,
+    )  # fmt: skip
     return lower(part, ranks=size, first_id=first_id, has_domains=has_domains)
 
 

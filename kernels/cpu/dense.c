@@ -229,16 +229,15 @@ static long dot_panel_bytes(const Matrix *w, long rows)
 
 static void dot_pack(const Matrix *w, const Activations *a, long first, long rows, void *panel)
 {
-    long kp = padded(w->k, PADDED);
-    char *line = pagewire_scratch(SLOT_WEIGHTS, kp * 2);
+    long kp = padded(w->k, PADDED), whole = w->k / 32;
     for (long i = 0; i < padded(rows, TILE_ROWS); i++) {
         char *to = (char *)panel + i / TILE_ROWS * TILE_ROWS * kp * 2 + i % TILE_ROWS * 64;
-        if (i < rows)
-            round_row(row_of(a, first + i), w->k, kp, line);
-        else
-            memset(line, 0, kp * 2);
+        const float *x = i < rows ? row_of(a, first + i) : 0;
         for (long k = 0; k < kp / 32; k++)
-            memcpy(to + k * TILE_BYTES, line + k * 64, 64);
+            if (!x)
+                memset(to + k * TILE_BYTES, 0, 64);
+            else
+                round_row(x + k * 32, k < whole ? 32 : w->k - k * 32, 32, to + k * TILE_BYTES);
     }
 }
 

@@ -3,6 +3,10 @@
  *
  * A token's bits depend on no other token: products are row by row, its experts are added best first, and which rank
  * computes an expert that several have follows from the token's position.
+ *
+ * Ranks with tokens of their own send each token once to each rank that computes some of its experts, and get the
+ * result of each expert back. So a token's results are added where it came from, in the order in which one rank with all
+ * experts adds them, and have the same bits.
  */
 #include "experts.h"
 
@@ -169,8 +173,14 @@ static void scale_inputs(const void *about, long from, long to)
             a->out[a->places[i] * a->width + j] = a->x[i / a->top_k * a->x_stride + j] * a->weights[i];
 }
 
-void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
-                      float *y, long y_stride, long m, long adds)
+/* Of the assignments of some rows: `places` are those of each row's choices in `parts`. */
+typedef struct {
+    const float *parts;
+    const int32_t *places;
+} Results;
+
+/* The results of the experts for each row's slots, until the next call. Those of slots without matrices are not set. */
+static Results compute(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride, long m)
 {
     long hidden = e->down[0].n, inner = e->down[0].k, width = e->gate_up[0].k, is_gated = e->gate_up[0].is_gated;
     long top_k = e->router.top_k, num = m * top_k, own = 0, count = 0, wide = is_gated ? 0 : e->gate_up[0].n;
@@ -216,6 +226,137 @@ void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids
                             e->limit},
                      rows);
     pagewire_products(down, count);
-    run_rows(combine_rows, &(Combine){e, parts, weights, x, ids, places, y, x_stride, y_stride, hidden, adds}, m,
+    return (Results){parts, places};
+}
+
+void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
+                      float *y, long y_stride, long m, long adds)
+{
+    long hidden = e->down[0].n;
+    Results r = compute(e, weights, ids, x, x_stride, m);
+    run_rows(combine_rows, &(Combine){e, r.parts, weights, x, ids, r.places, y, x_stride, y_stride, hidden, adds}, m,
+             hidden * e->router.top_k);
+}
+
+/* No attention runs at the same time. */
+enum { SLOT_TOKENS = SLOT_ATTENTION, SLOT_REPLIES = SLOT_PARTS };
+
+/* What a rank sends to another one, or gets from it. */
+typedef struct {
+    long rows, results; /* tokens, and their choices that the other rank computes */
+    long first_row, first_result;
+    long last; /* the token of the last row */
+} Part;
+
+/* What is sent of a token: its x, the slots of its choices on the rank that gets it, or -1, and where the experts need
+ * them the weights. */
+static long record_width(const Experts *e)
+{
+    return e->gate_up[0].k + e->router.top_k * (e->scales_input ? 2 : 1);
+}
+
+/* For each choice the rank that computes it and its slot there; -1 for experts without matrices. Counts what each rank
+ * gets. */
+static void find_holders(const Experts *e, const int32_t *ids, const int64_t *positions, int32_t *ranks, int32_t *slots,
+                         Part *parts, long m)
+{
+    long top_k = e->router.top_k, stride = 1 + 2 * e->num_ranks;
+    memset(parts, 0, e->num_ranks * sizeof *parts);
+    for (long r = 0; r < e->num_ranks; r++)
+        parts[r].last = -1;
+    for (long i = 0; i < m * top_k; i++) {
+        const int32_t *holders = e->holders + ids[i] * stride;
+        ranks[i] = -1;
+        if (!holders[0])
+            continue;
+        const int32_t *holder = holders + 1 + 2 * (positions[i / top_k] % holders[0]);
+        ranks[i] = holder[0];
+        slots[i] = holder[1];
+        Part *part = parts + ranks[i];
+        part->results++;
+        part->rows += part->last != i / top_k;
+        part->last = i / top_k;
+    }
+    for (long r = 0, row = 0, result = 0; r < e->num_ranks; row += parts[r].rows, result += parts[r].results, r++) {
+        parts[r].first_row = row;
+        parts[r].first_result = result;
+        parts[r].last = -1;
+    }
+}
+
+/* Writes the records for all ranks; places: of each choice among the results that will come back. */
+static void write_records(const Experts *e, const float *x, long x_stride, const float *weights, const int32_t *ranks,
+                          const int32_t *slots, Part *parts, float *records, int32_t *places, long m)
+{
+    long top_k = e->router.top_k, width = e->gate_up[0].k, record = record_width(e);
+    for (long i = 0; i < m * top_k; i++) {
+        long token = i / top_k;
+        if (ranks[i] < 0)
+            continue;
+        Part *part = parts + ranks[i];
+        float *row = records + (part->first_row - 1) * record;
+        if (part->last != token) {
+            row += record;
+            part->first_row++;
+            part->last = token;
+            memcpy(row, x + token * x_stride, width * 4);
+            memset(row + width, -1, top_k * 4);
+            if (e->scales_input)
+                memcpy(row + width + top_k, weights + token * top_k, top_k * 4);
+        }
+        memcpy(row + width + i % top_k, slots + i, 4);
+        places[i] = (int32_t)part->first_result++;
+    }
+}
+
+int pagewire_share_experts(const Experts *e, const Sum *ranks, const float *weights, const int32_t *ids,
+                           const int64_t *positions, const float *x, long x_stride, float *y, long y_stride, long m,
+                           long most, long adds)
+{
+    long hidden = e->down[0].n, width = e->gate_up[0].k, top_k = e->router.top_k, record = record_width(e);
+    long size = e->num_ranks, num = m * top_k, rows = 0, results = 0, sent[size], got[size];
+    Part parts[size];
+    int32_t *choices = pagewire_scratch(SLOT_CHOICES, (3 * num + most * top_k) * 4 + most * top_k * 4);
+    int32_t *slots = choices + num, *places = slots + num, *own = places + num;
+    float *own_weights = (float *)(own + most * top_k);
+
+    find_holders(e, ids, positions, choices, slots, parts, m);
+    for (long r = 0; r < size; r++) {
+        sent[r] = parts[r].rows * record * 4;
+        rows += parts[r].rows;
+        results += parts[r].results;
+    }
+    float *records = pagewire_scratch(SLOT_TOKENS, ((rows + most) * record + results * hidden) * 4);
+    float *tokens = records + rows * record, *replies = tokens + most * record;
+    write_records(e, x, x_stride, weights, choices, slots, parts, records, places, m);
+    if (!pagewire_all_to_all(ranks, records, sent, tokens, got, most * record * 4))
+        return 0;
+
+    long num_own = 0, row = 0;
+    for (long r = 0; r < size; r++) {
+        sent[r] = 0;
+        for (long last = row + got[r] / (record * 4); row < last; row++) {
+            const float *choice = tokens + row * record + width;
+            memcpy(own + row * top_k, choice, top_k * 4);
+            memcpy(own_weights + row * top_k, choice + top_k, e->scales_input ? top_k * 4 : 0);
+            for (long i = 0; i < top_k; i++)
+                sent[r] += own[row * top_k + i] >= 0;
+        }
+        num_own += sent[r];
+        sent[r] *= hidden * 4;
+    }
+    Results r = compute(e, own_weights, own, tokens, record, row);
+    float *found = pagewire_scratch(SLOT_REPLIES, num_own * hidden * 4), *next = found;
+    for (long i = 0; i < row * top_k; i++)
+        if (own[i] >= 0) {
+            memcpy(next, r.parts + r.places[i] * hidden, hidden * 4);
+            next += hidden;
+        }
+    if (!pagewire_all_to_all(ranks, found, sent, replies, got, results * hidden * 4))
+        return 0;
+    for (long i = 0; i < num; i++)
+        choices[i] = choices[i] < 0 ? (int32_t)e->num_experts : 0; /* what `combine_rows` takes for one without matrices */
+    run_rows(combine_rows, &(Combine){e, replies, weights, x, choices, places, y, x_stride, y_stride, hidden, adds}, m,
              hidden * top_k);
+    return 1;
 }

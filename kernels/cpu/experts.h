@@ -1,6 +1,7 @@
 /* The feed-forward part of a mixture of experts. */
 #pragma once
 #include "product.h"
+#include "sums.h"
 
 /* How the scores of experts follow from the router's product, and the weights from the scores. */
 enum Score {
@@ -30,6 +31,9 @@ typedef struct {
     float zero_scale;  /* of the inputs that the router's others return */
     const int32_t *places; /* of each of the router's experts: slot, turn, turns; 0: the slots are the router's experts */
     int64_t *load;         /* [num_experts]: how many assignments each slot has had */
+    const int32_t *holders; /* of each of the router's experts, 1 + 2 · num_ranks numbers: how many ranks have it, and the
+                               rank and slot of each; 0 ranks: it has no matrices */
+    long num_ranks;
 } Experts;
 
 /* Each row's experts and their weights, best first (of equals the first). logits: m rows of num, stride apart; weights,
@@ -45,3 +49,10 @@ void pagewire_place(const Experts *e, int32_t *ids, const int64_t *positions, lo
  * y. x: m rows, x_stride apart. */
 void pagewire_experts(const Experts *e, const float *weights, const int32_t *ids, const float *x, long x_stride,
                       float *y, long y_stride, long m, long adds);
+
+/* The same for ranks that have tokens of their own and share out the experts, each of which a rank has in one of its slots.
+ * weights, ids: of pagewire_route. positions: [m]; the ranks that have the same expert take turns by it. most: tokens of
+ * all ranks. All ranks call this; m may be 0. Returns 0 if it gave up waiting for another rank. */
+int pagewire_share_experts(const Experts *e, const Sum *ranks, const float *weights, const int32_t *ids,
+                           const int64_t *positions, const float *x, long x_stride, float *y, long y_stride, long m,
+                           long most, long adds);

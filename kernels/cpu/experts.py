@@ -18,20 +18,24 @@ class NativeExperts:
     def __init__(
         self, gate_up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], router: RouterFields, *,
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, scales_input: bool = False,
-        zero_scale: float = 1.0, places: Tensor | None = None, load: Tensor | None = None, **between: float,
+        zero_scale: float = 1.0, places: Tensor | None = None, load: Tensor | None = None,
+        holders: Tensor | None = None, **between: float,
     ) -> None:  # fmt: skip
         """Biases: [experts, rows]. zero_scale: of the inputs that experts without matrices return. places: int32 [all
         experts of the router, 3], slot, turn and turns, if some experts are those of other ranks. load: int64
-        [experts], to which each one's assignments are added. between: the fields of `Map` for what stands between the
-        products of matrices that are not gated."""
-        self._kept = (gate_up, down, gate_up_bias, down_bias, places, load)  # whose memory `fields` points to
+        [experts], to which each one's assignments are added. holders: int32 [all experts of the router, 1 + 2 · ranks],
+        how many ranks have it, and the rank and slot of each, if ranks exchange tokens. between: the fields of `Map`
+        for what stands between the products of matrices that are not gated."""
+        self._kept = (gate_up, down, gate_up_bias, down_bias, places, load, holders)  # whose memory `fields` points to
         self._biases = gate_up_bias, down_bias
         self._replaced: dict[int, tuple[PackedMatrix, PackedMatrix]] = {}
         self._gate_up, self._down = _stack(gate_up, gate_up_bias), _stack(down, down_bias)
         self.fields = ExpertsFields(
             gate_up=ctypes.addressof(self._gate_up), down=ctypes.addressof(self._down), router=router,
             num_experts=len(down), scales_input=scales_input, zero_scale=zero_scale,
-            places=0 if places is None else places.data_ptr(), load=0 if load is None else load.data_ptr(), **between,
+            places=0 if places is None else places.data_ptr(), load=0 if load is None else load.data_ptr(),
+            holders=0 if holders is None else holders.data_ptr(),
+            num_ranks=0 if holders is None else holders.shape[1] // 2, **between,
         )  # fmt: skip
 
     def replace(self, slot: int, gate_up: PackedMatrix, down: PackedMatrix) -> None:

@@ -8,8 +8,14 @@
 #include "tiles.h"
 #endif
 
-enum { X_BYTES = 384 << 10 };     /* of activations that stay in the L2 cache while the weights stream through */
-enum { BLOCK = 12 };              /* panels at least that use weights before other weights take their place */
+#if defined(PAGEWIRE_AMX)
+enum { X_BYTES = 1 << 20 };   /* of activations that stay in the L2 cache while the weights stream through */
+enum { BLOCK = 4 };           /* panels at least that use weights before other weights take their place */
+enum { W_BYTES = 256 << 10 }; /* of bfloat16 weights beside them */
+#else
+enum { X_BYTES = 384 << 10 };
+enum { BLOCK = 12 };
+#endif
 enum { MAX_PARTS = 8 };            /* of a stack */
 enum { TASK_BYTES = 64 << 10 };   /* of weights that a task reads at least */
 enum { PIECE_BYTES = 1 << 20 };   /* of a weight that a task packs; see segment.py */
@@ -97,11 +103,31 @@ static inline void put(float *y, vf value, long left)
         memcpy(y, &value, left * 4);
 }
 
+/* `finish` of columns that are all there, without a bias. */
+static void finish_whole(const Job *job, long row, long rows, long from, long groups, const vf *sums)
+{
+    float *y = job->p.y + row * job->p.y_stride + (job->p.epilogue == SILU_MUL ? from / 2 : from) * LANES;
+    for (long i = 0; i < rows; i++, sums += groups, y += job->p.y_stride) {
+        if (job->p.epilogue == SILU_MUL)
+            for (long j = 0; j < groups; j += 2)
+                *(vf_any *)(y + j / 2 * LANES) = silu16(sums[j]) * sums[j + 1];
+        else if (job->p.epilogue == ADD)
+            for (long j = 0; j < groups; j++)
+                *(vf_any *)(y + j * LANES) += sums[j];
+        else
+            memcpy(y, sums, groups * sizeof *sums);
+    }
+}
+
 /* What becomes of the sums [rows][groups][16] of rows from `row` and groups from `from` on. */
 static void finish(const Job *job, long row, long rows, long from, long groups, const vf *sums)
 {
     const Matrix *w = job->p.w;
     const float *bias = w->bias;
+    if (!job->best && !bias && (from + groups) * LANES <= w->n) {
+        finish_whole(job, row, rows, from, groups, sums);
+        return;
+    }
     for (long i = 0; i < rows; i++, sums += groups) {
         float *y = job->p.y + (row + i) * job->p.y_stride;
         if (job->best) {
@@ -145,6 +171,11 @@ static void product_task(const void *about, long i)
     /* Many groups at once: for a tile of few rows, and to write longer pieces of y where weights are there in time. */
     int takes_many = is_ahead ? job->p.m <= 4 : last - first == 1 || job->ops->sums_ahead;
     long step = takes_many ? MAX_GROUPS : job->ops->groups;
+#if defined(PAGEWIRE_AMX)
+    if (!takes_many && job->ops == &pagewire_dot) /* to write longer pieces of y */
+        for (step = MAX_GROUPS; step > 2 && step * job->p.w->k * 2 * LANES > W_BYTES;)
+            step /= 2;
+#endif
     if (job->p.epilogue == SILU_MUL)
         step = padded(step, 2);
 #if defined(PAGEWIRE_AMX)

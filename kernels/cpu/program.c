@@ -23,7 +23,7 @@ enum OpKind {
     OP_PRODUCT, /* out = in · matrixᵀ by `epilogue` */
     OP_ROTATE,  /* norms and rotates heads and kv_heads that follow each other, in place; weights or 0 */
     OP_ATTEND,  /* in, in2, in3: queries, keys, values; or queries only, without strides of the others */
-    OP_EXPERTS, /* out = or += the experts of in; in2: the router's product */
+    OP_EXPERTS, /* out = or += the experts of in; in2: the router's product; with `sum` the ranks share out the experts */
     OP_MAP,     /* out = one of MapKind of in and in2 */
     OP_NORM,    /* out = norm of groups of in; in2: nothing (no stride), or the mean of the squares of in */
     OP_SQUARES, /* out: `size` columns; the one at `shift` = the squares of in / alpha, the others 0 */
@@ -161,15 +161,20 @@ static void attend_latent(const Operation *o, const Step *s)
     }
 }
 
-static void mix(const Operation *o, const Step *s)
+/* Returns 0 if it gave up waiting for another rank. */
+static int mix(const Operation *o, const Step *s)
 {
     const Experts *e = o->experts;
-    long m = s->tokens, top_k = e->router.top_k;
+    long m = s->tokens, top_k = e->router.top_k, adds = o->epilogue == ADD;
     float *weights = pagewire_scratch(SLOT_STEP, m * top_k * 8);
     int32_t *ids = (int32_t *)(weights + m * top_k);
     pagewire_route(&e->router, at(s, o->in2), o->in2.stride, weights, ids, m);
+    if (o->sum)
+        return pagewire_share_experts(e, o->sum, weights, ids, s->positions, at(s, o->in), o->in.stride, at(s, o->out),
+                                      o->out.stride, m, s->shared->tokens, adds);
     pagewire_place(e, ids, s->positions, m);
-    pagewire_experts(e, weights, ids, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, o->epilogue == ADD);
+    pagewire_experts(e, weights, ids, at(s, o->in), o->in.stride, at(s, o->out), o->out.stride, m, adds);
+    return 1;
 }
 
 static void mix_streams(const Operation *o, const Step *s)
@@ -224,13 +229,13 @@ static void keep(const Operation *o, const Step *s)
     copy_rows(in, numbers(s, o->out), o->width, s->tokens);
 }
 
-/* Ends early if a sum over the ranks does; the caller knows that from `gives_up`. */
+/* Ends early if an exchange between the ranks does; the caller knows that from `gives_up`. */
 void pagewire_program(const Operation *ops, long count, const Step *own)
 {
     for (const Operation *o = ops; o < ops + count; o++) {
         const Step *s = o->is_shared ? own->shared : own;
         long m = s->tokens;
-        if (!m && o->kind != OP_SPREAD)
+        if (!m && o->kind != OP_SPREAD && !(o->kind == OP_EXPERTS && o->sum))
             continue; /* a domain without tokens takes part in what is shared */
         switch (o->kind) {
         case OP_EMBED:
@@ -247,7 +252,8 @@ void pagewire_program(const Operation *ops, long count, const Step *own)
             attend(o, s);
             break;
         case OP_EXPERTS:
-            mix(o, s);
+            if (!mix(o, s))
+                return;
             break;
         case OP_MAP:
             pagewire_map(&(Map){numbers(s, o->in), numbers(s, o->in2), numbers(s, o->out), o->weight, o->map, o->width,

@@ -3,7 +3,10 @@
 
 static inline void scaled(const float *x, float by, const float *weight, float *out, long n)
 {
-    for (long i = 0; i < n; i++)
+    long i = 0;
+    for (; i + LANES <= n; i += LANES)
+        *(vf_any *)(out + i) = *(const vf_any *)(x + i) * by * *(const vf_any *)(weight + i);
+    for (; i < n; i++)
         out[i] = x[i] * by * weight[i];
 }
 
@@ -29,7 +32,13 @@ static void rotary_rows(const void *about, long from, long to)
             const float *norm = h < r->heads ? r->q_norm : r->k_norm;
             if (norm)
                 scaled(x, inverse_rms(x, dim, r->eps), norm, x, dim);
-            for (long d = 0; d < half; d++) {
+            long d = 0;
+            for (; d + LANES <= half; d += LANES) {
+                vf a = *(const vf_any *)(x + d), b = *(const vf_any *)(x + half + d);
+                *(vf_any *)(x + d) = a * *(const vf_any *)(c + d) + b * *(const vf_any *)(s + d);
+                *(vf_any *)(x + half + d) = b * *(const vf_any *)(c + half + d) + a * *(const vf_any *)(s + half + d);
+            }
+            for (; d < half; d++) {
                 float a = x[d], b = x[d + half];
                 x[d] = a * c[d] + b * s[d];
                 x[d + half] = b * c[d + half] + a * s[d + half];

@@ -51,7 +51,8 @@ class ExpertsFields(ctypes.Structure):
         ("router", RouterFields),
         *((name, _L) for name in ("num_experts", "scales_input", "map", "act")),
         *((name, _F) for name in ("alpha", "limit", "zero_scale")),
-        *((name, _P) for name in ("places", "load")),
+        *((name, _P) for name in ("places", "load", "holders")),
+        ("num_ranks", _L),
     )
 
 

@@ -1,4 +1,4 @@
-/* What the ranks of one machine exchange: sums and copies through memory that they share.
+/* What the ranks of one machine exchange: sums, copies and parts for each other, through memory that they share.
 
    The memory holds a Flag for each rank, then two sets of slots; a set has a slot for each rank. In a round each rank
    copies its part of a tensor into its own slot, stores the round's number into its own flag, waits until the flags of
@@ -7,6 +7,10 @@
    has seen that all ranks have begun the round before, so they have read what the set held.
 
    A slot is written by its own rank only, so its pages are on that rank's NUMA node.
+
+   In an all-to-all a rank's slots carry a stream: how many bytes it has for each rank, and then the parts for the others,
+   in their order. Every rank reads all the numbers in the first round, so all know after it how many rounds there are,
+   and each copies from the streams what is for it.
 
    A rank that cannot go on leaves: it sets its flag LEFT rounds before the last round that it has done. Whoever waits for
    it in a later round is told at once. The ranks agree elsewhere that all have left, and begin again with
@@ -19,6 +23,7 @@
 #include "sums.h"
 #include "vectors.h"
 #include <sched.h>
+#include <stdlib.h>
 #include <time.h>
 #ifdef __linux__
 #include <limits.h>
@@ -42,6 +47,7 @@ typedef struct Ranks {
     char *slots; /* two sets of `size` slots of `slot_bytes`, which is a multiple of 64 */
     long rank, size, slot_bytes;
     uint32_t round;
+    int64_t sent_bytes; /* that the other ranks have read from this one's slots, one after the other */
 } Ranks;
 
 static long now_ns(void)
@@ -146,26 +152,42 @@ static void add(const Ranks *ranks, const char *slots, char *out, long count, in
     }
 }
 
+/* The slots of the next round. */
+static char *next_slots(const Ranks *ranks)
+{
+    return ranks->slots + ((ranks->round & 1) * ranks->size) * ranks->slot_bytes;
+}
+
+/* After this rank has written its slot: whether all ranks have. If not, another one has not come yet or has left.
+ * is_again: an earlier call for this round has returned 0. */
+static int meet(Ranks *ranks, int is_again)
+{
+    uint32_t round = ranks->round + 1;
+    if (!is_again)
+        begin(ranks->flags + ranks->rank, round);
+    for (long rank = 0; rank < ranks->size; rank++)
+        if (!wait_for(ranks->flags + rank, round, !is_again))
+            return 0;
+    return 1;
+}
+
 /* One round. x: this rank's `bytes`, at most a slot. out: for COPY the bytes of all ranks, `stride` bytes apart; else
    their sum, and it may be x. is_again: an earlier call for this round has returned 0. Returns 1 when the round is
    done, 0 if another rank has not begun it yet or has left. */
 int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long stride, int kind, int is_again)
 {
-    char *slots = ranks->slots + (ranks->round & 1) * ranks->size * ranks->slot_bytes;
-    uint32_t round = ranks->round + 1;
-    if (!is_again) {
+    char *slots = next_slots(ranks);
+    if (!is_again)
         memcpy(slots + ranks->rank * ranks->slot_bytes, x, bytes);
-        begin(ranks->flags + ranks->rank, round);
-    }
-    for (long rank = 0; rank < ranks->size; rank++)
-        if (!wait_for(ranks->flags + rank, round, !is_again))
-            return 0;
+    if (!meet(ranks, is_again))
+        return 0;
     if (kind == COPY)
         for (long rank = 0; rank < ranks->size; rank++)
             memcpy((char *)out + rank * stride, slots + rank * ranks->slot_bytes, bytes);
     else
         add(ranks, slots, out, bytes / (kind == SUM_BFLOAT16 ? 2 : 4), kind == SUM_BFLOAT16);
-    ranks->round = round;
+    ranks->round++;
+    ranks->sent_bytes += bytes * (ranks->size - 1);
     return 1;
 }
 
@@ -204,5 +226,76 @@ int pagewire_sum(const Sum *a, float *x, long count)
                 return 0;
         }
     }
+    return 1;
+}
+
+/* Bytes [from, to) of a stream. */
+typedef struct {
+    long from, to;
+} Range;
+
+static Range common(Range a, Range b)
+{
+    return (Range){a.from > b.from ? a.from : b.from, a.to < b.to ? a.to : b.to};
+}
+
+/* Copies the bytes of a stream that are in both ranges; x and y hold those of theirs. */
+static void copy_common(char *y, Range of_y, const char *x, Range of_x)
+{
+    Range both = common(of_x, of_y);
+    if (both.to > both.from)
+        memcpy(y + both.from - of_y.from, x + both.from - of_x.from, both.to - both.from);
+}
+
+/* Writes what a round takes of this rank's stream. */
+static void write_stream(const Ranks *ranks, char *slot, Range round, const char *x, const long *sent)
+{
+    Range at = {0, ranks->size * sizeof *sent};
+    copy_common(slot, round, (const char *)sent, at);
+    for (long rank = 0; rank < ranks->size; x += sent[rank++])
+        if (rank != ranks->rank) {
+            at = (Range){at.to, at.to + sent[rank]};
+            copy_common(slot, round, x, at);
+        }
+}
+
+int pagewire_all_to_all(const Sum *a, const void *x, const long *sent, void *out, long *got, long most)
+{
+    Ranks *ranks = a->ranks;
+    long size = ranks->size, own = ranks->rank, slot_bytes = ranks->slot_bytes, longest = 1;
+    Range parts[size]; /* in each rank's stream, that for this rank */
+    for (long first = 0; first < longest; first += slot_bytes) {
+        Range round = {first, first + slot_bytes};
+        char *slots = next_slots(ranks), *to = out;
+        write_stream(ranks, slots + own * slot_bytes, round, x, sent);
+        for (int is_again = 0; !meet(ranks, is_again); is_again = 1)
+            if (a->gives_up())
+                return 0;
+        for (long rank = 0, all = 0; rank < size && !first; rank++) {
+            const long *counts = (const long *)(slots + rank * slot_bytes);
+            long end = size * sizeof *counts;
+            for (long other = 0; other < size; other++) {
+                if (other == own)
+                    parts[rank] = (Range){end, end + counts[own]};
+                end += other == rank ? 0 : counts[other];
+            }
+            longest = end > longest ? end : longest;
+            all += got[rank] = counts[own];
+            if (all > most)
+                abort();
+        }
+        for (long rank = 0; rank < size; to += got[rank++])
+            if (rank != own)
+                copy_common(to, parts[rank], slots + rank * slot_bytes, round);
+        ranks->round++;
+    }
+    char *to = out;
+    const char *from = x;
+    for (long rank = 0; rank < size; rank++) {
+        if (rank < own)
+            from += sent[rank], to += got[rank];
+        ranks->sent_bytes += rank == own ? 0 : sent[rank] + size * (long)sizeof *sent;
+    }
+    memcpy(to, from, sent[own]);
     return 1;
 }

@@ -1,7 +1,7 @@
-"""`sums.c`: sums and copies between the ranks of one machine, through memory that they share."""
+"""`sums.c`: what the ranks of one machine exchange through memory that they share."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 FLAG_BYTES = 128
@@ -21,6 +21,7 @@ class _Ranks(ctypes.Structure):
         *((name, _P) for name in ("flags", "slots")),
         *((name, _L) for name in ("rank", "size", "slot_bytes")),
         ("round", ctypes.c_uint32),
+        ("sent_bytes", ctypes.c_int64),
     )
 
 
@@ -42,7 +43,7 @@ class Exchange:
         """library: of a level of the C kernels. address: of `memory_bytes(size)` bytes, aligned to 64."""
         self._call = library.pagewire_exchange
         self._call.argtypes, self._call.restype = (_P, _P, _P, _L, _L, _I, _I), _I
-        self._ranks = _Ranks(address, address + size * FLAG_BYTES, rank, size, SLOT_BYTES, 0)
+        self._ranks = _Ranks(address, address + size * FLAG_BYTES, rank, size, SLOT_BYTES, 0, 0)
         self._at = ctypes.addressof(self._ranks)
         self._leave, self._others_left, self._come_back = (
             library.pagewire_leave, library.pagewire_others_left, library.pagewire_come_back
@@ -50,10 +51,18 @@ class Exchange:
         for call in (self._leave, self._others_left, self._come_back):
             call.argtypes = (_P,)
         self._others_left.restype = _I
+        self._all_to_all = library.pagewire_all_to_all
+        self._all_to_all.argtypes, self._all_to_all.restype = (_P, _P, _P, _P, _P, _L), _I
 
     def round(self, x: int, out: int, num_bytes: int, stride: int, kind: Kind, *, is_begun: bool) -> bool:
         """`pagewire_exchange`: whether the round is done. If not, call again with `is_begun`."""
         return bool(self._call(self._at, x, out, num_bytes, stride, _KINDS[kind], is_begun))
+
+    def all_to_all(self, fields: SumFields, x: int, sent: Sequence[int], out: int, most: int) -> list[int] | None:
+        """`pagewire_all_to_all`: the bytes from each rank; None: `gives_up` of the fields said so."""
+        counts, got = (_L * len(sent))(*sent), (_L * len(sent))()
+        is_done = self._all_to_all(ctypes.addressof(fields), x, counts, out, got, most)
+        return list(got) if is_done else None
 
     def leave(self) -> None:
         """Tells the other ranks that this one takes part in no further round."""
@@ -72,6 +81,11 @@ class Exchange:
     def number(self) -> int:
         """Rounds that are done, modulo 2³²."""
         return int(self._ranks.round)
+
+    @property
+    def sent_bytes(self) -> int:
+        """That the other ranks have read from this one, one after the other."""
+        return int(self._ranks.sent_bytes)
 
     def in_c(self, gives_up: Callable[[], bool]) -> SumFields:
         """For the C program; valid as long as this object. gives_up: must not raise."""

@@ -352,7 +352,7 @@ def test_metrics_of_the_cache_groups() -> None:
 
 def test_metrics_of_the_kv_tiers() -> None:
     engine = FakeEngine()
-    tiers = (TierSnapshot("host", 10, 64, 320, 40, 30, 0), TierSnapshot("disk", 7, 0, 16, 9, 2, 1))
+    tiers = (TierSnapshot("host", 10, 64, 320, 40, 30, 0), TierSnapshot("disk", 7, 0, 16, 9, 2, 1, 4096))
     engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, tiers)])
     samples = {name: value for name, value in metrics(engine).items() if "external" in name or "tier" in name}
     assert samples == {
@@ -369,4 +369,6 @@ def test_metrics_of_the_kv_tiers() -> None:
         "pagewire:kv_tier_evicted_blocks_total[disk]": 2,
         "pagewire:kv_tier_failed_blocks_total[host]": 0,
         "pagewire:kv_tier_failed_blocks_total[disk]": 1,
+        "pagewire:kv_tier_loaded_bytes_total[host]": 0,
+        "pagewire:kv_tier_loaded_bytes_total[disk]": 4096,
     }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.config.access import ApiKey, read_key_file
+from pagewire.config.access import ApiKey, check_key_classes, read_key_file
 from pagewire.config.config import HttpConfig
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve_http
@@ -19,6 +19,17 @@ def test_a_key_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# people\n\nsk-a\n  sk-b   tokens_per_minute=5 requests_per_minute=7\n#sk-c\nsk#d\n")
     assert read_key_file(file) == (ApiKey("sk-a"), ApiKey("sk-b", 7, 5), ApiKey("sk#d"))
+
+
+def test_a_key_has_latency_classes_and_a_bound_of_its_priority(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-a latency_classes=chat,batch min_priority=-1\nsk-b latency_classes=batch\n")
+    keys = read_key_file(file)
+    assert keys == (ApiKey("sk-a", None, None, ("chat", "batch"), -1), ApiKey("sk-b", latency_classes=("batch",)))
+    assert decide(*keys, tokens_per_minute=9).api_keys[0] == ApiKey("sk-a", None, 9, ("chat", "batch"), -1)
+    check_key_classes(keys, ("default", "chat", "batch"))
+    with pytest.raises(ConfigError, match="'batch' is none of --latency-classes"):
+        check_key_classes(keys, ("default", "chat"))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
         decide(make_config(speculative="ngram", extension="module:Class"))
 
 
-def test_a_connector_for_one_rank_is_refused_with_several() -> None:
-    flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x")}
-    decide(make_config(**flags))
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "device": "cpu"}):
-        with pytest.raises(ConfigError, match="p2p serves the KV of one rank only"):
-            decide(make_config(**flags, **sizes))
+def test_a_connector_for_ranks_of_one_machine_is_refused_with_several_machines() -> None:
+    flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x"), "device": "cpu"}
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        decide(make_config(**flags, **sizes))
+        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks are all on one machine.* or --nnodes"):
+            decide(make_config(**flags, **sizes, nnodes=2))
+        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks .* or --backend ray out"):
+            decide(make_config(**flags, **sizes, backend="ray"))
 
 
 _RANKS: dict[str, object] = {"tensor_parallel_size": 2, "device": "cpu"}
@@ -79,6 +81,21 @@ def test_domains_are_for_described_models_on_cpus() -> None:
         decide(make_config(**_DOMAINS), msgspec.structs.replace(MODEL, is_native=False))
     found = decide(make_config(**_DOMAINS))
     assert found.kv_domains == found.num_ranks == 2 and found.batch_invariance == "exact"
+
+
+def test_domains_that_exchange_tokens_sum_nothing_over_ranks() -> None:
+    """So replicas change no bits."""
+    dealt = {**_DOMAINS, **_EXPERTS, "expert_replicas": 1}
+    found = decide(make_config(**dealt, deterministic=True))
+    assert found.exchanges_tokens and found.batch_invariance == "exact"
+    assert decide(make_config(**dealt)).batch_invariance == "exact"
+    summed = {**dealt, "all2all_backend": "allgather_reducescatter"}
+    other = decide(make_config(**summed))
+    assert not other.exchanges_tokens and other.batch_invariance != "exact"
+    assert other.weights_key != found.weights_key, "ranks have parts of shared experts"
+    with pytest.raises(ConfigError, match="--deterministic excludes it"):
+        decide(make_config(**summed, deterministic=True))
+    assert not decide(make_config(**_DOMAINS)).exchanges_tokens
 
 
 def test_ranks_share_the_cores() -> None:
@@ -248,7 +265,7 @@ def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
 @pytest.mark.parametrize(
     ("flags", "facts", "model", "sentence"),
     [
-        ({}, GPU, {}, "--pipeline-parallel-size 2 is for --device cpu: stages on GPUs are not there yet"),
+        ({"speculative": "ngram"}, GPU, {}, "--speculative is not there for GPUs with --pipeline-parallel-size"),
         ({"speculative": "ngram"}, {}, {"has_states": True}, "--speculative is not there for m with --pipeline-par"),
     ],
 )

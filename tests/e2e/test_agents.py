@@ -17,6 +17,7 @@ from pagewire.tools.servers import ROOT, Server
 AGENTS = Path(__file__).parent / "agents" / "node_modules"
 CLAUDE = AGENTS / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"  # works without npm's install scripts
 OPENCODE = AGENTS / "opencode-linux-x64-baseline" / "bin" / "opencode"
+CONTINUE = AGENTS / "@continuedev" / "cli" / "dist" / "cn.js"
 QWEN = AGENTS / ".bin" / "qwen"
 AIDER = Path(__file__).parent / "agents" / ".venv-aider" / "bin" / "aider"
 FRAMEWORKS = Path(__file__).parent / "agents" / ".venv" / "bin" / "python"
@@ -42,6 +43,7 @@ EDIT = "notes.txt\n```\n<<<<<<< SEARCH\nc\n=======\nc\nd\n>>>>>>> REPLACE\n```\n
 SCRIPT = [
     {"when": "Claude, how many lines", "say": call("Bash", command=COUNT, description="Count lines")},
     {"when": "Codex, how many lines", "say": call("exec_command", cmd=COUNT)},
+    {"when": "Continue, how many lines", "say": call("Bash", command=COUNT)},
     {"when": "Qwen, how many lines", "say": call("run_shell_command", command=COUNT, is_background=False)},
     {"when": "opencode, how many lines", "say": call("bash", command=COUNT, description="Count lines")},
     {"when": "(?<!smol)Agent, how many lines", "say": call("num_lines", path="notes.txt")},
@@ -164,6 +166,15 @@ def test_qwen_code_uses_a_tool(scripted_server: Server, project: Path) -> None:
     question = "Qwen, how many lines has notes.txt?"
     answer = run(project, "node", str(QWEN), "--yolo", "-p", question, **environment_of(scripted_server, "qwen"))
     assert answer.stdout.strip() == "It has 3 lines.", answer.stdout + answer.stderr
+
+
+def test_continue_uses_a_tool(scripted_server: Server, project: Path) -> None:
+    (config,) = re.findall(r"^```yaml\n(name: pagewire\n.*?)^```", DOC, re.MULTILINE | re.DOTALL)
+    (project / ".continue").mkdir()
+    (project / ".continue" / "config.yaml").write_text(config.replace("http://127.0.0.1:8000", scripted_server.url))
+    answer = run(project, "node", str(CONTINUE), "--allow", "Bash", "-p", "Continue, how many lines has notes.txt?")
+    assert answer.stdout.strip() == "It has 3 lines.", answer.stdout + answer.stderr
+    assert not refusals(scripted_server)
 
 
 @pytest.mark.skipif(not AIDER.exists(), reason="make test-agents installs it")

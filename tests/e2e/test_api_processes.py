@@ -1,6 +1,7 @@
 """Several api processes on one port: all find what one has stored, and one that dies loses only its own connections."""
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 
@@ -41,9 +42,18 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
     first, second = (server.children()[name] for name in ("api", "api-1"))
     with stopped(second):
         created = httpx.post(f"{server.url}/v1/responses", json={"input": "Count from 1 to 5"}, timeout=60)
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
+        upload = {"file": ("in.jsonl", json.dumps(line)), "purpose": (None, "batch")}
+        file = httpx.post(f"{server.url}/v1/files", files=upload, timeout=60).json()
     with stopped(first):
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = httpx.post(f"{server.url}/v1/batches", json=batch, timeout=60).json()
         body = {"input": "And back", "previous_response_id": created.json()["id"]}
         assert httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).status_code == 200
+    until(
+        lambda: httpx.get(f"{server.url}/v1/batches/{batch['id']}", timeout=60).json()["status"] == "completed",
+        "a batch that one process was given, with a file of the other, is answered",
+    )
     threads = []
     # Those of the second process would take long to end by themselves.
     for other, numbers, max_tokens in ((second, range(NUM), 400), (first, range(NUM, 2 * NUM), 4000)):

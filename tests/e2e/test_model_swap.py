@@ -59,6 +59,7 @@ def test_the_model_is_swapped_and_swapped_back(start: Start, tmp_path: Path) -> 
     plain = httpx.post(f"{server.url}/admin/models", json={"model": str(other)}, timeout=60)
     assert plain.status_code == 401 and ask(server) == 200
 
+    stored = httpx.post(f"{server.url}/v1/responses", json={"input": "a"}, timeout=60).json()
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
@@ -67,6 +68,7 @@ def test_the_model_is_swapped_and_swapped_back(start: Start, tmp_path: Path) -> 
     assert answer.status_code in (200, 202), answer.text  # 202: no memory for both models
     wait_for(server, "other")
     assert ask(server) == 200
+    assert httpx.get(f"{server.url}/v1/responses/{stored['id']}", timeout=60).json() == stored
     reader.join(60)
     events = [line.removeprefix("data: ") for line in lines]
     assert events[-1] == "[DONE]" and json.loads(events[0])["model"] == "pagewire-demo"

@@ -1,15 +1,17 @@
 """A prefill engine, a decode engine and a router: the tokens are those of one engine, whatever happens to the first."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
-from waiting import until
+from waiting import until, until_async
 
 from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams, wait_until_all_ready
-from pagewire.tools.servers import ROUTE, Server
+from pagewire.tools.servers import ROUTE, Server, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 ENGINE = ("--no-access-log", "--kv-cache-memory", "64M", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
@@ -30,28 +32,28 @@ def short_prompts(num: int, num_tokens: int) -> list[tuple[str, Body]]:
     return [("/v1/completions", {**body, "prompt": f"Count from {i} to 300"}) for i in range(num)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, Server]]:
-    """Prefill, decode, router."""
-    folder: Path = tmp_path_factory.mktemp("roles")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@contextmanager
+def start_engines(folder: Path, port: int, *flags: str) -> Iterator[tuple[Server, Server]]:
+    """Prefill and decode. port: where the first one's first rank serves its KV."""
     key_file = f"key-file={folder / 'keys'}"
     serves = f"p2p,serve=tcp://127.0.0.1:{port},size=128M,{key_file},role=prefill"
     asks = f"p2p,peer=named,{key_file},role=decode,{PATIENT}"
-    prefill = Server(folder / "p", *ENGINE, "--kv-connector", serves)
-    decode = Server(folder / "d", *ENGINE, "--kv-connector", asks, "--kv-peers", "127.*")
-    urls = f"{prefill.url},{decode.url}"
-    router = Server(folder / "r", "--engines", urls, "--no-access-log", command=ROUTE)
-    try:
-        for server in (prefill, decode, router):
-            server.wait_ready()
-        wait_until_all_ready(router, 2)
-        yield prefill, decode, router
-    finally:
-        for server in (router, decode, prefill):
-            server.close()
+    with (
+        closing(Server(folder / "p", *ENGINE, *flags, "--kv-connector", serves)) as prefill,
+        closing(Server(folder / "d", *ENGINE, *flags, "--kv-connector", asks, "--kv-peers", "127.*")) as decode,
+    ):
+        yield prefill.wait_ready(), decode.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill, decode, router."""
+    folder = tmp_path_factory.mktemp("roles")
+    with start_engines(folder, free_port()) as (prefill, decode):
+        urls = f"{prefill.url},{decode.url}"
+        with closing(Server(folder / "r", "--engines", urls, "--no-access-log", command=ROUTE)) as router:
+            wait_until_all_ready(router.wait_ready(), 2)
+            yield prefill, decode, router
 
 
 def expected(server: Server, asked: list[tuple[str, Body]]) -> list[Told]:
@@ -92,3 +94,43 @@ def test_streams_go_on_when_the_prefill_engine_is_killed(fleet: tuple[Server, Se
     assert not differences(wanted, told), router.log.read_text()
     again = asyncio.run(read_streams(router.url, asked, [0]))
     assert not differences(wanted, again), "one engine does both"
+
+
+def test_a_rank_that_dies_during_a_transfer_loses_no_request(tmp_path: Path) -> None:
+    """Each engine has two ranks; each loads from the same rank of the other engine. A proxy sends both legs at once."""
+    port = free_port(2)
+    remote = {"kv_request_id": "1", "remote_host": "127.0.0.1", "remote_port": port}
+    legs = ({"remote_decoder": {"kv_request_id": "1"}}, {"remote_prefiller": remote})
+    texts = iter(long_prompts(1000, 20))
+    with start_engines(tmp_path, port, "--tensor-parallel-size", "2") as (prefill, decode):
+
+        def loaded() -> float:
+            return decode.metric("pagewire:external_prefix_cache_hits_total")
+
+        def loads(num_prompts: int, victim: psutil.Process | None = None) -> bool:
+            """Whether KV of these prompts was loaded, by all ranks; with a victim, as soon as it is dead."""
+            asked = list(islice(texts, num_prompts))
+            wanted, hits = expected(decode, asked), loaded()
+            first, second = (
+                [(path, {**body, "kv_transfer_params": params, **more}) for path, body in asked]
+                for params, more in zip(legs, ({"max_tokens": 1}, {}), strict=True)
+            )
+
+            async def read() -> list[Told]:
+                prompts = asyncio.create_task(read_streams(prefill.url, first, [0]))
+                streams = asyncio.create_task(read_streams(decode.url, second, [0]))
+                if victim is not None:
+                    await until_async(lambda: loaded() > hits, "the first KV was loaded", 60.0)
+                    victim.kill()
+                await prompts
+                return await streams
+
+            assert not differences(wanted, asyncio.run(read())), decode.log.read_text()
+            return loaded() > hits
+
+        for engine in (prefill, decode):
+            before = engine.children()
+            assert loads(5, before["worker-1"])
+            after = engine.children()
+            assert {name for name in before if after[name].pid != before[name].pid} == {"worker", "worker-1"}
+            until(lambda: loads(1), "the new ranks load KV, or serve it", 60.0)

@@ -3,7 +3,9 @@
 import stat
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -11,6 +13,7 @@ from pagewire.errors import ConfigError
 from pagewire.ipc.epochs import Epochs, Link
 from pagewire.ipc.messages import Hidden, Ping, Reset, Stop, ToTokenizer, ToWorker
 from pagewire.ipc.zmq_channel import (
+    Keys,
     ZmqContext,
     ZmqInbox,
     check_address,
@@ -121,3 +124,18 @@ def test_an_address_reachable_from_outside_needs_a_key_file(tmp_path: Path) -> N
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         read_keys(path)
+
+
+def test_processes_that_start_at_once_have_the_same_keys(tmp_path: Path) -> None:
+    """The first one creates the file; none reads a part of it."""
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(20):
+            path, start = tmp_path / str(i), Barrier(8)
+
+            def read(path: Path = path, start: Barrier = start) -> Keys:
+                start.wait()
+                return read_keys(path)
+
+            assert len(set(pool.map(lambda _, read=read: read(), range(8)))) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {str(i) for i in range(20)}, "nothing else is left"
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.api.gateway.request_end import log_request
+from pagewire.api.gateway.request_end import Observer, log_request
 from pagewire.api.http.http_error import EngineFailed
 from pagewire.config.config import MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
@@ -25,9 +25,13 @@ def make_actor(tmp_path: Path, http_fd: int = -1, **settings: object) -> ApiActo
     return ApiActor(resolve(config, facts, MachineFacts(num_cores=1)), resolve_http(config, (), ()), http_fd=http_fd)
 
 
+def observers(actor: ApiActor) -> list[Observer]:
+    return actor._observers(actor._config)
+
+
 def test_ended_requests_are_logged_only_if_enabled(tmp_path: Path) -> None:
-    assert make_actor(tmp_path)._observers() == []
-    assert make_actor(tmp_path, enable_log_requests=True)._observers() == [log_request]
+    assert observers(make_actor(tmp_path)) == []
+    assert observers(make_actor(tmp_path, enable_log_requests=True)) == [log_request]
 
 
 def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +39,7 @@ def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     actor = make_actor(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318")
     with pytest.raises(ConfigError, match=r"pip install 'pagewire\[otel\]'"):
-        actor._observers()
+        observers(actor)
 
 
 def test_health_says_what_a_replacement_waits_for(tmp_path: Path) -> None:
@@ -44,12 +48,12 @@ def test_health_says_what_a_replacement_waits_for(tmp_path: Path) -> None:
         actor.start(lambda receiver, message: None)
         actor.handle([Reset(2, 2, ("worker",), "worker was lost.")])
         actor.handle([Ping({}, "waiting for a node for worker: Ray has no room")])
-        told = str(actor._complaint())
+        told = str(actor._complaint_of_model(0))
         assert told.startswith("worker was lost. ") and told.endswith(
             "It is waiting for a node for worker: Ray has no room."
         )
         actor.handle([Ping()])
-        assert str(actor._complaint()).endswith("requests wait until it is replaced.")
+        assert str(actor._complaint_of_model(0)).endswith("requests wait until it is replaced.")
         actor._socket.close()
 
     asyncio.run(scenario())
@@ -66,13 +70,13 @@ def test_a_failed_engine_is_unhealthy_while_it_answers_its_last_requests(tmp_pat
         actor = make_actor(tmp_path, socket.socket().detach())
         actor.start(lambda receiver, message: None)
         submits = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
-        stream = actor._gateway.submit(submits)
+        stream = actor._served[0].gateway.submit(submits)
         actor.handle([Stop(60.0, "SIGTERM")])
         stopping = asyncio.ensure_future(actor.stop(60.0))
         await asyncio.sleep(0)
-        assert actor._complaint() is None, "a draining server is healthy"
+        assert actor._complaint_of_model(0) is None, "a draining server is healthy"
         actor.handle([Stop(0.0, "The engine has failed.", is_failure=True)])
-        assert actor._complaint() == "The engine has failed."
+        assert actor._complaint_of_model(0) == "The engine has failed."
         with pytest.raises(EngineFailed, match="has failed"):
             await anext(stream)
         await asyncio.wait_for(stopping, 10.0)  # and not the 60 s that it drains for

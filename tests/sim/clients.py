@@ -23,6 +23,7 @@ class Ask:
         max_tokens: int | None,
         priority: int,
         tenant: str,
+        latency_class: str,
         salt: bytes,
         ignore_eos: bool,
         stop_token_ids: tuple[int, ...],
@@ -37,6 +38,7 @@ class Ask:
         self.max_tokens = max_tokens
         self.priority = priority
         self.tenant = tenant
+        self.latency_class = latency_class
         self.salt = salt
         self.ignore_eos = ignore_eos
         self.stop_token_ids = stop_token_ids
@@ -56,6 +58,7 @@ class Ask:
             seed=rid,
             priority=self.priority,
             tenant=self.tenant,
+            latency_class=self.latency_class,
             salt=self.salt,
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,

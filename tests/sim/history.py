@@ -39,7 +39,7 @@ from pagewire.ipc.messages import (
 from .clients import Ask, Client, Journal
 from .grammar import FakeGrammar
 from .oracle import Oracle
-from .patience import Fairness, FirstInQueue, Patience
+from .patience import Ageing, Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stages import Pipeline, Stage
 from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
@@ -103,7 +103,15 @@ class History:
     def run(self) -> Counter[str]:
         """Runs the history to its end. Returns the number of each event. Raises AssertionError if a check fails."""
         self._say(f"{vars(self._setting)}")
-        with patch.object(policy, "FAIR_QUANTUM", self._setting.quantum):
+        setting = self._setting
+        with patch.multiple(
+            policy,
+            FAIR_QUANTUM=setting.quantum,
+            PATIENCE=setting.patience,
+            MAX_PATIENCE_MS=setting.max_patience_ms,
+            AGEING_MS=setting.ageing_ms,
+            SHARE_WINDOW=setting.quantum,
+        ):
             while self._events:
                 assert self._num_events < MAX_EVENTS, "the history never ends"
                 self.now, _, happen = heappop(self._events)
@@ -143,7 +151,8 @@ class History:
             prompt[: setting.max_len - 1],
             max_tokens=rng.choice([None, 0, 1, 2, 5, 20, 20]),
             priority=rng.randint(0, 2),
-            tenant=rng.choice("ab"),
+            tenant=(tenant := rng.choice("ab")),
+            latency_class=tenant if rid % 3 else "",
             salt=salt,
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=rng.choice([(), (), (3, 11)]),
@@ -210,13 +219,16 @@ class History:
             eos_token_ids=(EOS,),
             prefix_caching=setting.prefix_caching,
             policy=setting.policy,
+            latency_classes=setting.classes,
             itl_target_ms=setting.itl_target_ms,
             connector=self._connector,
             kv_events=setting.kv_events,
             speculate=setting.speculate,
             regime_limit=setting.regime_limit,
         )
-        self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
+        is_ranked = setting.policy != "fair" and not (setting.policy == "slo" and setting.has_shares)
+        self._patience = Patience(self._scheduler, is_ranked)
+        self._ageing = Ageing(self._scheduler, setting.longest_patience_s)
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
         self._routed.clear()
         self._grammar = FakeGrammar(self._grammar_fails_at)
@@ -240,8 +252,9 @@ class History:
         mail, self._mail = self._mail, []
         for message in mail:
             self._handle(message)
-        if scheduler.deadlines:
+        if scheduler.has_deadlines:
             scheduler.expire(self.now)
+            self.counts["late"] += self._patience.step_back()
         self._tell_late()
         if scheduler.lateness not in self._setting.latenesses or self.rng.random() < 0.1:
             scheduler.set_lateness(self.rng.choice(self._setting.latenesses))
@@ -278,6 +291,7 @@ class History:
                     self.counts["refused"] += not client.is_open
                     if client.is_open:
                         self._patience.arrive(client)
+                        self._ageing.arrive(client.rid, self.now)
                 if message.constraint is not None and scheduler.num_waiting > before:
                     rids, resumed = range(message.rid, message.rid + message.n), bytes_to_ids(message.resume_ids)
                     self._ask_grammar(lambda: self._grammar.open(rids, resumed))
@@ -375,6 +389,7 @@ class History:
             assert scheduler.plan() is None, "more plans than may be in flight"
             return False
         first = FirstInQueue(scheduler, self._passed)
+        self._ageing.look()
         before = scheduler.counters.num_preemptions
         distance = max(1, min(self._setting.num_stages, scheduler.micro_batches.num_rows))
         plan = scheduler.plan()
@@ -382,6 +397,7 @@ class History:
             self._say(self._describe(plan))
         if not scheduler.is_paused:
             first.check(plan is not None)
+            self._ageing.check()
         if plan is None:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
@@ -677,6 +693,8 @@ class History:
         assert scheduler.mend() is None, "the check for leaks finds one"
         if self._fairness is not None:
             self.counts["tenants far ahead"] += self._fairness.num_ahead
+        self.counts["overtaken"] += self._ageing.num_overtaken
+        self.counts["patience ended"] += self._ageing.num_ended
         counters = scheduler.counters
         self.counts["preempted"] += counters.num_preemptions
         self.counts["cached tokens"] += counters.num_cached_tokens

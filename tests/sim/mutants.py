@@ -7,7 +7,7 @@ from unittest.mock import patch
 from fakes import FakeRow, FakeWorker, next_token
 from msgspec.structs import replace
 
-from pagewire.engine.core import kv_connector, kv_events, planner, scheduler
+from pagewire.engine.core import kv_connector, kv_events, planner, policy, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
@@ -18,6 +18,7 @@ from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.micro_batches import MicroBatches, Turn
 from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
+from pagewire.engine.core.policy import Expected, Ranked, Shortest, Slo, Stake
 from pagewire.engine.core.prefix import PrefixCache, _Lookup, key_at
 from pagewire.engine.core.request import Request, State, Table
 from pagewire.engine.core.request_table import RequestTable
@@ -25,7 +26,7 @@ from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.host import HostCore
-from pagewire.ipc.messages import Failed, RowOpen, StepPlan, Tokens
+from pagewire.ipc.messages import Enqueue, Failed, RowOpen, StepPlan, Tokens
 
 from .stages import Hidden, Sampled, Stage
 from .stores import Copy, StoreWorker
@@ -270,6 +271,26 @@ def _last_comes_first(self: Waiting) -> Request | None:
 
 def _by_arrival(self: Waiting) -> Request | None:
     return min(self, key=lambda r: r.arrival, default=None)
+
+
+def _without_ageing(self: Shortest, message: Enqueue, now_ms: float, expected: Expected) -> float:
+    return sum(expected)
+
+
+def _as_patient_as_it_is_long(expected: Expected) -> float:
+    return policy.PATIENCE * sum(expected)
+
+
+def _late_ones_do_not_age(self: Slo, waiting: Ranked) -> float:
+    return waiting.place + 1e9
+
+
+def _by_target(self: Slo, message: Enqueue, now_ms: float, expected: Expected) -> float:
+    return self._classes[self.join(message)].ttft_ms or policy.AGEING_MS
+
+
+def _interrupt_each_other(self: Shortest, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
+    return waiting.place != running.place
 
 
 def _take_every_request(self: Scheduler, message):
@@ -624,6 +645,11 @@ MUTANTS: dict[str, Patch] = {
     "the first of the queue is preempted": (planner, "choose_victim", _preempt_the_first),
     "the last of the queue is admitted first": (Waiting, "first", _last_comes_first),
     "tenants are served in the order of arrival": (Waiting, "first", _by_arrival),
+    "a long request does not age": (Shortest, "place", _without_ageing),
+    "a long request ages too slowly": (policy, "patience_ms", _as_patient_as_it_is_long),
+    "requests interrupt each other in turns": (Shortest, "interrupts", _interrupt_each_other),
+    "a late request does not age": (Slo, "late_place", _late_ones_do_not_age),
+    "the class alone decides": (Slo, "place", _by_target),
     "the queue has no bound": (Scheduler, "refusal", _take_every_request),
     "a router is not told of removed blocks": (PrefixCache, "take_events", _never_removed),
     "a wrong draft token is accepted": (FakeWorker, "_speculate", _accept_one_too_many),

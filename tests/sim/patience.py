@@ -1,6 +1,6 @@
 """How long a request may wait: the bounds that hold for every history.
 
-Under `fcfs` and `priority` the first request of the order has a position in every plan, with several stages in one of
+Under every policy but `fair` the first request of the order has a position in every plan, with several stages in one of
 2P − 1, or is blocked only by what is in flight. It therefore ends within `max_in_flight + 2P − 1` plans for each of its
 positions and tokens, and each other request waits for those before it to do the same. Plans made during a load, a query
 to a connector or the wait for a mask are not counted. A request that loses its KV with a worker starts again.
@@ -8,6 +8,7 @@ to a connector or the wait for a mask are not counted. A request that loses its 
 
 from invariants import Touched
 
+from pagewire.engine.core.policy import Stake
 from pagewire.engine.core.preemption import order
 from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
@@ -20,7 +21,7 @@ class Wait:
 
     __slots__ = ("limit", "rank", "since")
 
-    def __init__(self, rank: tuple[int, int], limit: int, since: int) -> None:
+    def __init__(self, rank: tuple[int, float, int], limit: int, since: int) -> None:
         self.rank = rank  # its position in the order of all requests
         self.limit = limit  # plans
         self.since = since  # number of plans before it
@@ -29,20 +30,20 @@ class Wait:
 class Patience:
     """Counts the plans during which each request is open."""
 
-    def __init__(self, scheduler: Scheduler, is_ranked: bool, by_priority: bool) -> None:
+    def __init__(self, scheduler: Scheduler, is_ranked: bool) -> None:
         self._scheduler = scheduler
         self._is_ranked = is_ranked
-        self._by_priority = by_priority
         self._waits: dict[int, Wait] = {}
         self._sizes: dict[int, int] = {}
         self._num_plans = 0
-        self._num_arrived = 0
         self.longest = 0.0  # the largest part of a limit that was used
 
     def arrive(self, client: Client) -> None:
         """The request was accepted."""
-        self._num_arrived += 1
-        rank = (client.ask.priority if self._by_priority else 0, self._num_arrived)
+        request = self._scheduler.table.requests.get(client.rid)
+        if request is None:
+            return  # it was resumed and had ended
+        rank = order(self._scheduler._policy)(request)
         cost = (self._scheduler.max_in_flight + 2 * self._scheduler.micro_batches.num_stages - 1) * client.size
         before = 0
         for rid, wait in self._waits.items():
@@ -71,6 +72,16 @@ class Patience:
             return  # a request waits for its mask
         self._num_plans += 1
 
+    def step_back(self) -> int:
+        """Requests that are late have stepped behind others, for which they wait now. Returns their number."""
+        order_of, num = order(self._scheduler._policy), 0
+        for rid, wait in self._waits.items():
+            request = self._scheduler.table.requests.get(rid)
+            if request is not None and self._is_ranked and (rank := order_of(request)) > wait.rank:
+                wait.rank, num = rank, num + 1
+                wait.limit += sum(self._sizes[r] for r, other in self._waits.items() if other.rank < rank)
+        return num
+
     def change_regime(self) -> None:
         """A request has given its row back because its regime changed. It may wait until the requests that run have
         ended, whatever their rank, and others wait for it."""
@@ -82,6 +93,43 @@ class Patience:
         """All KV was lost, so every wait starts again."""
         for wait in self._waits.values():
             wait.since = self._num_plans
+
+
+class Ageing:
+    """No request is admitted before one that arrived earlier by more than the longest patience, if there is a bound."""
+
+    def __init__(self, scheduler: Scheduler, patience_s: float) -> None:
+        """`patience_s`: infinite if the policy has no bound."""
+        self._scheduler = scheduler
+        self._patience_s = patience_s
+        self._arrived: dict[int, float] = {}  # rid → seconds
+        self._waiting: set[int] = set()  # rids before a plan is made
+        self._ended: set[int] = set()
+        self.num_overtaken = 0  # requests that were admitted before an earlier one
+        self.num_ended = 0  # requests before which a newcomer could not go any more
+
+    def arrive(self, rid: int, now: float) -> None:
+        """The request was accepted."""
+        self._arrived[rid] = now
+
+    def look(self) -> None:
+        """A plan is about to be made."""
+        self._waiting = {request.rid for request in self._scheduler.table.waiting}
+
+    def check(self) -> None:
+        """The plan was made."""
+        table, arrived = self._scheduler.table, self._arrived
+        left = {request.rid for request in table.waiting} & self._waiting
+        admitted = {request.rid for request in table.running} & self._waiting
+        for new in admitted:
+            for old in left:
+                ahead = arrived[new] - arrived[old]
+                assert ahead <= self._patience_s, f"{new} is admitted before {old}, which came {ahead:.4f} s earlier"
+                self.num_overtaken += ahead > 0
+        if left:
+            last = max(arrived.values())
+            self._ended |= {rid for rid in left if last - arrived[rid] > self._patience_s}
+            self.num_ended = len(self._ended)
 
 
 class Fairness:
@@ -147,12 +195,10 @@ class FirstInQueue:
         self._working = works[0] if works and not _waits_for_mask(works[0]) else None
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
-            interrupts(r.queue_key, self._working.queue_key, len(r.ids))
-            for r in scheduler.table.waiting
-            if self._working
+            interrupts(r, self._working, Stake(len(r.ids))) for r in scheduler.table.waiting if self._working
         )
         self._may_be_preempted = any(
-            interrupts(r.queue_key, self._first.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._first
+            interrupts(r, self._first, Stake(len(r.ids))) for r in scheduler.table.waiting if self._first
         )
 
     def check(self, was_planned: bool) -> None:

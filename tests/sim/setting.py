@@ -5,6 +5,7 @@ from typing import Literal
 
 from fakes import StagedGroups
 
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.engine.core import policy
 from pagewire.engine.core.eviction import EvictionName
 from pagewire.engine.core.groups import PLAIN, Groups
@@ -89,6 +90,25 @@ class Setting:
             )
         # Beyond so many ids, all positions of a sequence have another content.
         self.regime_limit = rng.randint(1, self.max_len) if rng.random() < 0.3 else None
+        if (drawn := rng.random()) < 0.3:
+            self.policy = "shortest" if drawn < 0.15 else "slo"
+        self.patience = rng.choice([0.5, 10.0])  # of shortest: times what a request takes
+        self.max_patience_ms = rng.choice([2.0, 10.0, 50.0])
+        self.ageing_ms = rng.choice([5.0, 20.0, 100.0])  # of slo
+        shares = [1.0, rng.choice([0.2, 0.6])] if rng.random() < 0.3 else [1.0]
+        self.classes = {
+            name: LatencyClass(
+                rng.choice([None, 2.0, 20.0]), rng.choice([None, 1.1, 5.0]), rng.choice([1.0, 4.0]), rng.choice(shares)
+            )
+            for name in ("default", "a", "b")
+        }
+        self.has_shares = any(one.share < 1 for one in self.classes.values())
+        self.longest_patience_s = float("inf")
+        if self.policy == "shortest":
+            self.longest_patience_s = self.max_patience_ms / 1e3
+        elif self.policy == "slo" and not self.has_shares:
+            ages = [(one.ttft_ms or 0.0) + self.ageing_ms / one.weight for one in self.classes.values()]
+            self.longest_patience_s = max(ages) / 1e3
         if num_stages > 1:
             if self.groups.state is not None:  # a stage is not told how many draft tokens its states have moved over
                 self.speculate = 0

@@ -16,7 +16,7 @@ from pagewire.engine.core.eviction import CostAware, EvictionQueue, Lfu, Lru
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.kv_connector import Held, Item, TierConnector
 from pagewire.engine.kv_connector.base import ConnectorFacts
-from pagewire.engine.kv_connector.block_files import Found
+from pagewire.engine.kv_connector.block_storage import Found
 from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
 from pagewire.engine.kv_connector.disk import DiskCore
 from pagewire.engine.kv_connector.file_meta import BlockColumns, FileMeta

@@ -1,12 +1,18 @@
 """Anthropic's message batches: results, cancels, lists, owners."""
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Answer, Client, FakeEngine, make_app, request, run
 from waiting import until_async
+
+from pagewire.api.anthropic import message_batches
+from pagewire.api.state.database import Database
+from pagewire.api.state.pieces import Pieces
 
 PATH = "/v1/messages/batches"
 PARAMS = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -17,8 +23,8 @@ def entry(id: str, **changes: Any) -> dict[str, Any]:
 
 
 class Caller:
-    def __init__(self, engine: FakeEngine) -> None:
-        self.app = make_app(engine, api_keys=("first", "second"))
+    def __init__(self, engine: FakeEngine, **settings: Any) -> None:
+        self.app = make_app(engine, api_keys=("first", "second"), **settings)
 
     async def call(self, method: str, path: str, body: Any = None, key: str = "first") -> Answer:
         data = b"" if body is None else json.dumps(body).encode()
@@ -83,6 +89,45 @@ def test_a_cancelled_batch_keeps_its_answers() -> None:
         assert [one["id"] for one in before["data"]] == [created["id"]]
         assert (await caller.call("GET", f"{PATH}?limit=0")).status == 400
         assert (await caller.call("GET", f"{PATH}?after_id=x")).status == 400
+
+    run(work())
+
+
+def test_the_next_server_continues_a_batch(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine, state = FakeEngine(), str(tmp_path / "state")
+        caller = Caller(engine, state=state)
+        entries = [entry(f"n{i}") for i in range(30)]
+        first_key = hashlib.sha256(b"first").digest()[:16]
+        created = (await caller.call("POST", PATH, {"requests": entries})).json
+        await until_async(lambda: len(engine.submits) >= 12, "some are answered")
+        engine.hold = True
+        await caller.app.stop()
+        results = Pieces(Database(state), "message_batch_result", max_bytes=1 << 20)
+        num_done = len([piece async for piece in results.read(first_key, created["id"])])
+        assert 0 < num_done < 30
+        second = FakeEngine()
+        next_caller = Caller(second, state=state)
+        next_caller.app.start()
+        ended = await next_caller.ended(created["id"])
+        assert ended["request_counts"]["succeeded"] == 30 and len(second.submits) == 30 - num_done
+        answer = await next_caller.call("GET", f"{PATH}/{created['id']}/results")
+        lines = [json.loads(line) for line in answer.body.splitlines()]
+        assert [line["custom_id"] for line in lines] == [one["custom_id"] for one in entries]
+        await next_caller.app.stop()
+
+    run(work())
+
+
+def test_requests_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_batches, "_MAX_REQUEST_BYTES", 2000)
+
+    async def work() -> None:
+        caller = Caller(FakeEngine())
+        refused = await caller.call("POST", PATH, {"requests": [entry(f"n{i}") for i in range(9)]})
+        assert refused.status == 413
+        created = (await caller.call("POST", PATH, {"requests": [entry("a")]})).json  # nothing of it was left
+        assert (await caller.ended(created["id"]))["request_counts"]["succeeded"] == 1
 
     run(work())
 

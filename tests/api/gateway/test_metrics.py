@@ -11,14 +11,16 @@ from metrics_page import MODEL, families, page
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import OLD_NAMES, Metrics
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.epochs import NO_ENGINE
-from pagewire.ipc.messages import Pulse, Snapshot
+from pagewire.ipc.messages import Chunk, IdsPrompt, Limits, Pulse, Sampling, Snapshot, Submit, TextBatch, TextSpec
 from pagewire.ipc.reports import SECONDS, Histogram
 from pagewire.tools.reference import full_name
 
 DOCS = Path(__file__).parents[3] / "docs"
 VLLM_HAS = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prompt_tokens_total
+generation_tokens_total
 time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
 request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
 request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
@@ -110,11 +112,15 @@ NO_PANEL = {
     "engine_ready": "only with several engines; /health and `pagewire top` show it",
     "engine_open_requests": "only with several engines",
     "engine_requests_total": "only with several engines",
+    "model_state": "only with several models",
+    "model_load_seconds": "only with several models",
     "cache_config_info": "it never changes",
     "engine_sleep_state": "an administrator knows, and /is_sleeping says it",
     "lora_requests_info": "it never changes",
     "kernel_fallbacks": "it is decided at start, and the log has a line for each",
+    "slo_target_seconds": "it never changes",
     "prefix_cache_hits_total": "prompt tokens from the cache, by tier",
+    "kv_tier_loaded_bytes_total": "in proportion to the prompt tokens from that tier",
     "request_inference_time_seconds": "prefill and decode in the mean time of each part",
     "spec_decode_num_drafts_total": "accepted draft tokens",
 }
@@ -182,8 +188,33 @@ def test_what_the_systems_around_an_engine_read_is_there() -> None:
 
 def test_a_model_without_an_adapter_that_sleeps() -> None:
     gateway = Gateway(lambda message: None)
-    gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
+    gateway.handle([Snapshot(0, 0, 5, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=True)])
     found = families(Metrics(gateway, CONFIG).render().decode())
     assert "pagewire:lora_requests_info" not in found
     states = {s.labels["sleep_state"]: s.value for s in found["pagewire:engine_sleep_state"].samples}
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+    waiting = {s.labels["reason"]: s.value for s in found["pagewire:num_requests_waiting_by_reason"].samples}
+    assert waiting == {"capacity": 0, "deferred": 5}
+
+
+def test_the_attainment_of_each_class_with_targets_is_counted() -> None:
+    now, posted = 1.0, list[object]()
+    classes = {"chat": LatencyClass(ttft_ms=500, itl_ms=50), "batch": LatencyClass(), "report": LatencyClass(ttft_ms=1)}
+    gateway = Gateway(posted.append, latency_classes=classes, clock=lambda: now)
+    for name in ("chat", "chat", "batch", "report", ""):
+        gateway.submit([Submit(0, 1, IdsPrompt(b""), Sampling(), Limits(), TextSpec(), latency_class=name)])
+    rids = [submit.rid for submit in posted if isinstance(submit, Submit)]
+    for at, chosen in ((1.4, rids[:1]), (1.44, rids[:1]), (1.6, rids)):
+        now = at
+        gateway.handle([TextBatch(tuple(Chunk(rid, "a", bytes(4)) for rid in chosen))])
+    found = families(Metrics(gateway, CONFIG).render().decode())
+
+    def values(name: str) -> dict[tuple[str, str], float]:
+        samples = found[f"pagewire:{name}"].samples
+        return {(s.labels["latency_class"], s.labels["target"]): s.value for s in samples}
+
+    assert values("slo_target_seconds") == {("chat", "ttft"): 0.5, ("chat", "itl"): 0.05, ("report", "ttft"): 0.001}
+    assert values("slo_observations") == {("chat", "ttft"): 2, ("chat", "itl"): 2, ("report", "ttft"): 1}
+    assert values("slo_attained") == {("chat", "ttft"): 1, ("chat", "itl"): 1, ("report", "ttft"): 0}
+    without = Metrics(Gateway(posted.append), CONFIG).render().decode()
+    assert not any(name.startswith("pagewire:slo") for name in families(without))

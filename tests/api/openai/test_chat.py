@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from harness import Answer, FakeEngine, chat, request
 
+from pagewire.config.access import ApiKey
 from pagewire.config.config import SamplingDefaults
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.messages import ChatPrompt
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -417,3 +419,56 @@ def test_cache_salts_differ() -> None:
         chat(engine, cache_salt=salt)
     salts = [submit.salt for submit in engine.submits]
     assert len(set(salts)) == 3 and salts[2] == b""
+
+
+def test_requests_in_the_form_of_open_webui() -> None:
+    """A turn of a chat with its settings, and then a title, as its source makes them."""
+    headers = {
+        "authorization": "Bearer none",
+        "x-openwebui-user-name": "A",
+        "x-openwebui-user-id": "1",
+        "x-openwebui-chat-id": "2",
+    }
+    models = request(FakeEngine(), "/v1/models", headers=headers).json["data"]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 9, "frequency_penalty": 0.1, "seed": 7, "stop": []}
+    turn = {"stream": True, "stream_options": {"include_usage": True}, "model": models[0]["id"], "messages": messages}
+    events = request(FakeEngine(), "/v1/chat/completions", turn | settings, headers=headers).events
+    texts = [choice["delta"].get("content") or "" for event in events[:-1] for choice in event["choices"]]
+    assert "".join(texts) == "Hello" and events[-1] == "[DONE]" and events[-2]["usage"]["completion_tokens"] == 5
+    title = {"model": models[0]["id"], "messages": messages[1:], "stream": False, "max_completion_tokens": 100}
+    answer = request(FakeEngine(), "/v1/chat/completions", title, headers=headers).json
+    assert answer["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_the_answer_names_the_latency_class() -> None:
+    config: dict[str, Any] = {"latency_classes": {"interactive": LatencyClass(ttft_ms=500)}}
+    body = {"messages": [{"role": "user", "content": "x"}], "service_tier": "interactive"}
+    engine, path = FakeEngine(), "/v1/chat/completions"
+    answer = request(engine, path, body, **config)
+    assert answer.json["service_tier"] == engine.submits[0].latency_class == "interactive"
+    streamed = request(engine, path, body | {"stream": True, "service_tier": "auto"}, **config)
+    assert {event["service_tier"] for event in streamed.events if event != "[DONE]"} == {"default"}
+    header = {"X-Latency-Class": "interactive"}
+    for more in ({}, {"use_beam_search": True, "n": 2, "max_tokens": 2}):
+        whole = request(engine, "/v1/completions", {"prompt": "x", **more}, headers=header, **config)
+        assert whole.json["service_tier"] == engine.submits[-1].latency_class == "interactive"
+    refused = request(engine, path, body | {"service_tier": "interactiv"}, **config)
+    assert refused.status == 400 and refused.error["param"] == "service_tier"
+    assert "service_tier" not in chat(FakeEngine(), service_tier="interactive").json  # without classes it is ignored
+
+
+def test_a_key_bounds_classes_and_priorities() -> None:
+    keys = (ApiKey("a", latency_classes=("batch", "chat"), min_priority=0), ApiKey("b"))
+    config: dict[str, Any] = {"latency_classes": {name: LatencyClass() for name in ("chat", "batch")}, "api_keys": keys}
+    engine = FakeEngine()
+
+    def status(key: str, **fields: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return request(engine, "/v1/completions", {"prompt": "x", **fields}, headers=headers, **config).status
+
+    assert status("a") == 200 and engine.submits[-1].latency_class == "batch"
+    assert status("b") == 200 and engine.submits[-1].latency_class == "default"
+    assert status("a", service_tier="chat", priority=3) == 200
+    assert status("a", service_tier="default") == status("a", priority=-1) == 403
+    assert status("b", service_tier="default", priority=-1) == 200

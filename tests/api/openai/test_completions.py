@@ -121,3 +121,10 @@ def test_stop_strings_are_submitted() -> None:
     spec = engine.submits[0].text
     assert spec.stop == ("!", "?") and spec.include_stop and not spec.skip_special_tokens
     assert body["choices"][0]["stop_reason"] == "!"
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-1, 21])
+def test_more_candidates_than_twenty_are_refused(name: str, value: int) -> None:
+    answer = complete(FakeEngine(), **{name: value})
+    assert answer.status == 400 and answer.error["param"] == name

@@ -140,6 +140,10 @@ def test_pooling_and_classify_of_a_model_with_a_head() -> None:
     engine = FakeEngine()
     engine.vectors = [[0.75]]
     assert request(engine, "/pooling", {"input": "a"}, purpose=SCORING).json["data"][0]["data"] == [0.75]
+    several = Purpose(tasks=("classify",), size=2, labels=("glad", "sad"))
+    body = request(FakeEngine(), "/classify", {"input": ["a", "b"]}, purpose=several).json
+    assert body["data"][0] == {"index": 0, "label": "glad", "probs": [0.5, -1.0], "num_classes": 2}
+    assert body["data"][1] == {"index": 1, "label": "sad", "probs": [0.25, 2.0], "num_classes": 2}
     body = request(engine, "/classify", {"input": ["a"]}, purpose=SCORING).json
     assert body["data"] == [{"index": 0, "label": "LABEL_0", "probs": [0.75], "num_classes": 1}]
     assert {submit.pooling for submit in engine.submits} == {Pooling("score")}

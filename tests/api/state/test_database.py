@@ -99,5 +99,17 @@ def test_a_file_without_permission_is_one_error(tmp_path: Path) -> None:
     assert "cannot be used" in refusal(store_in(tmp_path / "state"))
 
 
+def test_who_only_reads_waits_for_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    store = store_in(path)
+    run(store.put(b"", "a", b"kept"))
+    with sqlite3.connect(path, isolation_level=None) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        assert run(store.entries(b"")) == [("a", b"kept")]
+        run(store.change_all(lambda owner, id, value: value))
+        writer.execute("ROLLBACK")
+    writer.close()
+
+
 def test_a_folder_in_place_of_the_file_is_one_error(tmp_path: Path) -> None:
     assert "cannot be used" in refusal(store_in(tmp_path))

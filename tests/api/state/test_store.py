@@ -25,7 +25,16 @@ def test_an_entry_belongs_to_its_owner_and_kind() -> None:
         assert await store.get(b"a", "x") == b"4" and await store.get(b"b", "x") == b"2"
         assert await store.get(b"b", "y") is None and await other.get(b"a", "x") is None
         assert await store.entries(b"a") == [("y", b"3"), ("x", b"4")] and await other.entries(b"a") == []
-        assert await store.all_entries() == [(b"a", "x", b"4"), (b"b", "x", b"2"), (b"a", "y", b"3")]
+        seen: list[tuple[bytes, str, bytes]] = []
+
+        def look(owner: bytes, id: str, value: bytes) -> bytes | None:
+            seen.append((owner, id, value))
+            return {b"3": None, b"4": b"5"}.get(value, value)
+
+        left = await store.change_all(look)
+        assert seen == [(b"a", "x", b"4"), (b"b", "x", b"2"), (b"a", "y", b"3")] * 2, "first to see whether to write"
+        assert left == [(b"a", "x", b"5"), (b"b", "x", b"2")]
+        assert await store.entries(b"a") == [("x", b"5")] and await store.entries(b"b") == [("x", b"2")]
         assert await store.delete(b"a", "x") and not await store.delete(b"a", "x")
         assert await store.get(b"b", "x") == b"2"
         database.close()

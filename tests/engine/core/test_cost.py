@@ -47,6 +47,13 @@ def test_draft_tokens_of_more_rows_need_a_higher_acceptance_rate() -> None:
     assert shares[2] == pytest.approx((64 * 0.05 + 64 * 0.02) / (2 + 64 * 0.05 + 64 * 0.02), abs=0.1)
 
 
+def test_a_request_costs_its_prompt_and_a_step_for_each_token() -> None:
+    assert CostModel().of_request(100, 20) == (100.0, 20.0), "a millisecond each until steps were seen"
+    prompt_ms, output_ms = trained(random.Random(6)).of_request(1000, 200)
+    assert prompt_ms == pytest.approx(true_ms(with_chunk(Work(0, 0, 0, 0), 0, 1000)), rel=0.1)
+    assert output_ms == pytest.approx(200 * true_ms(Work(1, 1100, 0, 0)), rel=0.15)
+
+
 def test_a_row_and_what_it_reads_have_their_own_costs() -> None:
     assert CostModel().of_rows() == (1.0, 0.0), "all rows are equal until steps were seen"
     of_row, of_position = trained(random.Random(5)).of_rows()

@@ -6,6 +6,14 @@ from pagewire.engine.core.expert_loads import ExpertLoads
 from pagewire.ipc.messages import ExpertLoad
 
 
+def test_bytes_are_added_up() -> None:
+    loads = ExpertLoads(2)
+    assert not loads.sent_bytes
+    for rank, num in ((1, 5), (0, 2), (1, 4)):
+        loads.take(ExpertLoad(rank, 1000, {}, num))
+    assert loads.sent_bytes == (2, 9)
+
+
 def report(rank: int, num_steps: int, *layers: list[int]) -> ExpertLoad:
     return ExpertLoad(rank, num_steps, {2 * i: array("q", tokens).tobytes() for i, tokens in enumerate(layers)})
 

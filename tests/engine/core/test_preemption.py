@@ -98,7 +98,10 @@ def test_a_waiting_request_interrupts_the_last_ones_of_a_worse_rank_if_they_make
     def interrupted(rid: int, short: int, *, has_row: bool) -> list[int]:
         request = scheduler.table.requests[rid]
         pool, policy = scheduler.pool, scheduler._policy
-        return [r.rid for r in choose_interrupted(running, request, short, has_row, pool, policy)]
+        found = choose_interrupted(
+            running, request, short, has_row, pool=pool, policy=policy, stake=scheduler._planner._stake
+        )
+        return [r.rid for r in found]
 
     assert interrupted(8, 0, has_row=False) == interrupted(8, 2, has_row=True) == [3]
     assert interrupted(8, 3, has_row=True) == [3, 2]  # each also frees the block that was reserved for its next one

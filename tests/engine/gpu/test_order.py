@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import checkpoints
@@ -28,6 +29,7 @@ from order_device import (
     Meeting,
     OrderDevice,
     OrderGroup,
+    OrderRing,
     kernels_on_devices,
     on_device,
     order_device,
@@ -39,7 +41,7 @@ from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
 from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
-from pagewire.engine.gpu import device_steps
+from pagewire.engine.gpu import device_steps, handover
 from pagewire.engine.gpu.decoder import TritonDecoder
 from pagewire.engine.gpu.device_steps import DeviceSteps
 from pagewire.engine.kv_connector.guard import UnderWay
@@ -467,6 +469,91 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
     assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
 
 
+STAGED: dict[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": False}
+
+
+def stage_plans(num_pages: int) -> list[StepPlan | None]:
+    """Two rows in turn, each planned again before its token is known to the host; a prompt in two chunks; and a row
+    that another request takes while a token of the first one is on its way. None: `collect`."""
+    prompts = prompts_of(12, 20, 5, 3)
+    opened = [
+        RowOpen(row, ids_to_bytes(ids), len(ids), 0, ids_to_bytes([2 * number, 2 * number + 1]), GREEDY)
+        for number, (row, ids) in enumerate(zip((0, 1, 1), prompts, strict=True))
+    ]
+    assert num_pages >= 2 * len(opened)
+    steps = [
+        ({0: 12}, {}, opened[:1]), ({1: 5}, {1: 1}, opened[1:2]), ({0: 8}, {0: 1}, []), ({1: 1}, {1: 1}, []),
+        ({0: 1}, {0: 1}, []), ({1: 3}, {1: 1}, opened[2:]), ({0: 1}, {0: 1}, []), ({0: 1, 1: 1}, {0: 1, 1: 1}, []),
+        ({1: 1}, {1: 1}, []),
+    ]  # fmt: skip
+    plans = [
+        StepPlan(
+            step=number, open=tuple(opens), grow_rows=b"", grow_blocks=b"", rows=ids_to_bytes(list(counts)),
+            counts=ids_to_bytes(list(counts.values())), sample=bytes(sampled.get(row, 0) for row in counts),
+        )
+        for number, (counts, sampled, opens) in enumerate(steps)
+    ]  # fmt: skip
+    calls: list[StepPlan | None] = [*plans[:3]]
+    for plan in plans[3:]:
+        calls += [None, plan]
+    return [*calls, None, None, None]
+
+
+def serve_stages(policies: tuple[str, str], checkpoint: Any) -> tuple[list[OrderDevice], Any]:
+    """Two stages, each in a thread of its own, which sleep at the end. Returns their devices, and the ids that the last
+    one sampled; without the rest if a stage has ended with an error."""
+    config = engine_config(checkpoint("qwen3", **STAGED), pipeline_depth=2, pipeline_parallel_size=2, **SMALL)
+    config = structs.replace(config, kernels=None)
+    devices, edges = [OrderDevice(policy, seed=5) for policy in policies], [SimpleQueue[Any]() for _ in policies]
+    found: Any = []
+
+    def serve_stage(stage: int) -> None:
+        ring = OrderRing(devices[stage], edges[stage], edges[stage - 1])
+        try:
+            with np.errstate(all="ignore"), on_device(devices[stage], None, ring):
+                runner = Runner.load(config, rank_info=RankInfo(stage, (0, 1), stage=stage, first=stage))
+                runner.open_cache(8)
+                for plan in stage_plans(8):
+                    if plan is not None:
+                        runner.launch(plan)
+                    elif (result := runner.collect()) and stage:
+                        found.append(result.ids)
+                assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
+                assert runner.sleep() > 0
+        except BaseException:
+            ring.leave()
+            raise
+
+    with kernels_on_devices(), ThreadPoolExecutor(2) as threads:
+        errors = [future.exception() for future in [threads.submit(serve_stage, stage) for stage in range(2)]]
+    devices[0].violations += [repr(error) for error in errors if error is not None]
+    return devices, found
+
+
+@pytest.fixture(scope="session")
+def staged_ids(checkpoint: Any) -> list[bytes]:
+    """What one rank samples."""
+    config = engine_config(checkpoint("qwen3", **STAGED), pipeline_depth=3, **SMALL)
+    with np.errstate(all="ignore"):
+        runner = Runner.load(config, queue=EagerQueue(torch.device("cpu")))
+        runner.open_cache(8)
+        found = []
+        for plan in stage_plans(8):
+            if plan is not None:
+                runner.launch(plan)
+            else:
+                found.append(runner.collect().ids)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policies", [("late", "early"), ("copies first", "random")])
+def test_stages_are_ordered(policies: tuple[str, str], checkpoint: Any, staged_ids: list[bytes]) -> None:
+    devices, found = serve_stages(policies, checkpoint)
+    assert [device.violations for device in devices] == [[], []]
+    assert found == staged_ids
+
+
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Arguments of `Runner.load` for weights that a keeper holds, and under "sealed" what each call of `keep` found in
@@ -612,17 +699,24 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _TIMES_ONLY = ("DeviceSteps.warm_up: wait",)  # nothing is read after it
-_ALL = [wait for module in (queue_module, device_steps, runner_module) for wait in waits_of(module)]
-WAITS = [wait for wait in _ALL if wait.id not in _TIMES_ONLY]
+_ON_CPUS = ("EagerMark.wait: wait", "EagerQueue.follow: wait")  # of gloo: `test_handover.py`
+_ALL = [wait for module in (queue_module, device_steps, handover, runner_module) for wait in waits_of(module)]
+WAITS = [wait for wait in _ALL if wait.id not in (*_TIMES_ONLY, *_ON_CPUS)]
 # What shows that a wait is needed: a case, and the policy.
 SHOWN_BY = {
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
     "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
+    "CudaQueue.transfer: wait": ("stages", "late"),
+    "CudaQueue.transfer: wait_event": ("stages", "late"),
     "DeviceSteps._drop: wait": ("out_of_memory", "late"),
     "DeviceSteps._sample: follow": ("found_in_a_block", "early"),
     "DeviceSteps._send_empty: wait": ("recorded", "late"),
     "DeviceSteps._read: wait": ("found_in_a_block", "late"),
+    "Handover._take_ids: follow": ("stages", "late"),
+    "Handover._wait_for_the_last_one: follow": ("stages", "late"),
+    "Handover.begin: follow": ("stages", "late"),
+    "Handover.settle: wait": ("stages", "late"),
     "Runner._transferring: synchronize": ("beside_a_connector", "late"),
     "Runner.take_transferred: synchronize": ("beside_a_connector", "late"),
 }
@@ -655,8 +749,13 @@ QUICK_WAITS = ("DeviceSteps._sample: follow",)
 def test_without_any_one_wait_something_is_not_ordered(wait: Wait, checkpoint: Any, expected: Any) -> None:
     case, policy = SHOWN_BY[wait.id]
     with without(wait):
-        device, found = show(case, policy, checkpoint)
-    assert any("nothing orders it" in text for text in device.violations), (device.violations, found)
+        if case == "stages":
+            devices, found = serve_stages((policy, policy), checkpoint)
+            violations = [text for device in devices for text in device.violations]
+        else:
+            device, found = show(case, policy, checkpoint)
+            violations = device.violations
+    assert any("nothing orders it" in text for text in violations), (violations, found)
     if case == "found_in_a_block":
         assert found != expected(case), "the tokens show it, too"
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from p2p_instance import Instance
+from p2p_instance import FACTS, Instance
+
+from pagewire.engine.kv_connector.base import ConnectorFacts
 
 
 @pytest.fixture
@@ -20,8 +22,8 @@ def folder() -> Iterator[Path]:
 def instance() -> Iterator[Callable[..., Instance]]:
     started: list[Instance] = []
 
-    def start(**options: str) -> Instance:
-        started.append(Instance(**{"timeout_ms": "30000", **options}))
+    def start(facts: ConnectorFacts = FACTS, **options: str) -> Instance:
+        started.append(Instance(facts, **{"timeout_ms": "30000", **options}))
         return started[-1]
 
     yield start

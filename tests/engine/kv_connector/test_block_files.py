@@ -8,7 +8,8 @@ import pytest
 
 from pagewire.engine.core.kv_connector import Item
 from pagewire.engine.kv_connector.base import ConnectorFacts
-from pagewire.engine.kv_connector.block_files import HEADER_BYTES, BadBlock, BlockFiles, is_part
+from pagewire.engine.kv_connector.block_files import BlockFiles, is_part
+from pagewire.engine.kv_connector.block_storage import HEADER_BYTES, BadBlock
 from pagewire.errors import ConfigError
 
 MODEL = b"m" * 32

@@ -35,6 +35,12 @@ from pagewire.engine.kv_connector.p2p_wire import (
 )
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
+from pagewire.tools.servers import free_port
+
+
+def of_rank(rank: int) -> ConnectorFacts:
+    """Of one of two ranks that have as much of each page."""
+    return structs.replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES))
 
 
 def test_blocks_arrive_bit_by_bit(folder, instance):
@@ -48,6 +54,7 @@ def test_blocks_arrive_bit_by_bit(folder, instance):
     assert torch.equal(decode.content([20, 21, 60, 22, 33]), prefill.content([3, 40, 0, 1, 2]))
     (tier,) = decode.core.tiers()
     assert (tier.name, tier.num_hit_tokens, tier.num_failed) == ("p2p", 5 * SIZE, 0)
+    assert tier.num_loaded_bytes == 5 * BLOCK_BYTES
     (tier,) = prefill.core.tiers()
     assert (tier.num_blocks, tier.num_stored, tier.num_evicted) == (7, 7, 0)
 
@@ -129,6 +136,7 @@ def test_an_engine_beside_a_peer_of_another_model_does_not_start(folder, instanc
         (ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"x" * 32), "serves another model"),
         (ConnectorFacts(block_size=8, block_bytes=2 * BLOCK_BYTES, model_key=bytes(32)), "blocks have 4 positions"),
         (ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES // 2, model_key=bytes(32)), "pages of"),
+        (of_rank(0), "it has 1 ranks, this instance 2; start both with the same --tensor-parallel-size"),
     ]
     for facts, sentence in others:
         with pytest.raises(ConfigError, match=sentence):
@@ -405,17 +413,46 @@ def test_the_socket_of_a_dead_instance_is_replaced(folder, instance):
         ({"serve": "/x", "size": "much"}, "not a number or a size"),
         ({"serve": "/x", "size": "100"}, "too small: one block"),
         ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
+        ({"serve": "tcp://*:65535", "key-file": "k"}, "leaves no room for 2 ranks, .* choose a port up to 65534"),
         ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
     ],
 )
 def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        P2pConnector.core(options, FACTS)
+        P2pConnector.core(options, of_rank(0) if "ranks" in sentence else FACTS)
 
 
 def test_paths_where_no_socket_can_be_bound_are_refused(folder):
     (folder / "file").write_text("precious")
     for path, sentence in [(f"{folder}/file", "is not a socket"), (f"{folder}/none/kv", "is not a folder in which")]:
         with pytest.raises(ConfigError, match=sentence):
-            P2pWorker(read_settings({"serve": path}, BLOCK_BYTES), FACTS)
+            P2pWorker(read_settings({"serve": path}, FACTS), FACTS)
     assert (folder / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_each_rank_loads_its_part_from_the_same_rank(transport, folder, instance):
+    if transport == "ipc":
+        address, keys = f"{folder}/kv", {}
+    else:
+        address, keys = f"tcp://127.0.0.1:{free_port(2)}", {"key-file": f"{folder}/keys"}
+    prefill = [instance(of_rank(rank), serve=address, size=str(16 * BLOCK_BYTES), **keys) for rank in (0, 1)]
+    decode = [instance(of_rank(rank), peer=address, fetch_timeout_ms="20000", **keys) for rank in (0, 1)]
+    for one in prefill:
+        one.serve(prompt(1, 41), list(range(11)))
+    (tier,) = prefill[0].core.tiers()
+    assert (tier.num_blocks, tier.capacity) == (8, 8), "the ranks share the memory"
+    request = prompt(2, 41)
+    request.ids = request.ids[: 8 * SIZE + 1]
+    assert decode[0].matched(request) == 8 * SIZE
+    for one in decode:
+        assert one.load(request, list(range(20, 28)), 8) == set()
+    for ours, theirs in zip(decode, prefill, strict=True):
+        assert torch.equal(ours.content(list(range(20, 28))), theirs.content(list(range(8))))
+    assert not torch.equal(decode[0].content([20]), decode[1].content([20]))
+
+
+def test_a_rank_never_loads_the_part_of_another_one(folder, instance):
+    instance(of_rank(0), serve=f"{folder}/kv.1").serve(prompt(1, 30), list(range(8)))
+    decode = instance(of_rank(1), peer=f"{folder}/kv")
+    assert decode.load(prompt(2, 30), list(range(7)), 7) == set(range(7))

@@ -2,7 +2,6 @@
 happens when connections break."""
 
 import random
-import socket
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,20 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from kv_instance import Asked, held
-from p2p_instance import BLOCK_BYTES, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
+from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
 from proxy import Proxy
+from waiting import until
 
 from pagewire.engine.kv_connector import p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.errors import ConfigError
+from pagewire.tools.servers import free_port
 
 Start = Callable[..., Instance]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -101,6 +96,20 @@ def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict
     assert decode.matched(prompt(1, 30)) == 0
     instance(serve=f"tcp://127.0.0.1:{port}", **keys).serve(prompt(1, 30), list(range(8)))
     wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+
+
+def test_a_peer_that_was_started_again_has_credit(instance: Start, keys: dict[str, str]) -> None:
+    """It knows nothing of what the one before was given."""
+    port = free_port()
+    decode = instance(peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="30000", **keys)
+    for seed in (1, 2):
+        prefill = instance(serve=f"tcp://127.0.0.1:{port}", **keys)
+        prefill.serve(prompt(1, 41, seed), list(range(11)))
+        request = prompt(seed, 41, seed)
+        wait_for(lambda request=request: decode.core.get_num_new_matched_tokens(request, 0)[0], bool)
+        assert decode.load(request, list(range(20, 30)), 10) == set()
+        assert torch.equal(decode.content(list(range(20, 30))), prefill.content(list(range(10))))
+        prefill.close()
 
 
 def test_requests_name_their_peers(instance: Start, keys: dict[str, str]) -> None:
@@ -220,6 +229,7 @@ def test_a_connection_that_breaks_in_the_middle(
         proxy.partition()
     else:
         proxy.cut()
+        until(lambda: proxy.num_refused > 5, "the connection is tried again", DEADLINE_S)
     compute(prefill, computing, blocks, 6, 10)
     if trouble == "cut for a moment":
         proxy.heal()

@@ -38,7 +38,7 @@ def test_check_creates_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("hots,size=1G", r"'hots' is not known; there are disk, host, p2p, shared, or write module:Class\."),
+        ("hots,size=1G", r"'hots' is not known; there are disk, host, p2p, redis, shared, or write module:Class\."),
         ("", r"'' is not known"),
         ("host", r"host needs size=…, such as host,size=4G\."),
         ("host,size=", r"host needs size=…"),
@@ -94,7 +94,7 @@ def test_third_party_connectors_by_class_and_entry_point(monkeypatch: pytest.Mon
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINTS else [])
     core = registry.core_connector(("mine,size=1M",), FACTS)
     assert isinstance(core, GuardedCore) and core.tiers()[0].name == "host"
-    with pytest.raises(ConfigError, match="there are disk, host, mine, p2p, shared"):
+    with pytest.raises(ConfigError, match="there are disk, host, mine, p2p, redis, shared"):
         registry.check(("yours",))
 
 

@@ -40,7 +40,7 @@ def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     engines[0].step()
     wait_until_written(engines[0])
     before = [path.stat().st_ino for path in block_files(tmp_path)]
-    engines[1].core._seen.clear()
+    engines[1].core._index._seen.clear()
     engines[1].step()
     wait_until_written(engines[1])
     assert [path.stat().st_ino for path in block_files(tmp_path)] == before

@@ -4,7 +4,7 @@ from itertools import product
 
 from pagewire.engine.core.expert_placement import deal
 from pagewire.engine.models.description import Place
-from pagewire.engine.models.expert_places import places, table
+from pagewire.engine.models.expert_places import holder_table, places, table
 
 
 def test_ranks_with_the_same_expert_take_turns() -> None:
@@ -20,3 +20,17 @@ def test_ranks_with_the_same_expert_take_turns() -> None:
 
 def test_experts_without_weights_follow_those_of_the_rank() -> None:
     assert table(places(3, deal(3, 2), 1), 1, 2) == [(-1, 0, 1), (-1, 0, 1), (0, 0, 1), (1, 0, 1), (2, 0, 1)]
+
+
+def test_holders_are_those_that_take_turns() -> None:
+    slots = ((0, 1), (2, 1), (1, -1))
+    assert holder_table(3, slots, 1) == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [3, 0, 1, 1, 1, 2, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+    ]
+    for expert, (num, *holders) in enumerate(holder_table(3, slots, 0)):
+        for turn in range(num):
+            place = places(3, slots, holders[2 * turn])[expert]
+            assert (place.slot, place.turn, place.turns) == (holders[2 * turn + 1], turn, num)

@@ -130,6 +130,31 @@ def test_domains_share_what_follows_attention() -> None:
     assert [2 * width for width in widths] == [body.width for body in bodies(whole) if isinstance(body, Mlp)]
 
 
+def test_domains_that_exchange_tokens_divide_the_experts_alone() -> None:
+    moe = Moe(5, Router(matrix("router", 5, 16), 2), mlp("experts.{e}.", 16, 8, experts=5), mlp("shared.", 16, 12))
+    whole = of(Sublayer((Branch(moe),)), Sublayer((Branch(mlp("mlp.", 16, 32)),)))
+    for rank, own in enumerate(((0, 1, 2), (3, 4))):
+        part = cut(whole, rank, 2, deals_experts=True, has_domains=True, exchanges=True)
+        found, dense = bodies(part)
+        assert isinstance(found, Moe) and isinstance(dense, Mlp)
+        assert found.experts.down.only == own and found.shared == moe.shared and dense.width == 16
+        program = lower(part, ranks=2, has_domains=True)
+        ops = [type(op.args).__name__ for op in program.ops]
+        mixture = ops.index("Mixture")
+        assert ops[: mixture + 5] == ["Embed", "Product", "Mixture", "GatedProduct", "Product", "Add", "Add"]
+        assert ops[mixture + 5 :] == [
+            "Spread",
+            "AllReduce",
+            "GatedProduct",
+            "Product",
+            "AllReduce",
+            "Keep",
+            "Add",
+            "Normalize",
+        ]
+        assert not program.shared & {view.register for op in program.ops[: mixture + 5] for view in op.outs}
+
+
 def test_norms_over_the_heads_of_all_ranks_share_a_sum() -> None:
     norms = {"q_norm": rms("q_norm", 16, 1e-6), "k_norm": rms("k_norm", 8, 1e-6)}
     whole = of(Sublayer((Branch(replace(ATTENTION, rope=None, **norms)),)))

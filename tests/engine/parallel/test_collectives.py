@@ -16,7 +16,7 @@ from tensor_files import load_tensors, save_tensors
 from waiting import until
 
 from pagewire.config.machine import machine_facts
-from pagewire.engine.parallel.collectives import GlooGroup, NoMemoryElsewhere, OneShot, SharedMemoryGroup, join
+from pagewire.engine.parallel.collectives import GlooGroup, Group, NoMemoryElsewhere, OneShot, SharedMemoryGroup, join
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.parallel.shared_memory import SharedMemory, make_memory
 from pagewire.kernels.cpu import build, levels
@@ -25,6 +25,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Elements: one, no multiple of a vector, exactly a round of float32, two rounds and a rest.
 SIZES = [1, 17, 4096, 65536, 140001]
 NUM_GATHERED = 7 * 10001  # float64, so three rounds
+# Of all-to-alls: rows of 12 bytes for a rank itself, the next one, and the one after it. The last takes four rounds.
+NUM_ROWS = [[3, 1, 2], [0, 0, 5], [0, 0, 0], [70_000, 0, 1], [1, 80_000, 3]]
 
 
 def part(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:
@@ -32,6 +34,24 @@ def part(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + num)
     exponents = torch.randint(-12, 12, (num,), generator=generator)
     return torch.ldexp(torch.randn(num, generator=generator), exponents).to(dtype)
+
+
+def rows(sender: int, receiver: int, num: int) -> torch.Tensor:
+    """What a rank gives another one in an all-to-all, [num, 3]."""
+    return part(10 * sender + receiver, 3 * num, torch.float32).view(num, 3)
+
+
+def exchanged(group: Group, nums: list[int]) -> torch.Tensor:
+    """An all-to-all in which a rank gives all that are `i` ranks behind it nums[i] rows."""
+    counts = [nums[(receiver - group.rank) % group.size] for receiver in range(group.size)]
+    x = torch.cat([rows(group.rank, receiver, num) for receiver, num in enumerate(counts)])
+    before = group.sent_bytes
+    found, got = group.all_to_all(x, counts, sum(nums))
+    assert got == [nums[(group.rank - sender) % group.size] for sender in range(group.size)]
+    of_others = 12 * sum(nums[1 : group.size])
+    head = 8 * group.size * (group.size - 1)  # the numbers of bytes, which every other rank reads
+    assert group.sent_bytes - before in (of_others, of_others + head)
+    return found
 
 
 def special(rank: int) -> torch.Tensor:
@@ -64,6 +84,8 @@ def take_part(rank: int, size: int, fd: int, folder: Path) -> None:
             group.all_reduce(x)
             got.append(x)
         got.append(group.all_gather(part(rank, NUM_GATHERED, torch.float64).view(7, -1)))
+        for nums in NUM_ROWS:
+            got.append(exchanged(group, nums))
     many = torch.tensor([float(rank)])
     for _ in range(2000):  # so that ranks are often a round apart
         group.all_reduce(many)
@@ -86,6 +108,7 @@ def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
     (folder / f"met-{rank}").touch()
     while True:
         group.all_reduce(torch.ones(1000))
+        exchanged(group, NUM_ROWS[0])
 
 
 def sum_in_c_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -125,6 +148,9 @@ def give_up_steps(rank: int, size: int, fd: int, folder: Path) -> None:
                     group.agree()
                     continue
                 x = torch.full((length,), float(rank + step))
+                if number == 2:
+                    assert exchanged(group, NUM_ROWS[step % len(NUM_ROWS)]).isfinite().all()
+                    continue
                 if number % 2:
                     group.all_reduce(x)
                 elif not add(ctypes.addressof(group.sum_in_c), x.data_ptr(), length):
@@ -167,6 +193,12 @@ def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
     assert x.tolist() == [size] * 1000
 
 
+def exchange_over_gloo(group: GlooGroup) -> None:
+    for nums in NUM_ROWS:
+        parts = [rows(sender, group.rank, nums[(group.rank - sender) % 2]) for sender in range(2)]
+        assert torch.equal(exchanged(group, nums), torch.cat(parts))
+
+
 def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
     """Meets the others as a rank that cannot load the C kernels, and sums with gloo."""
     SharedMemory(fd, rank=rank, size=size, num_bytes=1 << 20).meet(is_able=False, timeout_s=60.0)
@@ -174,6 +206,7 @@ def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
     x = torch.full((5,), float(rank))
     group.all_reduce(x)
     assert x.tolist() == [1.0] * 5
+    exchange_over_gloo(group)
     torch.distributed.destroy_process_group()  # its threads would abort a process that ends before them
 
 
@@ -195,6 +228,7 @@ def arrive_able(rank: int, size: int, fd: int, folder: Path) -> None:
     x = torch.full((5,), float(rank))
     group.all_reduce(x)
     assert x.tolist() == [1.0] * 5
+    exchange_over_gloo(group)
     torch.distributed.destroy_process_group()  # its threads would abort a process that ends before them
 
 
@@ -243,10 +277,15 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
                     total = total + other.float()
                 expected.append(total.to(dtype))
         expected.append(torch.stack([part(r, NUM_GATHERED, torch.float64).view(7, -1) for r in range(size)]))
+        expected += [torch.zeros(0)] * len(NUM_ROWS)
     for rank in range(size):
         *got, many = load_tensors(tmp_path / f"rank-{rank}.safetensors")
+        parts_of = [[rows(sender, rank, nums[(rank - sender) % size]) for sender in range(size)] for nums in NUM_ROWS]
+        wanted_rows = [torch.cat(parts) for parts in parts_of] * 3
         assert len(got) == len(expected)
         for found, wanted in zip(got, expected, strict=True):
+            if not len(wanted):
+                wanted = wanted_rows.pop(0)
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
             assert torch.equal(bits(found), bits(wanted)), (found, wanted)
         total = float(sum(range(size)))
