@@ -48,12 +48,12 @@ def test_health_says_what_a_replacement_waits_for(tmp_path: Path) -> None:
         actor.start(lambda receiver, message: None)
         actor.handle([Reset(2, 2, ("worker",), "worker was lost.")])
         actor.handle([Ping({}, "waiting for a node for worker: Ray has no room")])
-        told = str(actor._complaint())
+        told = str(actor._complaint_of_model(0))
         assert told.startswith("worker was lost. ") and told.endswith(
             "It is waiting for a node for worker: Ray has no room."
         )
         actor.handle([Ping()])
-        assert str(actor._complaint()).endswith("requests wait until it is replaced.")
+        assert str(actor._complaint_of_model(0)).endswith("requests wait until it is replaced.")
         actor._socket.close()
 
     asyncio.run(scenario())
