@@ -82,6 +82,10 @@ class EagerMark:
         return self._transfer is None
 
     def wait(self) -> None:
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Ends a transfer."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -124,7 +128,8 @@ class EagerQueue:
         return EagerMark()
 
     def follow(self, mark: Mark) -> None:
-        mark.wait()
+        assert isinstance(mark, EagerMark)
+        mark.arrive()
 
 
 class Stream(Protocol):

@@ -699,7 +699,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 _TIMES_ONLY = ("DeviceSteps.warm_up: wait",)  # nothing is read after it
-_ON_CPUS = ("EagerMark.wait: wait", "EagerQueue.follow: wait")  # of gloo: `test_handover.py`
+_ON_CPUS = ("EagerMark.arrive: wait",)  # of gloo: `test_handover.py`
 _ALL = [wait for module in (queue_module, device_steps, handover, runner_module) for wait in waits_of(module)]
 WAITS = [wait for wait in _ALL if wait.id not in (*_TIMES_ONLY, *_ON_CPUS)]
 # What shows that a wait is needed: a case, and the policy.
