@@ -3,6 +3,7 @@
 They hold between any two calls of the scheduler.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from pagewire.engine.core.request import Request, State
@@ -213,6 +214,8 @@ def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None
     assert len(set(written)) == len(written), "two rows write one block"
     # A leaving or ended request whose row is closed on the worker reads no more.
     closed = [r for r in known.all_requests if r.state in (State.LEAVING, State.ENDED) and not r.is_open]
+    # A request that loads copies the beginning of its source later; what is written now is behind that beginning.
+    sources = Counter(block for r in known.all_requests if r.state is State.LOADING for _, block in r.sources)
     for block in [*written, *copied_to]:
-        num = pool._holders[block] - sum(block in r.held for r in closed)
+        num = pool._holders[block] - sum(block in r.held for r in closed) - (sources[block] if block in written else 0)
         assert num == 1, f"block {block} is written and has {num} holders"

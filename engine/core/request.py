@@ -267,6 +267,9 @@ class Request:
             self.ids += self.after
             self.num_computed += self.num_after
             self.num_planned = self.num_computed
+        if self.sources or self.slot_from not in (-1, self.slot):  # copies that were to be made with its first pass
+            self.num_computed -= self.num_computed % self.block_size
+            self.is_spoiled = True
 
     def loaded(self, num: int) -> None:
         """Its load is over. It goes on after its first `num` positions if it still wants to."""

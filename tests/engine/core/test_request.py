@@ -19,7 +19,7 @@ FIELDS = frozenset((*Request.__slots__, "blocks"))
 ROOMS = {  # the folders that handle requests, and the fields that each knows
     "engine/core": FIELDS,
     "engine/kv_connector": frozenset({"rid", "ids", "num_computed"}),
-    "procs": FIELDS,
+    "procs": FIELDS - {"state"},  # which a model has there, too
 }
 LISTS = FIELDS & {"blocks", "ids", "keys", "tables"}
 CHANGES = frozenset(
@@ -257,3 +257,24 @@ def test_a_long_prompt_begins_in_the_second_regime() -> None:
     assert long.as_row(BlockPool(num_pages=1)).regime == 1
     resumed = make(10, regime_limit=12, resume_ids=[20, 21, 22])
     assert resumed.regime == 1 and resumed.root == long.root
+
+
+@pytest.mark.parametrize(
+    ("sources", "slot_from", "num_kept", "is_spoiled"),
+    [
+        ([(0, 11)], 26, 4, True),  # the beginning of its second block was not copied
+        ([], 12, 4, True),  # nor was its state
+        ([], 26, 6, False),  # everything was loaded
+    ],
+)
+def test_what_was_to_be_copied_before_the_first_pass_is_not_kept_by_an_end_before_it(
+    sources: list[tuple[int, int]], slot_from: int, num_kept: int, is_spoiled: bool
+) -> None:
+    request = make()
+    request.admit(0, [Table([5, 6])], 2, num_found=0, num_loading=1, num_wanted=6, sources=sources)
+    request.give_state(26, slot_from, b"key", 0)
+    request.loaded(6)
+    assert request.num_computed == 6 and not request.is_spoiled
+    request.end()
+    request.settle_end()
+    assert request.num_computed == num_kept and request.is_spoiled == is_spoiled
