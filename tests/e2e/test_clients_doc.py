@@ -18,8 +18,8 @@ SNIPPETS = SNIPPET.findall((ROOT / "docs" / "clients.md").read_text())
 
 
 def test_every_section_has_a_snippet() -> None:
-    """Those of agents have settings instead, which `test_agents.py` uses."""
-    libraries = (ROOT / "docs" / "clients.md").read_text().partition("\n# Coding agents\n")[0]
+    """Chat interfaces and agents have settings instead; `test_agents.py` uses those of agents."""
+    libraries = (ROOT / "docs" / "clients.md").read_text().partition("\n# Chat interfaces\n")[0]
     assert len(SNIPPETS) == libraries.count("\n## ") > 5
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,6 +335,25 @@ def test_the_live_view_shows_the_metrics_of_the_engine(open_page: Open, server: 
     expect(page.locator("#step-p50")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
     expect(page.locator("#inter-p99")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
     expect(page.locator("#speed-chart path.line.output")).to_have_attribute("d", re.compile(r"^M[\d.,L-]+$"))
+
+
+@pytest.mark.parametrize("options", [{"color_scheme": "dark"}, {"viewport": {"width": 360, "height": 640}}], ids=str)
+def test_one_of_several_models_is_chosen_and_seen_to_be_loaded(
+    start: Callable[..., Server], open_page: Open, tmp_path: Path, options: dict[str, object]
+) -> None:
+    file = tmp_path / "models.toml"
+    entries = [("demo", "first"), ("demo-hybrid", "second")]
+    lines = '[[models]]\nmodel = "{}"\nserved_model_name = "{}"\nkv_cache_memory = "32M"\n'
+    file.write_text("".join(lines.format(*entry) for entry in entries))
+    page = open_page(start("--models", str(file)).wait_ready("/health").url, **options)
+    entry = page.locator("#model option")
+    expect(entry).to_have_text(["first · unloaded", "second · unloaded"])
+    page.locator("#model").select_option("second")
+    ask(page, "Count from 1 to 3")
+    expect(entry).to_have_text(["first · unloaded", "second · loaded"])
+    expect(page.locator("#model")).to_have_value("second")
+    expect(page).to_have_title("second · pagewire")
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("innerWidth"), "the page is too wide"
 
 
 def test_an_api_key_is_requested_and_kept_only_for_the_tab(start: Callable[..., Server], open_page: Open) -> None:

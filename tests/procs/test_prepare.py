@@ -11,7 +11,7 @@ from pagewire.procs.prepare import prepare
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (make_config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
+        (make_config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, redis, shared"),
         (make_config(kv_connector=("host,size=much",)), "is not a number or a size"),
         (make_config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "give key-file=FILE"),
         (make_config(tensor_parallel_size=64), "attention heads cannot be divided evenly"),

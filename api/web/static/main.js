@@ -72,9 +72,17 @@ let cards = []; // of the models
 async function loadModels() {
   const response = await request("v1/models");
   cards = (await response.json()).data;
-  const chosen = element("model").value;
-  element("model").replaceChildren(...cards.map(({ id }) => new Option(id, id, false, id === chosen)));
+  const select = element("model");
+  if (cards.length !== select.length || cards.some(({ id }, i) => id !== select.options[i].value)) {
+    const chosen = select.value;
+    select.replaceChildren(...cards.map(({ id }) => new Option(id, id, false, id === chosen)));
+  }
+  // One of several models has a state. The list may be open, so its entries stay.
+  cards.forEach(({ id, state }, i) => (select.options[i].text = state ? `${id} · ${state}` : id));
   showContext();
+}
+
+async function loadVersion() {
   const about = await request("version");
   element("version").textContent = (await about.json()).version;
 }
@@ -94,13 +102,14 @@ startEngine(element("engine"), (trouble) => {
   element("status").dataset.state = trouble ? "trouble" : "well";
   const text = trouble ?? "Ready";
   if (element("status-text").textContent !== text) element("status-text").textContent = text;
-  if (!trouble && (hadTrouble || !cards.length) && !isLoading) load(); // it may serve another model by now
+  const mayChange = hadTrouble || !cards.length || cards.some(({ state }) => state); // it may serve another model by now
+  if (!trouble && mayChange && !isLoading) load();
   hadTrouble = trouble !== null;
 });
 
 async function load() {
   isLoading = true;
-  await loadModels().catch(() => {}); // the status says what is wrong; the next look at the engine tries again
+  await Promise.all([loadModels(), loadVersion()]).catch(() => {}); // the status says what is wrong; the next look at the engine tries again
   isLoading = false;
 }
 
