@@ -2,7 +2,8 @@
 
 Native code cannot be interrupted, and its cost cannot be seen from a grammar's or a template's text. So such work runs
 in a process that does nothing else, with limits of CPU time and memory that the kernel enforces. Work that reaches a
-limit fails its own request, and its process is replaced. The first process is started with the first work.
+limit fails its own request, and its process is replaced. The first process is started with the first work, or before
+it by `Pool.prepare`.
 
 `Pool` is the parent's side; `answer` is the main program of a process.
 """
@@ -116,6 +117,16 @@ class Pool:
     @property
     def num_processes(self) -> int:
         return len(self._processes)
+
+    @property
+    def num_started(self) -> int:
+        """Processes that take work at once, or after the work that they have."""
+        return sum(process.is_started for process in self._processes)
+
+    def prepare(self) -> None:
+        """Starts the first process before there is work for it. `collect` sees that it has started."""
+        if not self._processes and not self.complaint:
+            self._processes.append(_Process(self._command, self._config))
 
     def begin(self, key: int, work: Work) -> None:
         """Queues work. `collect` returns its answer with this key."""

@@ -4,6 +4,9 @@ A chat template is a program: it, or a text, may keep a tokenizer busy for ever 
 templates of requests, very long texts, and prompts that may have killed a tokenizer before. Once a prompt outside of it
 has run out of time or memory, it gets all prompts. A prompt that never ends there fails its own request.
 
+Prompts that take milliseconds go there, too, so that short ones do not wait for them; but neither before a process has
+started, nor behind a prompt that may never end.
+
 The process runs a tokenizer actor of its own, whose messages are passed on. Its main program is
 `python -m pagewire.procs.prompt_child`; `killable.py` starts and kills it.
 """
@@ -34,7 +37,8 @@ from .killable import Lost, Pool, Work
 CPU_S = 2.0  # for a prompt
 CPU_S_PER_CHAR = 2e-6  # in addition; twice what slow machines need
 MEMORY_BYTES = 1 << 30  # for prompts, besides what the tokenizer has allocated at its start
-_LONG = 1 << 18  # characters; tokenizing more takes long enough to delay other requests
+_LONG = 1 << 18  # characters; a prompt of more is never tokenized outside
+_NOTICEABLE = 1 << 14  # characters; tokenizing more takes milliseconds, in which others would wait
 _LOOK_S = 0.001  # between polls of the processes
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -81,23 +85,31 @@ class PromptSandbox:
         self._post = post
         self._held: dict[int, Submit | Tokenize] = {}  # by rid
         self._cancelled: dict[int, list[int]] = {}  # rid of a held request → its cancelled sequences
+        self._risky: set[int] = set()  # rids of held requests that may take seconds
         self._is_watching = False
         self._is_wary = is_wary
         self._takes_all = False  # a prompt outside the sandbox has run out of time or memory
 
     def wants(self, question: Submit | Tokenize) -> bool:
         """Whether this request belongs into the sandbox."""
-        prompt = question.prompt
-        if isinstance(prompt, IdsPrompt):
+        if isinstance(question.prompt, IdsPrompt):
             return False
-        is_suspect = self._is_wary and isinstance(question, Submit) and question.attempt > 0
-        return self._takes_all or is_suspect or _has_own_template(question) or num_chars(prompt) > _LONG
+        return self._takes_all or self._is_risky(question) or (_is_noticeable(question) and self._is_free)
 
-    def begin(self, question: Submit | Tokenize) -> None:
-        """Queues a request. `poll` posts the messages that its process answers with."""
+    def take(self, question: Submit | Tokenize) -> bool:
+        """Queues a request that belongs into the sandbox; `poll` posts the messages that its process answers with.
+        False: the caller tokenizes it."""
+        if not self.wants(question):
+            if _is_noticeable(question):
+                self._pool.prepare()  # for the next one
+                self.poll()
+            return False
         self._held[question.rid] = question
+        if self._is_risky(question):
+            self._risky.add(question.rid)
         self._pool.begin(question.rid, Work(_encode(question), cpu_s(question.prompt) + 1))
         self.poll()
+        return True
 
     def hold_back(self, cancel: Cancel) -> Cancel:
         """The part of a cancel that can be sent on now. The rest must not overtake the `Enqueue` that it cancels, so
@@ -109,12 +121,14 @@ class PromptSandbox:
         for held in list(self._cancelled):
             if len(self._cancelled[held]) == _num(self._held[held]) and self._pool.forget(held):
                 del self._held[held], self._cancelled[held]  # no process has seen the request yet
+                self._risky.discard(held)
         return Cancel(tuple(now))
 
     def poll(self) -> None:
         """Posts finished work, and begins waiting work."""
         for rid, said in self._pool.collect():
             question = self._held.pop(rid)
+            self._risky.discard(rid)
             if isinstance(said, str):
                 self._fail(question, said)
             else:
@@ -122,7 +136,7 @@ class PromptSandbox:
                     self._post(receiver, message)
             if (cancelled := self._cancelled.pop(rid, None)) is not None:
                 self._post("core", Cancel(tuple(cancelled)))
-        if self._held and not self._is_watching:
+        if (self._held or self._pool.num_started < self._pool.num_processes) and not self._is_watching:
             asyncio.get_running_loop().call_later(_LOOK_S, self._look)
             self._is_watching = True
 
@@ -130,7 +144,17 @@ class PromptSandbox:
         """Ends the processes and drops all held requests."""
         self._pool.close()
         self._held.clear()
+        self._risky.clear()
         self._cancelled.clear()
+
+    def _is_risky(self, question: Submit | Tokenize) -> bool:
+        is_suspect = self._is_wary and isinstance(question, Submit) and question.attempt > 0
+        return is_suspect or _has_own_template(question) or num_chars(question.prompt) > _LONG
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether a prompt waits here for milliseconds at most: no process has to start, none may be stuck."""
+        return self._pool.num_started > 0 and not self._risky
 
     def _look(self) -> None:
         self._is_watching = False
@@ -157,6 +181,10 @@ class PromptSandbox:
         if not self._takes_all:
             log.warning("a prompt ran out of time or memory: from now on all are tokenized in the sandbox")
         self._takes_all = True
+
+
+def _is_noticeable(question: Submit | Tokenize) -> bool:
+    return num_chars(question.prompt) > _NOTICEABLE
 
 
 def _num(question: Submit | Tokenize) -> int:

@@ -1,7 +1,7 @@
 """The tokenizer process: turns prompts of every shape into token ids that fit the model, or refuses them.
 
 A prompt or a template that fails here fails its own request and never reaches the core. Prompts that could make all
-others wait are tokenized in a process that may be killed (`prompt_sandbox.py`).
+others wait are tokenized in other processes, which may be killed (`prompt_sandbox.py`).
 """
 
 import logging
@@ -93,8 +93,8 @@ class TokenizerActor:
     def handle(self, messages: list[ToTokenizer]) -> None:
         for message in messages:
             match message:
-                case Submit() | Tokenize() if self._prompt_sandbox is not None and self._prompt_sandbox.wants(message):
-                    self._prompt_sandbox.begin(message)
+                case Submit() | Tokenize() if self._prompt_sandbox is not None and self._prompt_sandbox.take(message):
+                    pass
                 case Submit():
                     self._submit(message)
                 case Cancel():

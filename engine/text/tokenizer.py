@@ -86,13 +86,15 @@ class Tokenizer:
         """The ids of `text` as the library encodes it: special tokens in it are parsed. `max_tokens`: the text is cut
         at its end to fit. Raises RequestError if not even the special tokens around it fit."""
         with self._truncating(max_tokens, add_special_tokens):
-            return self._expand(_safely(self._backend.encode, text, add_special_tokens=add_special_tokens).ids)
+            # Computes no offsets, which nothing here reads: half the time of `encode`. It also releases the GIL.
+            batch = _safely(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+            return self._expand(batch[0].ids)
 
     def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """(ids, the type id of each: usually 0 for the first text and 1 for the second). `max_tokens`: the longer text
         is cut at its end to fit. Raises RequestError as `encode` does."""
         with self._truncating(max_tokens, True, is_pair=True):
-            encoding = _safely(self._backend.encode, first, second)
+            encoding = _safely(self._backend.encode, first, second)  # the fast one gives other type ids
         ids, type_ids = encoding.ids, encoding.type_ids
         return self._expand(ids), [
             kind for id, kind in zip(ids, type_ids, strict=True) for _ in self._plain_ids_of.get(id, (id,))

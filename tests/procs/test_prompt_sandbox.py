@@ -18,12 +18,13 @@ from pagewire.procs.tokenizer import TokenizerActor
 
 TEXT = m.TextPrompt("hello")
 TEMPLATE = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ messages[0].content }}")
+NOTICEABLE = m.TextPrompt("x" * ((1 << 14) + 1))
 STUCK = replace(TEMPLATE, template="{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=1 << 16, vocab_size=320,
                        eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
     return resolve(Config(), facts, MachineFacts(num_cores=1))
 
@@ -57,6 +58,46 @@ def play(config: EngineConfig, scenario: Callable[[TokenizerActor, list[m.Messag
             await actor.stop(0)
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_takes_milliseconds_goes_to_a_process_that_is_ready(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, posted: list[m.Message]) -> None:
+        sandbox = actor._prompt_sandbox
+        assert sandbox is not None and not sandbox.wants(submit(1, NOTICEABLE))
+        actor.handle([submit(1, NOTICEABLE), submit(2, TEXT)])
+        assert rids(posted) == [1, 2], "no request waits for the start of a process"
+        await until_async(lambda: sandbox.wants(submit(3, NOTICEABLE)), "a process has started", 60)
+        actor.handle([submit(3, NOTICEABLE, n=2), m.Cancel((4,)), submit(5, TEXT)])
+        assert rids(posted) == [1, 2, 5], "a short prompt does not wait for a long one"
+        await until_async(lambda: len(posted) == 5, "the long prompt is encoded", 60)
+        first, long, cancel = posted[0], *posted[3:]
+        assert isinstance(first, m.Enqueue) and isinstance(long, m.Enqueue) and cancel == m.Cancel((4,))
+        assert long.prompt_ids == first.prompt_ids and (long.rid, long.n) == (3, 2)
+
+    play(config, scenario)
+
+
+def test_a_prompt_that_takes_milliseconds_does_not_wait_behind_one_that_may_never_end(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, posted: list[m.Message]) -> None:
+        sandbox = actor._prompt_sandbox
+        assert sandbox is not None
+        actor.handle([submit(1, TEMPLATE)])
+        await until_async(lambda: rids(posted) == [1], "a process has started", 60)
+        actor.handle([submit(2, STUCK), submit(3, TEXT), submit(5, NOTICEABLE)])
+        assert rids(posted) == [1, 3, 5]
+        actor.handle([m.Cancel((2,))])  # a process has it, so it runs on
+        assert not sandbox.wants(submit(6, NOTICEABLE))
+        await until_async(lambda: 2 in rids(posted), "the stuck prompt has failed", 60)
+        actor.handle([submit(7, TEMPLATE)])
+        await until_async(lambda: rids(posted)[-1] == 7, "a process has started again", 60)
+        assert sandbox.wants(submit(8, NOTICEABLE))
+
+    play(config, scenario)
+
+
+def rids(posted: list[m.Message]) -> list[int]:
+    """Of the requests that were answered, in order."""
+    return [message.rid for message in posted if isinstance(message, m.Enqueue | m.Failed)]
 
 
 def test_the_sandbox_answers_as_the_tokenizer_process_does(config: EngineConfig) -> None:

@@ -26,6 +26,33 @@ def test_encodes_like_the_library(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_encodes_random_text_like_the_library(kind: str) -> None:
+    """`Tokenizer` calls the library's encoding without offsets. Both must give the same ids, cut or whole."""
+    library, tokenizer, rng = tokenizers.Tokenizer.from_str(trained(kind)), make(kind), random.Random(5)
+    for _ in range(300):
+        text, is_special, max_tokens = _random_text(rng), rng.random() < 0.5, rng.randrange(1, 9)
+        assert tokenizer.encode(text, is_special) == library.encode(text, add_special_tokens=is_special).ids, text
+        library.enable_truncation(max_tokens)
+        cut = library.encode(text, add_special_tokens=is_special).ids
+        library.no_truncation()
+        assert tokenizer.encode(text, is_special, max_tokens=max_tokens) == cut, (text, max_tokens)
+        expected = library.encode(text, TEXTS[0])
+        assert tokenizer.encode_pair(text, TEXTS[0]) == (expected.ids, expected.type_ids), text
+
+
+def _random_text(rng: random.Random) -> str:
+    """Characters of all planes, whitespace, repeated letters and special tokens."""
+    parts = (
+        lambda: chr(rng.choice([rng.randrange(0x20, 0x250), rng.randrange(0xE000), rng.randrange(0x10000, 0x110000)])),
+        lambda: rng.choice(" \n\t\u3000\u0301\u200d") * rng.randrange(1, 4),
+        lambda: rng.choice("aeXy1'") * rng.randrange(1, 4),
+        lambda: rng.choice([*TEXTS, *SPECIALS]),
+    )
+    text = "".join(rng.choice(parts)() for _ in range(rng.randrange(12)))
+    return text.encode("utf-8", "ignore").decode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_decodes_text_like_the_library(kind: str) -> None:
     library = tokenizers.Tokenizer.from_str(trained(kind))
     tokenizer = make(kind)
