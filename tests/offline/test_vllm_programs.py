@@ -1,7 +1,7 @@
 """Programs in the shape of vLLM's offline examples, which run with `from pagewire import …` for `from vllm import …`.
 
-Where vLLM is installed, `VLLM_MODEL=NAME pytest -W ignore -k 'shape or sleep' tests/offline/test_vllm_programs.py` runs them
-with vLLM instead.
+Where vLLM is installed, `VLLM_MODEL=NAME pytest -W ignore -k 'shape or sleep' tests/offline/test_vllm_programs.py`
+runs them with vLLM instead.
 """
 
 import importlib
