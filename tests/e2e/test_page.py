@@ -46,9 +46,9 @@ def open_page(browser: Browser, server: Server) -> Iterator[Open]:
     contexts, complaints = [], []
     allowed: list[str] = []
 
-    def open_one(url: str = server.url, path: str = "/", *, may_complain_of: str = "", **options: object) -> Page:
+    def open_one(url: str = server.url, path: str = "/", *, may_complain_of: str = "", **options: Any) -> Page:
         allowed.extend([may_complain_of] if may_complain_of else [])
-        context = browser.new_context(**({"viewport": {"width": 1400, "height": 860}} | options))
+        context = browser.new_context(**{"viewport": {"width": 1400, "height": 860}, **options})
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(20_000)
@@ -254,7 +254,8 @@ def test_the_error_message_of_the_server_is_shown(open_page: Open) -> None:
     page.locator("#extra").fill("{}")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Hello again")
-    assert [message["role"] for message in sent.value.post_data_json["messages"]] == ["user", "user"]
+    body = sent.value.post_data_json
+    assert body is not None and [message["role"] for message in body["messages"]] == ["user", "user"]
 
 
 def test_html_of_a_model_is_escaped(open_page: Open) -> None:
