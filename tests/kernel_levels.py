@@ -3,11 +3,16 @@ a folder whose tests use it imports both fixtures from here.
 
 Levels of this CPU are called as a worker calls them; tiles are emulated in C; levels of another architecture run under
 qemu (tests/remote_kernels.py).
+
+`make test` has the best level and emulated tiles. `make test-long` adds two of the lower ones and one of the other
+architecture; which ones, follows from the sources. With ALL_LEVELS=1 it adds all.
 """
 
+import os
 import platform
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,16 +29,27 @@ _OTHER = "aarch64" if platform.machine() == "x86_64" else "x86_64"
 _FOREIGN = {level.name: level for level in levels.levels_of(_OTHER) if not level.has_tiles and "512" not in level.name}
 
 
+def _some(names: Sequence[str], num: int) -> list[str]:
+    """`num` of these, which change with the kernels' sources; all with ALL_LEVELS."""
+    if os.environ.get("ALL_LEVELS") or len(names) <= num:
+        return list(names)
+    first = zlib.crc32(b"".join(text for _, text in build._sources()))
+    return [names[(first + i) % len(names)] for i in range(num)]
+
+
 def _params() -> list[object]:
-    """The best level and emulated tiles in `make test`; the others in `make test-long`."""
     if build.compiler() is None:
         return [pytest.param("", marks=pytest.mark.skip(reason="no C compiler"))]
     best, *others = (level.name for level in levels.levels_here())
-    params: list[object] = [best, levels.EMULATED, *(pytest.param(name, marks=pytest.mark.long) for name in others)]
-    for level in _FOREIGN.values():
-        reason = remote_kernels.missing(level)
+    params: list[object] = [
+        best,
+        levels.EMULATED,
+        *(pytest.param(name, marks=pytest.mark.long) for name in _some(others, 2)),
+    ]
+    for name in _some(list(_FOREIGN), 1):
+        reason = remote_kernels.missing(_FOREIGN[name])
         marks = [pytest.mark.long, pytest.mark.skipif(reason is not None, reason=reason or "")]
-        params.append(pytest.param(level.name, marks=marks))
+        params.append(pytest.param(name, marks=marks))
     return params
 
 

@@ -17,7 +17,7 @@ from pagewire.kernels.triton.limits import COMPILED, MAX_SHARED, Made, read_tabl
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = 40  # each takes at most half a minute of a core
-TRIED = 4  # of them
+TRIED = 2  # of them
 
 
 def grid(*arguments: str) -> subprocess.CompletedProcess[str]:
