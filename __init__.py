@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .api.output.beam_search import BeamSearchParams as BeamSearchParams
     from .client.engine_client import EngineClient as EngineClient
+    from .engine.plugin.base import RunnerPlugin as RunnerPlugin
     from .offline.async_llm import AsyncLLM as AsyncLLM
     from .offline.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
     from .offline.engine_args import AsyncEngineArgs as AsyncEngineArgs
@@ -38,6 +39,7 @@ _HOMES = {
     "PoolingParams": "offline.pooled",
     "RequestOutput": "offline.outputs",
     "RequestOutputKind": "offline.sampling_params",
+    "RunnerPlugin": "engine.plugin.base",
     "SamplingParams": "offline.sampling_params",
     "StructuredOutputsParams": "offline.sampling_params",
     "TextPrompt": "offline.prompts",
@@ -57,6 +59,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
+    "RunnerPlugin",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",

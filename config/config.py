@@ -267,6 +267,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     extension: Annotated[
         str | None, _doc("engine", "module:Class,option=value: adds data to each plan, with attention that reads it")
     ] = None
+    runner_plugin: Annotated[
+        str | None,
+        _doc(
+            "engine",
+            "module:Class,option=value: code that is called around steps, after layers and on logits; a subclass of "
+            "pagewire.RunnerPlugin",
+        ),
+    ] = None
     record_trace: Annotated[
         str | None, _doc("engine", "write every arrival, plan and result to this file, for `pagewire replay`")
     ] = None
@@ -725,6 +733,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             self.kv_cache_dtype,
             self.block_size,
             self.extension,
+            self.runner_plugin,
             self.attention_backend,
             self.deterministic,
         )

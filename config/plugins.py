@@ -2,10 +2,13 @@
 
 import importlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from ..errors import ConfigError
 
 Options = dict[str, str]
+
+_FORM = "write module:Class, with options as module:Class,option=value."
 
 
 def split_spec(flag: str, spec: str) -> tuple[str, Options]:
@@ -20,11 +23,25 @@ def split_spec(flag: str, spec: str) -> tuple[str, Options]:
     return name, options
 
 
+def check_module(flag: str, spec: str) -> None:
+    """Checks `module:Class,option=value,…` without importing the module, which may need torch. Raises ConfigError."""
+    name, _ = split_spec(flag, spec)
+    module, colon, class_name = name.partition(":")
+    if not module or not colon or not class_name:
+        raise ConfigError(f"{flag} {name}: {_FORM}")
+    try:
+        is_there = find_spec(module) is not None
+    except Exception:  # of a package that holds it
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"{flag} {name}: there is no module {module}; is its folder in PYTHONPATH?")
+
+
 def find_class(flag: str, target: str, methods: Sequence[str]) -> object:
     """Imports `module:Class`. Raises ConfigError if that fails or one of `methods` is missing."""
     module_name, colon, class_name = target.partition(":")
     if not module_name or not colon or not class_name:
-        raise ConfigError(f"{flag} {target}: write module:Class, with options as module:Class,option=value.")
+        raise ConfigError(f"{flag} {target}: {_FORM}")
     try:
         found: object = getattr(importlib.import_module(module_name), class_name.strip(), None)
     except Exception as error:  # a module may raise anything

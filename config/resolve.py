@@ -46,6 +46,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     _check_kv_events(config.source.served_model_name or (model.name,), options)
     if options.speculative is not None and options.extension is not None:
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
+    if options.runner_plugin is not None:
+        _check_plugin(options)
     _check_experts(options, machine)
     _check_domains(config, model, machine)
     _check_scripted(options)
@@ -213,6 +215,21 @@ def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) ->
         )
 
 
+def _check_plugin(options: EngineOptions) -> None:
+    """Refuses what a runner plugin cannot have yet."""
+    for flag, is_asked, why in (
+        (_STAGES, options.pipeline_parallel_size > 1, "no rank has all layers and the logits"),
+        ("--kv-domains", options.kv_domains > 1, "ranks have tokens of their own"),
+        (
+            "--speculative with several ranks",
+            options.speculative is not None and options.tensor_parallel_size > 1,
+            "ranks propose draft tokens by themselves, and an error on one of them would divide them",
+        ),
+    ):
+        if is_asked:
+            raise ConfigError(f"--runner-plugin is not there with {flag}: {why}; leave one of them out.")
+
+
 def _check_kv_events(names: Sequence[str], options: EngineOptions) -> None:
     if options.kv_events is None:
         for flag, is_asked in (
@@ -248,6 +265,7 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
         ("--kv-peers", bool(options.kv_peers)),
         ("--kv-events", options.kv_events is not None),
         ("--extension", options.extension is not None),
+        ("--runner-plugin", options.runner_plugin is not None),
         ("--speculative", options.speculative is not None),
         ("--deterministic", options.deterministic),
         ("--attention-backend", options.attention_backend != "auto"),
@@ -270,6 +288,7 @@ def _check_scripted(options: EngineOptions) -> None:
         (_STAGES, options.pipeline_parallel_size > 1),
         ("--kv-connector", bool(options.kv_connector)),
         ("--extension", options.extension is not None),
+        ("--runner-plugin", options.runner_plugin is not None),
         ("--speculative", options.speculative is not None),
     ):
         if is_asked and options.scripted is not None:

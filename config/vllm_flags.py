@@ -240,7 +240,11 @@ _ROWS = (
     (Refused("prompts are texts or token ids."), "--enable-prompt-embeds"),
     (NotNeeded("--record-trace records every plan, and `pagewire replay` runs it again."), "--enable-trace-replay"),
     (NotNeeded("texts are turned into tokens by a process of its own."), "--renderer-num-workers="),
-    (_CODE, "--logits-processors=+ --io-processor-plugin= --worker-cls= --worker-extension-cls= --middleware=+"),
+    (_CODE, "--io-processor-plugin= --middleware=+"),
+    (
+        _CODE._replace(because="--runner-plugin module:Class calls a subclass of pagewire.RunnerPlugin."),
+        "--logits-processors=+ --worker-cls= --worker-extension-cls=",
+    ),
     (
         _CODE._replace(because="a parser of another module is named by --reasoning-parser module:FAMILY."),
         "--reasoning-parser-plugin=",

@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -138,6 +138,7 @@ MAX_BIASES = 1024  # of a request; the size of a row's table on a GPU
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS = 1024
+MAX_EXTRA_BYTES = 1 << 14  # of a request's arguments for the runner plugin
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -157,6 +158,8 @@ class Sampling(Struct, frozen=True, array_like=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # n: those of the sampled token and of the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
     allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()  # (): all tokens
+    # a JSON object for the runner plugin; empty: none
+    extra_args: Annotated[bytes, Meta(max_length=MAX_EXTRA_BYTES)] = b""
 
     def __post_init__(self) -> None:
         numbers = (
@@ -325,6 +328,7 @@ class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
     num_pages: int = 0
     groups: tuple[GroupShape, ...] = ()
     failed_kernels: tuple[str, ...] = ()  # that slower ones replace
+    keys_by_args: bool = False  # only requests with equal `Sampling.extra_args` may share KV
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
@@ -358,6 +362,7 @@ class RowOpen(Struct, frozen=True, array_like=True):
     state: bytes = b""  # int32, the pages in which its passes keep the row's recurrent state
     state_from: bytes = b""  # int32, the pages that hold it after `num_computed` positions; empty: it is zero
     regime: int = 0  # 1: all its positions are computed as those of sequences beyond the model's `regime_limit`
+    rid: int = 0  # of the sequence, for the runner plugin
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -424,6 +429,13 @@ class RowLogprobs(Struct, frozen=True, array_like=True):
     values: bytes  # float32 [positions × width], natural log, never NaN
 
 
+class RowFailure(Struct, frozen=True, array_like=True):
+    """Why the runner plugin failed a row's request."""
+
+    kind: ErrorKind
+    detail: str  # one sentence for the client
+
+
 class StepResult(Struct, frozen=True, array_like=True, tag=True):
     """worker → core: the results of a plan's pass, in the plan's order.
 
@@ -444,6 +456,9 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
     stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
     domain: int = 0  # whose plan it was
+    failed: dict[int, RowFailure] = {}  # index into the plan's rows → why its request fails; the others count
+    num_failed_calls: int = 0  # of the runner plugin, since the last result
+    num_slow_calls: int = 0
 
 
 class Hidden(Struct, frozen=True, array_like=True, tag=True):
@@ -781,6 +796,8 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     rank_sent_bytes: tuple[
         int, ...
     ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
+    num_failed_calls: int = 0  # of the runner plugin
+    num_slow_calls: int = 0
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

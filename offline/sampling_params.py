@@ -72,7 +72,7 @@ class SamplingParams:
     skip_clone: bool = False
     routed_experts_prompt_start: int = 0
     watermarking: bool | None = None  # nothing is marked
-    extra_args: Mapping[str, object] | None = None  # for plugins, of which there are none
+    extra_args: Mapping[str, object] | None = None  # for the runner plugin; ignored without one
     # vLLM's, refused if they are set:
     logits_processors: Sequence[object] | None = None
     logprob_token_ids: Sequence[int] | None = None
@@ -93,8 +93,8 @@ class SamplingParams:
 
 
 _REFUSED = {
-    "logits_processors": "no functions of the caller run in the worker; logit_bias, allowed_token_ids, bad_words and "
-    "structured_outputs change what is sampled",
+    "logits_processors": "no functions of the caller run in the worker; runner_plugin=… names a plugin that does, "
+    "and logit_bias, allowed_token_ids, bad_words and structured_outputs change what is sampled",
     "logprob_token_ids": "log-probabilities are those of the most likely tokens: use logprobs",
     "prompt_logprob_token_ids": "log-probabilities are those of the most likely tokens: use prompt_logprobs",
     "prompt_logprob_start": "prompt_logprobs are those of the whole prompt",
@@ -148,6 +148,7 @@ def submit(
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             allowed_token_ids=tuple(params.allowed_token_ids or ()),
+            extra_args=_extra_args(params.extra_args),
         ),
         Limits(params.max_tokens, tuple(params.stop_token_ids or ()), params.ignore_eos, min_tokens=params.min_tokens),
         TextSpec(
@@ -168,6 +169,14 @@ def submit(
         return checked(wire)
     except ValueError as error:
         raise ValueError(f"SamplingParams: {error}") from error
+
+
+def _extra_args(args: Mapping[str, object] | None) -> bytes:
+    """As JSON; equal arguments have equal bytes."""
+    try:
+        return msgspec.json.encode(args, order="sorted") if args else b""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"SamplingParams: extra_args must be JSON: {error}") from error
 
 
 def _constraint(params: SamplingParams, reasoning: tuple[str, ...]) -> Constraint | None:

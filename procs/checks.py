@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Collection
 
+import msgspec
+
 from ..config.config import Purpose, Task
 from ..errors import RequestError
 from ..ipc.messages import MAX_BIASES, Constraint, Limits, Pooling, Sampling, bytes_to_ids
@@ -28,10 +30,15 @@ def check_ids(vocab_size: int, field: str, ids: "Collection[int] | array[int]") 
 
 
 def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits, constraint: Constraint | None = None) -> None:
-    """Raises RequestError if a parameter has ids outside the vocabulary."""
+    """Raises RequestError if a parameter has ids outside the vocabulary, or is not what it must be."""
     check_ids(vocab_size, "stop_token_ids", limits.stop_token_ids)
     check_ids(vocab_size, "logit_bias", tuple(sampling.logit_bias or ()))
     check_ids(vocab_size, "allowed_token_ids", sampling.allowed_token_ids)
+    if sampling.extra_args:
+        try:
+            msgspec.json.decode(sampling.extra_args, type=dict[str, object])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise RequestError("invalid_request", "extra_args must be a JSON object.") from None
     for word in constraint.bad_words if constraint is not None else ():
         if len(word) % 4 or not word:
             raise RequestError("invalid_request", "bad_words must hold sequences of token ids.")

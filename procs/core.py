@@ -319,9 +319,10 @@ class CoreActor:
         if config.extension is not None:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
-        make = partial(trace.make_scheduler, config, num_pages, connector, extension, groups)
+        by_args = offer.keys_by_args
+        make = partial(trace.make_scheduler, config, num_pages, connector, extension, groups, keys_by_args=by_args)
         self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
-        self._record(trace.Opened(config, num_pages, groups))
+        self._record(trace.Opened(config, num_pages, groups, by_args))
         early, self._early = self._early, []
         self.handle(list(early))
         if self._clients is not None:
@@ -504,6 +505,8 @@ class CoreActor:
             num_out_of_memory=counters.num_out_of_memory,
             num_mended=counters.num_mended,
             num_taken_back=counters.num_taken_back,
+            num_failed_calls=counters.num_failed_calls,
+            num_slow_calls=counters.num_slow_calls,
             prompt_ms=prompt_ms,
             load_ms=load_ms,
             is_asleep=scheduler.is_paused,

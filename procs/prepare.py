@@ -10,6 +10,7 @@ from ..config.access import check_key_classes, read_key_file
 from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
 from ..config.latency_classes import with_default
 from ..config.machine import machine_facts
+from ..config.plugins import check_module
 from ..config.resolve import resolve, resolve_http
 from ..engine.checkpoint.gguf import is_gguf
 from ..engine.checkpoint.source import base_of, locate
@@ -60,6 +61,8 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     num_draft_tokens(options.speculative)
     if options.extension is not None:
         load_extension(options.extension)
+    if options.runner_plugin is not None:
+        check_module("--runner-plugin", options.runner_plugin)
     reads_weights = options.load_format != "dummy" and options.scripted is None
     folder, name = locate(source.model, source.revision, weights=reads_weights)
     adapter = None

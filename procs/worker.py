@@ -108,8 +108,9 @@ class Worker:
         runner = self._started()
         num_pages, page_bytes = runner.offer(), runner.block_bytes
         offer = CacheOffer(
-            self._rank_info.rank, num_pages, page_bytes, page_bytes, num_pages, runner.groups, runner.failed_kernels
-        )
+            self._rank_info.rank, num_pages, page_bytes, page_bytes, num_pages, runner.groups, runner.failed_kernels,
+            runner.keys_by_args,
+        )  # fmt: skip
         self._post("core", offer)
 
     def reset(self) -> None:

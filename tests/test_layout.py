@@ -37,13 +37,15 @@ ROOMS: dict[str, str] = {
     "engine": "config engine.core engine.attention",
     "engine.kv_connector": "errors config ipc engine.core engine.attention",
     "engine.parallel": "errors ipc kernels.cpu",
+    "engine.plugin": "errors config ipc engine.models engine.parallel",
     "engine.weights": "errors config engine.models engine.checkpoint kernels",
     "engine.device": "errors config engine.parallel kernels.triton",
     "engine.executors": (
         "errors engine.models engine.checkpoint engine.attention engine.parallel engine.weights kernels kernels.cpu"
     ),
     "engine.steps": (
-        "config ipc engine.models engine.attention engine.parallel engine.weights engine.executors kernels"
+        "config ipc engine.models engine.attention engine.parallel engine.plugin engine.weights engine.executors "
+        "kernels"
     ),
     "engine.gpu": (
         "errors config ipc engine.models engine.attention engine.parallel engine.device engine.executors engine.steps "
@@ -51,8 +53,8 @@ ROOMS: dict[str, str] = {
     ),
     "engine.runner": (
         "errors version config ipc engine engine.checkpoint engine.text engine.attention engine.kv_connector "
-        "engine.parallel engine.weights engine.device engine.models engine.models.families engine.executors "
-        "engine.steps engine.gpu kernels kernels.cpu"
+        "engine.parallel engine.plugin engine.weights engine.device engine.models engine.models.families "
+        "engine.executors engine.steps engine.gpu kernels kernels.cpu"
     ),
     "api.http": "errors config ipc",
     "api.engines": "",

@@ -157,6 +157,10 @@ class Metrics:
         page.counter("kv_cache_repairs", text, core.num_mended)
         text = "Preemptions of constrained sequences whose masks took so long that the step went on without them."
         page.counter("mask_preemptions", text, core.num_taken_back)
+        text = "Calls of the runner plugin that raised an error of its own; requests failed."
+        page.counter("runner_plugin_failed_calls", text, core.num_failed_calls)
+        text = "Calls of the runner plugin that took more than a second, while all requests waited."
+        page.counter("runner_plugin_slow_calls", text, core.num_slow_calls)
         page.counter("spec_decode_num_drafts", "How often draft tokens were made for a sequence.", core.num_drafts)
         page.counter("spec_decode_num_draft_tokens", "Draft tokens.", core.num_draft_tokens)
         page.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", core.num_accepted_tokens)

@@ -27,7 +27,7 @@ from .generate_types import (
 )
 from .kv_transfer import Transfer, read_transfer, transferred, with_transfer
 from .translate import completion_submits, decode_body, request_decoder
-from .types import CompletionRequest
+from .types import ChatRequest, CompletionRequest
 
 _encode = msgspec.json.Encoder().encode
 _REFUSED = ("features", "content_parts", "ec_transfer_params")
@@ -87,8 +87,10 @@ def generate_submits(request: GenerateRequest, config: EngineConfig, salt: bytes
             raise unsupported(name)
     if params.logits_processors:
         raise unsupported(f"{_PARAMS}.logits_processors")
-    for name, value in (params.extra_args or {}).items():
-        if name != _TRANSFER and value is not None:
+    extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _TRANSFER}
+    for name, value in extra_args.items():
+        # A renderer puts what these parameters cannot say under the name of the request's field.
+        if value is not None and (config.runner_plugin is None or name in ChatRequest.__struct_fields__):
             raise unsupported(f"{_PARAMS}.extra_args.{name[:100]}")
     shows_text = request.output_mode == "text"
     if shows_text and params.detokenize is False:
@@ -105,13 +107,15 @@ def generate_submits(request: GenerateRequest, config: EngineConfig, salt: bytes
         cache_salt=request.cache_salt,
         priority=request.priority,
         return_token_ids=request.return_token_ids,
+        vllm_xargs={name: value for name, value in extra_args.items() if value is not None} or None,
     )
     try:
         (submit,) = completion_submits(completion, config, salt)
     except HttpError as error:
         if error.param in given:
             raise HttpError(error.status, str(error), code=error.code, param=f"{_PARAMS}.{error.param}") from None
-        raise HttpError(error.status, str(error), code=error.code, param=error.param) from None
+        param = f"{_PARAMS}.extra_args" if error.param == "vllm_xargs" else error.param
+        raise HttpError(error.status, str(error), code=error.code, param=param) from None
     if params.max_tokens is None:
         submit = replace(submit, limits=replace(submit.limits, max_tokens=None))
     return [submit]

@@ -57,7 +57,7 @@ class GenerateSampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    extra_args: dict[str, object] | None = None  # `kv_transfer_params`; other names are refused
+    extra_args: dict[str, object] | None = None  # `kv_transfer_params`, and arguments for the runner plugin
 
     # Refused.
     logits_processors: object = None

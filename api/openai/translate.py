@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ...config.config import EngineConfig, Infill, SamplingDefaults
 from ...ipc.messages import (
+    MAX_EXTRA_BYTES,
     ChatPrompt,
     Constraint,
     IdsPrompt,
@@ -47,7 +48,7 @@ _THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSe
 _REFUSED = (
     "logits_processors", "prompt_embeds", "guided_decoding_backend", "audio",
     "web_search_options", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
-    "logprob_token_ids", "repetition_detection", "return_prompt_text", "return_token_offsets", "vllm_xargs",
+    "logprob_token_ids", "repetition_detection", "return_prompt_text", "return_token_offsets",
     "watermarking",
 )  # fmt: skip
 
@@ -87,7 +88,7 @@ def _with_key(error: HttpError, text: str) -> HttpError:
 
 def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The submits of a chat request: one, or one for each choice that is resumed. Raises HttpError."""
-    _check_common(request, config.model.vocab_size)
+    _check_common(request, config)
     messages = decode_part(lambda: _messages_decoder.decode(request.messages), "messages")
     if not messages:
         raise HttpError(400, "messages must not be empty.", param="messages")
@@ -230,7 +231,7 @@ def completion_submits(
     `default_tokens`: the longest output without `max_tokens`, None: as many as fit. Raises HttpError."""
     if request.suffix:
         request = _infilled(request, config.model.infill)
-    _check_common(request, config.model.vocab_size)
+    _check_common(request, config)
     best_of = num_candidates(request)
     if best_of < (request.n or 1):
         raise HttpError(400, "best_of must not be less than n.", param="best_of")
@@ -355,6 +356,7 @@ def _submits(
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        extra_args=_extra_args(request.vllm_xargs),
     )
     limits = Limits(
         max_tokens=max_tokens,
@@ -400,10 +402,21 @@ def _submits(
     ]
 
 
-def _check_common(request: GenerationRequest, vocab_size: int) -> None:
+def _extra_args(args: dict[str, object] | None) -> bytes:
+    """The arguments for the runner plugin; equal ones have equal bytes."""
+    found = msgspec.json.encode(args, order="sorted") if args else b""
+    if len(found) > MAX_EXTRA_BYTES:
+        detail = f"vllm_xargs has {len(found)} bytes of JSON; at most {MAX_EXTRA_BYTES} are taken."
+        raise HttpError(400, detail, param="vllm_xargs")
+    return found
+
+
+def _check_common(request: GenerationRequest, config: EngineConfig) -> None:
     for name in _REFUSED:
         if getattr(request, name, None):
             raise unsupported(name)
+    if request.vllm_xargs and config.runner_plugin is None:
+        raise unsupported("vllm_xargs", "vllm_xargs is for a runner plugin, and this server has none.")
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options is only allowed when stream is true.", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -416,7 +429,7 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
         if getattr(request, name) not in (None, default) and not request.use_beam_search:
             raise HttpError(400, f"{name} is only allowed when use_beam_search is true.", param=name)
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        _check_ids(name, getattr(request, name), vocab_size)
+        _check_ids(name, getattr(request, name), config.model.vocab_size)
 
 
 def _check_ids(name: str, ids: Collection[int] | None, vocab_size: int) -> None:

@@ -155,6 +155,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
 
     kv_transfer_params: dict[str, object] | None = None  # of a proxy in front of prefill and decode engines
     cache_hit_threshold: Probability | None = None  # of the prompt in caches; else it ends with `cache_threshold`
+    vllm_xargs: dict[str, object] | None = None  # arguments for the runner plugin
 
     # Ignored: they do not change the answer.
     metadata: object = None
@@ -182,7 +183,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     repetition_detection: object = None
     return_prompt_text: object = None
     return_token_offsets: object = None
-    vllm_xargs: object = None
     watermarking: object = None
 
 

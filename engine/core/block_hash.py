@@ -20,6 +20,12 @@ def regime_key(root: bytes, regime: int) -> bytes:
     return sha256(root + regime.to_bytes(1, "little")).digest() if regime else root
 
 
+def args_key(root: bytes, args: bytes) -> bytes:
+    """The parent key of the first block of requests with these arguments for a runner plugin, which may compute other
+    KV for others."""
+    return sha256(root + b"arguments" + args).digest() if args else root
+
+
 def block_key(parent: bytes, ids: bytes) -> bytes:
     """The key of the block that follows `parent` and holds `ids`: int32 bytes of a block or of its beginning."""
     return sha256(parent + ids).digest()

@@ -669,6 +669,7 @@ class Request:
             state=pool.pages_of([self.slot]) if self.slot >= 0 else b"",
             state_from=pool.pages_of([self.slot_from]) if self.slot_from >= 0 else b"",
             regime=self.regime,
+            rid=self.rid,
         )
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:

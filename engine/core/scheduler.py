@@ -25,6 +25,7 @@ from ...ipc.messages import (
     GroupSnapshot,
     LateMasks,
     Masks,
+    RowFailure,
     RowLogprobs,
     StepPlan,
     StepResult,
@@ -34,7 +35,7 @@ from ...ipc.messages import (
 )
 from . import decode_rows
 from .admission import Admission, Queued
-from .block_hash import root_key
+from .block_hash import args_key, root_key
 from .block_pool import BlockPool
 from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
@@ -96,6 +97,7 @@ class Scheduler:
         connector: TierConnector | None = None,
         extension: PlanExtension | None = None,
         kv_events: bool = False,
+        keys_by_args: bool = False,
         speculate: int = 0,
         is_chunked: bool = True,
         regime_limit: int | None = None,
@@ -103,7 +105,8 @@ class Scheduler:
     ) -> None:
         """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
         tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
-        `regime_limit`: see `Request`; None: all sequences are in one regime. `beside`: the scheduler of another KV
+        `keys_by_args`: only requests with equal `extra_args` share cached KV. `regime_limit`: see `Request`; None: all
+        sequences are in one regime. `beside`: the scheduler of another KV
         domain, whose policy, counters and queues of output are also this one's (`domains.py`)."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
@@ -117,6 +120,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
+        self._keys_by_args = keys_by_args
         self.connector = connector
         self._chunks: ChunkConnector | None = None
         behind: object = connector  # of which mypy does not know that it can be both
@@ -228,7 +232,8 @@ class Scheduler:
 
     def root_of(self, message: Enqueue) -> bytes:
         """The parent key of its first block, in the first regime."""
-        return root_key(self.model_key, message.salt)
+        root = root_key(self.model_key, message.salt)
+        return args_key(root, message.sampling.extra_args) if self._keys_by_args else root
 
     def allow(self, message: Masks) -> None:
         """Takes in what constrained requests may sample next. Ends those to which nothing can be added."""
@@ -285,6 +290,10 @@ class Scheduler:
             self._oom_recovery.take_back(flight, self._in_flight)
             return
         self._oom_recovery.passed(flight)
+        self.counters.num_failed_calls += result.num_failed_calls
+        self.counters.num_slow_calls += result.num_slow_calls
+        if result.failed:
+            self._fail(flight, result.failed)
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
@@ -488,6 +497,14 @@ class Scheduler:
             self._cost.observe(with_draft_tokens(flight.work, result.num_draft_tokens), result.device_ms)
             if flight.num_speculative:
                 self._planner.break_even = self._cost.break_even(flight.work)
+
+    def _fail(self, flight: InFlight, failed: Mapping[int, RowFailure]) -> None:
+        """Ends the requests that the runner plugin has failed. Nobody may find what it has computed for them."""
+        requests = [*flight.requests()]
+        for row, why in failed.items():
+            if (request := requests[row]).state is not State.ENDED:
+                self.table.end(request, Failed(request.rid, why.kind, why.detail))
+                poison(request, self.pool, self._loads, self.table)
 
     def _apply_drafted(self, flight: InFlight, nums: "array[int]", tokens: "array[int]") -> set[int]:
         """The first rows of a step, which may have had draft tokens and sampled `nums` of `tokens`. Rolls back what was

@@ -15,6 +15,8 @@ class Counters:
         self.num_out_of_memory = 0  # steps that the device had no memory for
         self.num_taken_back = 0  # preemptions of constrained requests whose masks took too long
         self.num_mended = 0  # how often the counts of rows and blocks were wrong while no request was open
+        self.num_failed_calls = 0  # of the runner plugin
+        self.num_slow_calls = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0

@@ -29,6 +29,7 @@ class Opened(Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
     num_blocks: int  # pages, if there are groups
     groups: tuple[GroupShape, ...] = ()  # as in `CacheOffer`
+    keys_by_args: bool = False  # as there
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag=True):
@@ -259,6 +260,8 @@ def make_scheduler(
     extension: PlanExtension | None = None,
     groups: Sequence[GroupShape] = (),
     beside: Scheduler | None = None,
+    *,
+    keys_by_args: bool = False,
 ) -> Scheduler:
     """The scheduler of an engine with this configuration, or of one of its KV domains, pages of cache memory and cache
     groups (default: one full group, whose blocks are pages). beside: see `Scheduler`."""
@@ -281,6 +284,7 @@ def make_scheduler(
         connector=connector,
         extension=extension,
         kv_events=config.kv_events is not None,
+        keys_by_args=keys_by_args,
         speculate=num_draft_tokens(config.speculative),
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
@@ -299,7 +303,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
             config = structs.replace(event.config, kv_events=None)
             replayed = connector if config.kv_connector else None
             connector.num_positions = config.block_size
-            scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups)
+            by_args = event.keys_by_args
+            scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups, keys_by_args=by_args)
             continue
         if scheduler is None:
             return 0, "This is not a step trace: its first frame is not the scheduler's configuration."

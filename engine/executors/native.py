@@ -2,6 +2,8 @@
 on the same memory."""
 
 import ctypes
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -59,7 +61,8 @@ from .functions import xielu_factors
 from .mixers import MIXERS
 from .native_experts import native_experts
 from .native_mixers import mixer_fields
-from .reference import Reference, ReferenceModel, Registers, Step, put_received, result_of
+from .reference import Reference, ReferenceModel, Step, put_received, result_of
+from .registers import Registers
 from .vocabulary import Vocabulary
 
 # `OpKind` of program.c
@@ -89,17 +92,19 @@ def _between(act: Activation, limit: float, sharpness: float, gate_scale: float 
 class _InC:
     """Operations that follow each other."""
 
+    first: int  # of the program's operations
     operations: "ctypes.Array[Operation]"
 
 
 @dataclass(frozen=True)
 class _InTorch:
+    first: int
     op: Op
 
 
 class NativeModel:
     """A `Model` on the C kernels. The reference runs all of it if attention is wrapped, because then every layer must
-    call it."""
+    call it. With a runner plugin between layers each layer is a call of its own."""
 
     def __init__(self, reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape, kernels: Kernels) -> None:
         self.kv_shape = kv_shape
@@ -135,10 +140,20 @@ class NativeModel:
         parts = self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         (step, fields), registers = self.begin(ids, positions, attention, regimes), None
-        if program.receives or program.sends:
+        by_layer = self._reference.by_layer
+        if program.receives or program.sends or by_layer is not None:
             registers = self._registers(tokens)
             put_received(registers, program, received)
-        self._run(parts, step, fields, registers)
+        if by_layer is not None and registers is not None:
+            firsts = [part.first for part in parts]
+
+            def run(first: int, last: int) -> None:
+                some = parts[bisect_left(firsts, first) : bisect_left(firsts, last)]
+                self._run(some, step, fields, registers)
+
+            by_layer.run(registers, run)
+        else:
+            self._run(parts, step, fields, registers)
         if program.sends:
             assert registers is not None
             return result_of(registers, program)
@@ -247,23 +262,30 @@ class _Compiler:
             self._readers[view.register] += 1
 
     def parts(self) -> list[_InC | _InTorch]:
+        by_layer = self._reference.by_layer
+        cuts = sorted({0, len(self._program.ops), *(() if by_layer is None else by_layer.cuts)})
+        return [part for first, last in itertools.pairwise(cuts) for part in self._parts(first, last)]
+
+    def _parts(self, first: int, last: int) -> list[_InC | _InTorch]:
+        """The operations [first, last) of the program."""
         found: list[_InC | _InTorch] = []
         run: list[Operation] = []
-        ops = self._program.ops
-        number = 0
-        while number < len(ops):
+        ops = self._program.ops[:last]
+        begun = number = first
+        while number < last:
             if not self._is_in_torch(ops[number]):
                 operations, count = self._compile(ops[number : number + 4])
                 run += operations
                 number += count
                 continue
             if run:
-                found.append(_InC((Operation * len(run))(*run)))
+                found.append(_InC(begun, (Operation * len(run))(*run)))
                 run = []
-            found.append(_InTorch(ops[number]))
+            found.append(_InTorch(number, ops[number]))
             number += 1
+            begun = number
         if run:
-            found.append(_InC((Operation * len(run))(*run)))
+            found.append(_InC(begun, (Operation * len(run))(*run)))
         return found
 
     def pieces(self) -> "list[tuple[tuple[Op, ...], ctypes.Array[Operation]]]":

@@ -40,13 +40,14 @@ from ..models.program import (
     Rotate,
     Scale,
     Spread,
-    View,
 )
 from ..parallel.collectives import Group
 from ..parallel.domains import Domain
+from .by_layer import ByLayer
 from .experts import OwnExperts, exchanged_mixture, mixture, own_experts
 from .functions import activate, glu, normalize, sparse, xielu
 from .mixers import MIXERS, Mixers
+from .registers import Registers
 from .rotary import RotaryTable, places_of
 from .vocabulary import Vocabulary
 from .weights import Weights
@@ -68,52 +69,19 @@ class Step:
         return self.backend
 
 
-class Registers:
-    """The registers of a step as tensors [tokens, width]."""
-
-    def __init__(self, tensors: list[Tensor] | None = None) -> None:
-        """tensors: fixed memory for each register, which every result is copied to; None: results are kept as they
-        come."""
-        self._fixed = tensors is not None
-        self._tensors: dict[int, Tensor] = {} if tensors is None else dict(enumerate(tensors))
-
-    def get(self, view: View) -> Tensor:
-        whole = self._tensors[view.register]
-        return whole if view.width == whole.shape[1] else whole[:, view.first : view.first + view.width]
-
-    def put(self, view: View, width: int, value: Tensor) -> None:
-        """width: of the register."""
-        if not self._fixed and view.width == width:
-            self._tensors[view.register] = value
-            return
-        if view.register not in self._tensors:
-            self._tensors[view.register] = value.new_empty((value.shape[0], width))
-        target = self.get(view)
-        if target.data_ptr() != value.data_ptr():
-            target.copy_(value)
-
-    def put_adjacent(self, views: tuple[View, ...], width: int, value: Tensor) -> None:
-        """Views that together are adjacent columns."""
-        whole = View(views[0].register, views[0].first, sum(view.width for view in views))
-        self.put(whole, width, value)
-
-    def drop(self, register: int) -> None:
-        if not self._fixed:
-            self._tensors.pop(register, None)
-
-
 class Reference:
     """The operations of one program with its weights."""
 
     def __init__(
         self, program: Program, weights: Weights, *, max_len: int, dtype: torch.dtype, weight_dtype: torch.dtype,
-        device: torch.device, group: Group, domain: Domain | None = None,
+        device: torch.device, group: Group, domain: Domain | None = None, by_layer: ByLayer | None = None,
     ) -> None:  # fmt: skip
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
-        rounded. domain: this rank's; None: there is one domain."""
+        rounded. domain: this rank's; None: there is one domain. by_layer: for a runner plugin that needs to be called
+        between layers."""
         self.program, self.weights = program, weights
         self._dtype, self._weight_dtype, self._device = dtype, weight_dtype, device
-        self.group, self.domain = group, domain
+        self.group, self.domain, self.by_layer = group, domain, by_layer
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -448,10 +416,18 @@ class ReferenceModel:
         self._run(Registers(), Step(none, none, None, none))
 
     def _run(self, registers: Registers, step: Step) -> None:
-        for op, dropped in zip(self._reference.program.ops, self._dropped, strict=True):
-            self._reference.run(op, registers, step)
-            for register in dropped:
-                registers.drop(register)
+        def run(first: int, last: int) -> None:
+            ops = self._reference.program.ops[first:last]
+            for op, dropped in zip(ops, self._dropped[first:last], strict=True):
+                self._reference.run(op, registers, step)
+                for register in dropped:
+                    registers.drop(register)
+
+        by_layer = self._reference.by_layer
+        if by_layer is None:
+            run(0, len(self._dropped))
+        else:
+            by_layer.run(registers, run)
 
 
 def put_received(registers: Registers, program: Program, received: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from ...config.config import EngineConfig
 from ...errors import BrokenDeviceError
 from ..attention.kv_cache import KvShape
 from ..device.queue import Queue
-from ..executors.reference import Registers as TorchRegisters
+from ..executors.registers import Registers as TorchRegisters
 from ..models.program import GatedNormalize, GatedProduct, Product, Program, View
 from ..parallel.collectives import Alone
 from ..steps import trial

@@ -29,7 +29,7 @@ from ..executors.experts import OwnExperts
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
-from ..executors.reference import Registers as TorchRegisters
+from ..executors.registers import Registers as TorchRegisters
 from ..executors.rotary import inverse_frequencies, regime_lengths
 from ..executors.weights import Weights
 from ..models.description import Alibi, Reach, Rope

@@ -14,6 +14,7 @@ from ..checkpoint.spec import ModelSpec
 from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
+from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
 from ..executors.reference import Reference
@@ -25,6 +26,7 @@ from ..parallel.collectives import Alone, Group
 from ..parallel.domains import Domain
 from ..parallel.rank import RankInfo
 from ..parallel.ring import Ring
+from ..plugin.guard import PluginGuard
 from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
@@ -32,6 +34,7 @@ from .expert_replicas import ExpertReplicas
 from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
+from .plugin import open_plugin, tell_model
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights, segment_key
 from .stages import part_of_stage
@@ -68,6 +71,7 @@ class HostModel:
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)  # by layer, if ranks share them out
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
+    plugin: PluginGuard | None = None  # the runner plugin
     graphs = 0
     head_major = False
 
@@ -111,6 +115,7 @@ def load_model(
         assert queue is not None
         return _on_device(config, checked, queue, group, fill, kept, rank_info, ring)
     backend, dtype = served.backend, served.dtype
+    opened = open_plugin(config, served, group)
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
@@ -124,9 +129,12 @@ def load_model(
         else:
             fill(packing)
             loaded = packing.weights
+        by_layer = None
+        if opened is not None and opened.spans:
+            by_layer = ByLayer(served.program, opened.spans, opened.guard)
         reference = Reference(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
-            device=torch_device, group=group, domain=domain,
+            device=torch_device, group=group, domain=domain, by_layer=by_layer,
         )  # fmt: skip
         own_experts = reference.own_experts
         if config.expert_replicas:
@@ -147,6 +155,8 @@ def load_model(
             is_certain=served.is_certain,
         )  # fmt: skip
         model.kv_shape = replace(model.kv_shape, dtype=DTYPES[config.kv_cache_dtype])
+    if opened is not None:
+        tell_model(opened, config, served, torch_device, group)
     return HostModel(
         model=model,
         backend=backend,
@@ -159,6 +169,7 @@ def load_model(
         own_experts=own_experts,
         replicas=replicas,
         domain=domain,
+        plugin=None if opened is None else opened.guard,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 

@@ -207,6 +207,12 @@ class Runner:
         return tuple(GroupShape(group.lifetime.kind, group.lifetime.span, group.pages) for group in groups)
 
     @property
+    def keys_by_args(self) -> bool:
+        """Only requests with equal arguments for the runner plugin may share cached KV."""
+        model = self._model
+        return isinstance(model, HostModel) and model.plugin is not None and model.plugin.keys_by_args
+
+    @property
     def num_pending(self) -> int:
         """Plans launched and not collected."""
         return len(self._order)
@@ -274,6 +280,7 @@ class Runner:
             synchronize=self._device.synchronize,
             domain=model.domain,
             agree=(lambda: None) if model.domain is not None else self._group.agree,
+            plugin=model.plugin,
         )
         if config.stages_by_mail:
             self._stage_steps = StageSteps(
@@ -521,7 +528,9 @@ class Runner:
             return self._model.replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
-        """Closes the KV connector."""
+        """Closes the KV connector and the runner plugin. Called once."""
+        if isinstance(self._model, HostModel) and self._model.plugin is not None:
+            self._model.plugin.close()
         if self._connector is not None:
             self._connector.close()
             self._connector = None

@@ -360,6 +360,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec, target: Target | None
         return f"{spec.architecture} runs in transformers"
     if config.extension is not None:
         return "--extension needs attention in torch"
+    if config.runner_plugin is not None:
+        return "--runner-plugin is called on the host, between layers"
     size, deals_experts = config.tensor_parallel_size, config.enable_expert_parallel
     return lacks_in_triton(program_of(spec, 0, size, deals_experts=deals_experts), target)
 

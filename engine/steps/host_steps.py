@@ -3,7 +3,7 @@ nothing."""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
 from ..executors.base import DescribedModel, Model
 from ..parallel.domains import Domain
+from ..plugin.guard import PluginGuard
 from .base import ImmediateSteps, copy_blocks
 from .draft_states import DraftStates, within
 from .logprobs import PromptScores, best_logprobs, prompt_scores, row_logprobs
@@ -56,12 +57,15 @@ class HostSteps(ImmediateSteps):
         synchronize: Callable[[], None],
         domain: Domain | None = None,
         agree: Callable[[], None] = lambda: None,
+        plugin: PluginGuard | None = None,
     ) -> None:
         """domain: of this rank, of a model that can be divided; None: there is one domain. agree: called at the end of
-        a pass, and of sampling; raises an error if another rank has failed there."""
+        a pass, and of sampling; raises an error if another rank has failed there. plugin: the same that the model's
+        executor calls between layers."""
         super().__init__()
         self._domain = domain
         self._agree = agree
+        self._plugin = plugin
         self._config = config
         self._model = model
         self._cache = cache
@@ -106,6 +110,8 @@ class HostSteps(ImmediateSteps):
         for row in plan.open:
             self.rows.open(row)
             self._pooler.open(row)
+        if self._plugin is not None:
+            self._plugin.open(plan.open)
         self.rows.mask(plan)
         self.rows.grow(plan)
         copy_blocks(plan, self._cache)
@@ -134,6 +140,11 @@ class HostSteps(ImmediateSteps):
             draft_tokens = within(draft_tokens, len(self._cache.spare_states))
             passed.draft_states = DraftStates.of(plan, rows, draft_tokens, self._cache.spare_states)
         step = self.inputs(plan, draft_tokens, passed.draft_states)
+        if self._plugin is not None:
+            self._plugin.begin(
+                plan.step, step.rows, step.order, step.starts, step.counts, step.ids, step.positions, rows.ids,
+                rows.num_ids,
+            )  # fmt: skip
         self._take_hidden(
             passed, step, self._model.hidden(step.ids, step.positions, self._attention, step.regimes), draft_tokens
         )
@@ -184,6 +195,13 @@ class HostSteps(ImmediateSteps):
         passed.hidden, passed.step, passed.draft_tokens = hidden, step, draft_tokens
 
     def _sample(self, passed: "_Passed") -> Sampled:
+        """What follows the masks."""
+        sampled = self._sampled(passed)
+        if self._plugin is None or passed.step is None:
+            return sampled
+        return replace(sampled, plugin=self._plugin.end(self.rows.ids, self.rows.num_ids))
+
+    def _sampled(self, passed: "_Passed") -> Sampled:
         """Samples, and updates the rows by what was sampled."""
         plan, rows, prompt, vectors, hidden = passed.plan, self.rows, passed.prompt, passed.vectors, passed.hidden
         if passed.step is None or hidden is None or not len(passed.step.sampled.rows):
@@ -197,11 +215,16 @@ class HostSteps(ImmediateSteps):
         size = self._config.max_num_seqs  # the workspace has this many rows of logits; only draft tokens need more
         for part in (slice(at, at + size) for at in range(0, len(samples.rows), size)):
             picked = samples.rows[part]
-            if not (rows.uses_logits | rows.is_masked)[picked].any():
+            is_edited = self._plugin is not None and self._plugin.edits_logits
+            if not is_edited and not (rows.uses_logits | rows.is_masked)[picked].any():
                 parts.append(self._sampler.greedy(*self._model.greedy(hidden[part])))
                 continue
             logits = self._model.logits(hidden[part])
-            parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
+            edited = logits
+            if self._plugin is not None and is_edited:
+                edited = logits.clone() if (rows.num_logprobs[picked] >= 0).any() else logits
+                self._plugin.on_logits(edited, picked, samples.ends[part])
+            parts.append(self._sampler.sample(edited, rows, picked, samples.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
         ids = np.concatenate(parts)
         kept = rows.append(samples.rows, samples.ends, ids)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ..plugin.guard import NOTHING, Report
 from .ngram import learn
 from .rows import Rows
 from .step_inputs import Samples
@@ -25,6 +26,7 @@ class Sampled:
     nums: NDArray[np.int64] = field(default_factory=_none)  # ids per sampling row; empty: one each
     draft_tokens: NDArray[np.int64] = field(default_factory=_none)  # per speculative row
     vectors: dict[int, bytes] = field(default_factory=dict)
+    plugin: Report = NOTHING  # of the runner plugin
 
     def result(self, step: int, device_ms: float, mask_wait_ms: float = 0.0) -> StepResult:
         return StepResult(
@@ -38,6 +40,9 @@ class Sampled:
             num_draft_tokens=int(self.draft_tokens.sum()),
             vectors=self.vectors,
             mask_wait_ms=mask_wait_ms,
+            failed=self.plugin.failed,
+            num_failed_calls=self.plugin.num_failed_calls,
+            num_slow_calls=self.plugin.num_slow_calls,
         )
 
 

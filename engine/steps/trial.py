@@ -23,7 +23,8 @@ from ...kernels.ops import reference_ops
 from ..attention.base import AttentionBackend, AttentionParameters
 from ..attention.kv_cache import KvCache, KvShape
 from ..attention.torch_paged import TorchPagedAttention
-from ..executors.reference import Reference, Registers, Step
+from ..executors.reference import Reference, Step
+from ..executors.registers import Registers
 from ..executors.weights import Options, Packing
 from ..models.description import Data, Part
 from ..models.program import Embed, Matrix, Op, Positions, Program, States, View

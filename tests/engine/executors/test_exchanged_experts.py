@@ -15,7 +15,8 @@ from pagewire.engine.attention.kv_cache import KvShape
 from pagewire.engine.executors import native
 from pagewire.engine.executors.experts import mixture, route
 from pagewire.engine.executors.native import NativeModel
-from pagewire.engine.executors.reference import Reference, Registers, Step
+from pagewire.engine.executors.reference import Reference, Step
+from pagewire.engine.executors.registers import Registers
 from pagewire.engine.executors.vocabulary import Vocabulary
 from pagewire.engine.executors.weights import Weights
 from pagewire.engine.models.description import Part, Router, Weight

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.engine.executors.mixers import MIXERS
-from pagewire.engine.executors.reference import Reference, Registers, Step
+from pagewire.engine.executors.reference import Reference, Step
+from pagewire.engine.executors.registers import Registers
 from pagewire.engine.executors.rotary import inverse_frequencies
 from pagewire.engine.executors.weights import Weights
 from pagewire.engine.models.description import Activation, Data, Norm, Part, Rope, Temperature, Weight

@@ -1,0 +1,1 @@
+"""Runner plugins: code of the operator's that is called at documented points of every step."""
