@@ -2,8 +2,8 @@
 
     PYTHONPATH=docs/examples pagewire serve MODEL --runner-plugin skip_layers:SkipLayers,layers=20-23
 
-skips layers 20 to 23 unless a request says otherwise: `"vllm_xargs": {"skip_layers": [20, 21]}`, or `[]` for none. Tokens
-are those of a model without these layers. A step saves their time if all of its requests skip them.
+skips layers 20 to 23 unless a request says otherwise: `"vllm_xargs": {"skip_layers": [20, 21]}`, or `[]` for none.
+Tokens are those of a model without these layers. A step saves their time if all of its requests skip them.
 """
 
 from collections.abc import Collection, Mapping
