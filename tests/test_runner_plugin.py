@@ -85,7 +85,7 @@ def test_a_plugin_that_does_nothing_changes_no_token(options: dict[str, Any], en
     assert Watching.last.weights["model.norm.weight"] == [64]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not machine_facts().has_compiler, reason="ranks with torch's kernels share no memory")
 def test_two_ranks(engine: Callable[..., LLM], expected: list[list[int]], tmp_path: Path) -> None:
     with engine(tensor_parallel_size=2, runner_plugin=NOTHING) as llm:
@@ -178,25 +178,28 @@ def test_captured_activations_are_those_of_transformers(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "two.safetensors"]
     model = checkpoints.load_reference(folder)
     for name, prompt, layers in (("one", PROMPTS[1], [0, 2]), ("two", PROMPTS[2], [1])):
-        states: dict[int, torch.Tensor] = {}
-        hooks = [
-            model.model.layers[layer].register_forward_hook(
-                lambda _module, _ins, out, layer=layer: states.update(
-                    {layer: out[0] if isinstance(out, tuple) else out}
-                )
-            )
-            for layer in layers
-        ]
-        with torch.no_grad():
-            model(torch.tensor([prompt]))
-        for hook in hooks:
-            hook.remove()
+        states = hooked(model, prompt, layers)
         captured = load_file(tmp_path / f"{name}.safetensors")
         assert captured["token_ids"].tolist() == prompt and len(captured) == 1 + len(layers)
         for layer in layers:
             torch.testing.assert_close(captured[f"layer.{layer}"], states[layer].view(-1, 64), atol=2e-4, rtol=2e-4)
     with pytest.raises(RequestError, match="one was captured before; choose another name"):
         tokens(llm, asking({"capture": "one", "layers": [0]}))
+
+
+def hooked(model: Any, prompt: list[int], layers: list[int]) -> dict[int, torch.Tensor]:
+    """What these layers compute, by forward hooks."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int, _module: object, _ins: object, out: Any) -> None:
+        found[layer] = out[0] if isinstance(out, tuple) else out
+
+    hooks = [model.model.layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    with torch.no_grad():
+        model(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def remove_layers(skipped: list[int], model: Any) -> None:

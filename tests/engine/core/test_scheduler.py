@@ -1,12 +1,15 @@
 """Rules of the scheduler that no test of its parts holds, and helpers of those tests."""
 
+from collections import deque
+
 import pytest
 from fakes import EOS, FakeWorker, all_tokens, enqueue
 from invariants import check
+from msgspec.structs import replace
 
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import StepResult, TokenBatch, Tokens, bytes_to_ids
+from pagewire.ipc.messages import Failed, RowFailure, StepResult, TokenBatch, Tokens, bytes_to_ids
 
 BLOCK_SIZE = 4
 
@@ -75,3 +78,54 @@ def test_deadlines_of_ended_requests_are_dropped() -> None:
         scheduler.add(enqueue(rid, [rid % 50], max_tokens=1, queue_timeout_s=1e6))
         drain(scheduler, worker)
     assert len(scheduler.deadlines) < 100
+
+
+def test_a_request_that_a_plugin_fails_ends_and_leaves_nothing_behind() -> None:
+    """With plans in flight, of a chunk and of a decode row; the request beside it gets its tokens, and nobody finds the
+    KV of the one that failed."""
+    for at in range(1, 6):
+        scheduler = make(depth=2, budget=6)
+        worker, failed = worker_for(scheduler), []
+        scheduler.add(enqueue(1, [*range(10, 20)], max_tokens=6, ignore_eos=True))
+        scheduler.add(enqueue(2, [*range(30, 33)], max_tokens=6, ignore_eos=True))
+        results, outputs = deque[StepResult](), list[Tokens]()
+        row = None
+        while True:
+            while (plan := scheduler.plan()) is not None:
+                row = next((opened.row for opened in plan.open if opened.rid == 1), row)
+                rows = bytes_to_ids(plan.rows)
+                result = worker.run(plan)
+                if plan.step >= at and row in rows:
+                    why = RowFailure("internal", "It has failed.")
+                    result = replace(result, failed={rows.index(row): why}, num_failed_calls=1)
+                results.append(result)
+            if not results:
+                break
+            scheduler.apply(results.popleft())
+            check(scheduler)
+            for item in scheduler.take_outputs():
+                failed += [item] if isinstance(item, Failed) else []
+                outputs += all_tokens(item) if isinstance(item, TokenBatch) else []
+        assert failed == [Failed(1, "internal", "It has failed.")]
+        of_other = [tokens for tokens in outputs if tokens.rid == 2]
+        assert len(output(of_other)) == 6 and of_other[-1].finish == "length"
+        assert scheduler.counters.num_failed_calls >= 1 and scheduler.pool.num_free == scheduler.pool.num_pages
+        scheduler.add(enqueue(3, [*range(10, 20)], max_tokens=1))
+        drain(scheduler, worker)
+        assert scheduler.counters.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("keys_by_args", "num_cached"), [(False, 8), (True, 0)])
+def test_requests_with_other_arguments_for_a_plugin_share_kv_only_if_it_allows_that(
+    keys_by_args: bool, num_cached: int
+) -> None:
+    scheduler = make(keys_by_args=keys_by_args)
+    worker = worker_for(scheduler)
+    for rid, args in enumerate((b"", b'{"a": 1}', b'{"a": 2}'), 1):
+        before = scheduler.counters.num_cached_tokens
+        for again in (0, 100):
+            message = enqueue(rid + again, [*range(10, 20)], max_tokens=1)
+            scheduler.add(replace(message, sampling=replace(message.sampling, extra_args=args)))
+            drain(scheduler, worker)
+        expected = (num_cached if rid > 1 else 0) + 8  # the second one always finds what the first has computed
+        assert scheduler.counters.num_cached_tokens - before == expected
