@@ -91,7 +91,7 @@ ROOMS: dict[str, str] = {
     "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
     "commands.bench": "errors config engine.checkpoint engine.text procs commands offline",
     "cli": "errors version config engine.core engine.runner procs route commands commands.bench ray",
-    "__init__": "version api.output client offline",
+    "__init__": "version engine.plugin api.output client offline",
     "__main__": "cli",
 }
 

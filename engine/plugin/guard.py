@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
@@ -108,7 +109,7 @@ class PluginGuard:
             args = MappingProxyType(msgspec.json.decode(extra)) if extra else _NO_ARGS
             opened = self._rows[row.row] = _Open(row.rid, args, row.num_prompt)
             if self.skips_layers:
-                opened.failure = self._try("layers_to_skip", lambda opened=opened: self._skip(opened))
+                opened.failure = self._try("layers_to_skip", partial(self._skip, opened))
         if rows and self.skips_layers and self._group.size > 1:
             self._agree_on_skips([self._rows[row.row] for row in rows])
 
@@ -267,7 +268,7 @@ class PluginGuard:
                 self._failed[rows[0].rid] = failure
                 return
         for row in alive:
-            if (failure := self._try(point, lambda row=row: call([row]))) is not None:
+            if (failure := self._try(point, partial(call, [row]))) is not None:
                 self._failed[row.rid] = failure
 
     def _try(self, point: str, call: Callable[[], None]) -> RowFailure | None:

@@ -28,6 +28,22 @@ def test_a_connector_for_ranks_of_one_machine_is_refused_with_several_machines()
             decide(make_config(**flags, **sizes, backend="ray"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, "with --pipeline-parallel-size: no rank has all layers and the logits"),
+        ({"kv_domains": 2, "tensor_parallel_size": 2}, "with --kv-domains: ranks have tokens of their own"),
+        ({"speculative": "ngram", "tensor_parallel_size": 2}, "with --speculative with several ranks: ranks propose"),
+        ({"scripted": "x.json"}, "--runner-plugin has no meaning beside --scripted"),
+    ],
+)
+def test_what_a_runner_plugin_excludes(flags: dict[str, object], sentence: str) -> None:
+    decide(make_config(runner_plugin="m:C", speculative="ngram"))
+    decide(make_config(runner_plugin="m:C", tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=sentence):
+        decide(make_config(runner_plugin="m:C", device="cpu", **flags))
+
+
 _RANKS: dict[str, object] = {"tensor_parallel_size": 2, "device": "cpu"}
 _EXPERTS = {**_RANKS, "enable_expert_parallel": True}
 

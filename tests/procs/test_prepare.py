@@ -16,8 +16,12 @@ from pagewire.procs.prepare import prepare
         (make_config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "give key-file=FILE"),
         (make_config(tensor_parallel_size=64), "attention heads cannot be divided evenly"),
         (make_config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
+        (make_config(runner_plugin="no_such_module:Plugin"), "there is no module no_such_module; is its folder in"),
+        (make_config(runner_plugin="no_such.module:Plugin"), "there is no module no_such.module"),
+        (make_config(runner_plugin="json"), "--runner-plugin json: write module:Class"),
+        (make_config(runner_plugin="json:Plugin,a"), "'a' is not an option=value"),
     ],
 )
-def test_invalid_connectors_and_extensions_are_refused(config: Config, sentence: str) -> None:
+def test_invalid_connectors_extensions_and_plugins_are_refused(config: Config, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         prepare(config)

@@ -92,6 +92,21 @@ def test_the_legs_of_llm_ds_coordinator() -> None:
     assert refused.status == 400 and "--kv-peers" in refused.error["message"]
 
 
+def test_arguments_go_to_the_runner_plugin() -> None:
+    """But for what a renderer leaves there of a request that these parameters cannot say."""
+    args = {"b": [1, None], "a": "x", "nothing": None}
+    plugin = {"runner_plugin": "module:Class"}
+    engine = FakeEngine()
+    assert generate(engine, plugin, sampling_params={"extra_args": args}).status == 200
+    (submit,) = engine.submits
+    assert submit.sampling.extra_args == b'{"a":"x","b":[1,null]}'
+    for flags, name in ((plugin, "response_format"), ({}, "a")):
+        answer = generate(FakeEngine(), flags, sampling_params={"extra_args": {name: True}})
+        assert (answer.status, answer.error["param"]) == (400, f"sampling_params.extra_args.{name}")
+    long = generate(FakeEngine(), plugin, sampling_params={"extra_args": {"a": "x" * 16384}})
+    assert (long.status, long.error["param"]) == (400, "sampling_params.extra_args")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

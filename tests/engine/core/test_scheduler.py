@@ -89,7 +89,7 @@ def test_a_request_that_a_plugin_fails_ends_and_leaves_nothing_behind() -> None:
         scheduler.add(enqueue(1, [*range(10, 20)], max_tokens=6, ignore_eos=True))
         scheduler.add(enqueue(2, [*range(30, 33)], max_tokens=6, ignore_eos=True))
         results, outputs = deque[StepResult](), list[Tokens]()
-        row = None
+        row = -1
         while True:
             while (plan := scheduler.plan()) is not None:
                 row = next((opened.row for opened in plan.open if opened.rid == 1), row)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire.engine.models.layers import LayerSpan
 from pagewire.engine.models.program import View
 from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.plugin.base import LogitsRow, PluginStep, RunnerPlugin
+from pagewire.engine.plugin.base import LogitsRow, PluginStep, RunnerPlugin, SharedKv
 from pagewire.engine.plugin.guard import PluginGuard, Report
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import RowFailure, RowOpen, Sampling, ids_to_bytes
@@ -25,7 +25,7 @@ class Recorder(RunnerPlugin):
     """Does what the arguments of a row ask for: raises at a point, adds to hidden states, skips layers."""
 
     api_version = 1
-    shared_kv = "equal args"
+    shared_kv: ClassVar[SharedKv] = "equal args"
 
     def __init__(self) -> None:
         super().__init__({})
