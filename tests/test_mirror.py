@@ -72,6 +72,7 @@ ELSEWHERE = {
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
     "engine.executors.functions": "engine/executors/test_reference.py: as operations",
     "engine.executors.vocabulary": "engine/executors/test_native.py: with a model, of one and two ranks",
+    "engine.executors.registers": "engine/executors/test_reference.py: with operations",
     "engine.executors.weights": "engine/weights/test_quantized_exactness.py: with models, of every kind of matrix",
     "engine.gpu.decoder": "engine/gpu/test_exactness.py: with a model",
     "engine.gpu.shapes": "engine/gpu/test_device_steps.py: with the steps that have these shapes",

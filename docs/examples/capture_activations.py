@@ -19,6 +19,8 @@ from pagewire import RunnerPlugin
 from pagewire.engine.plugin.base import Options, PluginModel, PluginRow, PluginStep
 from pagewire.errors import ConfigError, RequestError
 
+_MOST = 64  # captures under way
+
 
 class Capture(RunnerPlugin):
     api_version = 1
@@ -30,6 +32,7 @@ class Capture(RunnerPlugin):
         self._folder = Path(options["folder"])
         self._folder.mkdir(parents=True, exist_ok=True)
         self._kept: dict[int, dict[tuple[int, int], Tensor]] = {}  # rid → (layer, first position) → states
+        self._written: dict[int, None] = {}  # rids, which may come again after a preemption
 
     def on_load(self, model: PluginModel) -> None:
         """Every rank has the same hidden states; one of them writes."""
@@ -38,11 +41,11 @@ class Capture(RunnerPlugin):
     def before_step(self, step: PluginStep) -> None:
         for row in step.rows:
             name, layers = row.args.get("capture"), row.args.get("layers", [])
-            if name is None or row.start >= row.num_prompt:
+            if name is None or row.start >= row.num_prompt or row.rid in self._written:
                 continue
             if not isinstance(name, str) or not name.replace("-", "").isalnum():
                 raise RequestError("invalid_request", "capture must be a name of letters, digits and -.")
-            if not isinstance(layers, list) or not set(layers) <= set(range(self._num_layers)):
+            if not isinstance(layers, list) or any(layer not in range(self._num_layers) for layer in layers):
                 raise RequestError("invalid_request", f"layers must be a list of numbers below {self._num_layers}.")
             if self._file(row).exists():
                 raise RequestError("invalid_request", f"{name} was captured before; choose another name.")
@@ -54,23 +57,38 @@ class Capture(RunnerPlugin):
             if layer in self._asked(row):
                 end = min(row.last, row.first + row.num_prompt - row.start)
                 self._kept.setdefault(row.rid, {})[layer, row.start] = hidden[row.first : end].clone()
+        while len(self._kept) > _MOST:  # of requests that were cancelled
+            del self._kept[next(iter(self._kept))]
 
     def after_step(self, step: PluginStep, sampled: Sequence[Sequence[int]]) -> None:
         for row in step.rows:
-            if row.start + row.last - row.first < row.num_prompt or not (parts := self._kept.pop(row.rid, None)):
-                continue
-            ids = torch.from_numpy(row.ids[: row.num_prompt].astype("int64"))
-            states = {
-                f"layer.{layer}": torch.cat([parts[key] for key in sorted(parts) if key[0] == layer]).contiguous()
-                for layer in self._asked(row)
-            }
-            if self._is_writer:
-                save_file({"token_ids": ids, **states}, self._file(row))
+            if row.start + row.last - row.first >= row.num_prompt and (layers := self._asked(row)):
+                parts = self._kept.pop(row.rid, {})
+                tensors = {f"layer.{layer}": _joined(parts, layer, row.num_prompt) for layer in layers}
+                tensors["token_ids"] = torch.from_numpy(row.ids[: row.num_prompt].astype("int64"))
+                if self._is_writer:
+                    save_file(tensors, self._file(row))
+                self._written[row.rid] = None
+        while len(self._written) > 100 * _MOST:
+            del self._written[next(iter(self._written))]
 
     def _asked(self, row: PluginRow) -> list[int]:
         """The layers to keep of what this step computes."""
         layers = row.args.get("layers", [])
-        return layers if isinstance(layers, list) and "capture" in row.args and row.start < row.num_prompt else []
+        is_asked = "capture" in row.args and row.start < row.num_prompt and row.rid not in self._written
+        return layers if is_asked and isinstance(layers, list) else []
 
     def _file(self, row: PluginRow) -> Path:
         return self._folder / f"{row.args['capture']}.safetensors"
+
+
+def _joined(parts: dict[tuple[int, int], Tensor], layer: int, num: int) -> Tensor:
+    """[num, hidden_size] of the steps' parts, which overlap after a preemption. Raises RequestError if some lack."""
+    own = {start: states for (of, start), states in parts.items() if of == layer}
+    covered = {position for start, states in own.items() for position in range(start, start + len(states))}
+    if len(covered) < num:
+        raise RequestError("invalid_request", "a part of the prompt was found in the cache; choose another name.")
+    whole = torch.empty(num, own[0].shape[1], dtype=own[0].dtype)
+    for start, states in sorted(own.items()):
+        whole[start : start + len(states)] = states
+    return whole

@@ -33,6 +33,7 @@ SLOW_S = 1.0
 _WARN_EVERY_S = 60.0
 _MOST_TRACEBACKS = 10  # in the log; later errors are only counted
 _POINTS = ("layers_to_skip", "before_step", "after_layer", "on_logits", "after_step")
+_CPU = torch.device("cpu")
 _NO_ARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -82,10 +83,12 @@ class PluginGuard:
 
     def __init__(
         self, plugin: RunnerPlugin, name: str, *, group: Group, spans: Sequence[LayerSpan] = (),
-        clock: Callable[[], float] = time.monotonic,
+        device: torch.device = _CPU, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """name: for messages. spans: of all layers, if the plugin has a point of `LAYER_POINTS`."""
-        self._plugin, self._name, self._group, self._spans, self._clock = plugin, name, group, spans, clock
+        """name: for messages. spans: of all layers, if the plugin has a point of `LAYER_POINTS`. device:
+        on which ranks exchange tensors."""
+        self._plugin, self._name, self._spans, self._clock = plugin, name, spans, clock
+        self._group, self._device = group, device
         self._points = points_of(plugin)
         self.skips_layers = "layers_to_skip" in self._points
         self.edits_logits = "on_logits" in self._points
@@ -96,6 +99,7 @@ class PluginGuard:
         self._num_failed_calls = self._num_slow_calls = 0  # since the last report
         self._num_tracebacks = 0
         self._warned_at = float("-inf")
+        self._is_closed = False
 
     @property
     def keys_by_args(self) -> bool:
@@ -125,7 +129,7 @@ class PluginGuard:
 
     def _agree_on_skips(self, opened: Sequence[_Open]) -> None:
         """Ranks that ran different layers would wait for each other for ever."""
-        own = torch.zeros(len(opened), len(self._spans))
+        own = torch.zeros((len(opened), len(self._spans)), device=self._device)
         for row, each in enumerate(opened):
             own[row, list(each.skips)] = 1
         of_ranks = self._group.all_gather(own)
@@ -237,7 +241,7 @@ class PluginGuard:
         self._running = None
         rids = [row.rid for row in running.step.rows]
         if self._group.size > 1:
-            own = torch.tensor([float(rid in self._failed) for rid in rids])
+            own = torch.tensor([float(rid in self._failed) for rid in rids], device=self._device)
             for rid, is_failed in zip(rids, self._group.all_gather(own).amax(0).tolist(), strict=True):
                 if is_failed:
                     self._failed.setdefault(rid, self._elsewhere())
@@ -249,7 +253,9 @@ class PluginGuard:
         return report
 
     def close(self) -> None:
-        self._try("close", self._plugin.close)
+        if not self._is_closed:
+            self._is_closed = True
+            self._try("close", self._plugin.close)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -115,7 +115,7 @@ def load_model(
         assert queue is not None
         return _on_device(config, checked, queue, group, fill, kept, rank_info, ring)
     backend, dtype = served.backend, served.dtype
-    opened = open_plugin(config, served, group)
+    opened = open_plugin(config, served, torch_device, group)
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
@@ -162,7 +162,7 @@ def load_model(
         backend=backend,
         kv_shape=model.kv_shape,
         weights=weights,
-        note=served.note,
+        note=served.note + ("" if opened is None else opened.note),
         failed_kernels=checked.failed,
         received_width=0 if served.program is None else served.program.received_width,
         sent_width=0 if served.program is None else served.program.sent_width,

@@ -25,8 +25,13 @@ class OpenPlugin:
     guard: PluginGuard
     spans: tuple[LayerSpan, ...]  # empty: it is not called between layers
 
+    @property
+    def note(self) -> str:
+        """For the operator."""
+        return f"; runner plugin {self.name}{', a call for each layer' if self.spans else ''}"
 
-def open_plugin(config: EngineConfig, served: Served, group: Group) -> OpenPlugin | None:
+
+def open_plugin(config: EngineConfig, served: Served, device: torch.device, group: Group) -> OpenPlugin | None:
     """The plugin of `--runner-plugin`, which has not been told of the model. Raises ConfigError."""
     if config.runner_plugin is None:
         return None
@@ -39,7 +44,7 @@ def open_plugin(config: EngineConfig, served: Served, group: Group) -> OpenPlugi
     if plugin.shared_kv == "all" and "layers_to_skip" in points:
         raise ConfigError(f'{FLAG} {name} skips layers, so its shared_kv must be "equal args" or "none".')
     spans = _spans(served, name) if points & LAYER_POINTS else ()
-    return OpenPlugin(plugin, name, PluginGuard(plugin, name, group=group, spans=spans), spans)
+    return OpenPlugin(plugin, name, PluginGuard(plugin, name, group=group, spans=spans, device=device), spans)
 
 
 def _spans(served: Served, name: str) -> tuple[LayerSpan, ...]:

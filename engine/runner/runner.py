@@ -528,7 +528,7 @@ class Runner:
             return self._model.replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
-        """Closes the KV connector and the runner plugin. Called once."""
+        """Closes the KV connector and the runner plugin."""
         if isinstance(self._model, HostModel) and self._model.plugin is not None:
             self._model.plugin.close()
         if self._connector is not None:

@@ -476,13 +476,14 @@ def test_a_key_bounds_classes_and_priorities() -> None:
 
 def test_arguments_of_a_plugin() -> None:
     """Equal ones have equal bytes; without a plugin, or if they are too long, they are refused."""
-    plugin = {"runner_plugin": "module:Class"}
+    plugin: dict[str, Any] = {"runner_plugin": "module:Class"}
     messages, path = [{"role": "user", "content": "hi"}], "/v1/chat/completions"
     for args in ({"b": 1, "a": {"d": 2, "c": 3}}, {"a": {"c": 3, "d": 2}, "b": 1}):
         engine = FakeEngine()
         assert request(engine, path, {"messages": messages, "vllm_xargs": args}, **plugin).status == 200
         assert engine.submits[0].sampling.extra_args == b'{"a":{"c":3,"d":2},"b":1}'
-    for flags, given in (({}, {"a": 1}), (plugin, {"a": "x" * 16384}), (plugin, [1])):
+    none: dict[str, Any] = {}
+    for flags, given in ((none, {"a": 1}), (plugin, {"a": "x" * 16384}), (plugin, [1])):
         answer = request(FakeEngine(), path, {"messages": messages, "vllm_xargs": given}, **flags)
         assert (answer.status, answer.error["param"]) == (400, "vllm_xargs")
     assert request(FakeEngine(), path, {"messages": messages, "vllm_xargs": {}}).status == 200

@@ -1,7 +1,9 @@
 """What a runner plugin is told at the start, and with which models and settings it is refused."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,12 +55,11 @@ def load(folder: Path, plugin: str, **flags: object) -> Runner:
 
 def test_a_plugin_is_told_of_the_model(checkpoint: Callable[..., Path]) -> None:
     runner = load(checkpoint("qwen3"), "Base")
-    import plugins_of_runner
-
-    told = plugins_of_runner.Base.told
+    module: Any = importlib.import_module("plugins_of_runner")
+    told = module.Base.told
     assert (told.architecture, told.num_layers, told.hidden_size, told.vocab_size) == ("Qwen3ForCausalLM", 3, 64, 320)
     assert (told.dtype, told.device, told.rank, told.num_ranks) == (torch.float32, torch.device("cpu"), 0, 1)
-    assert plugins_of_runner.Base.embedding.shape == (320, 64)
+    assert module.Base.embedding.shape == (320, 64)
     assert not runner.keys_by_args
 
 
