@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -853,6 +853,14 @@ class Ping(Struct, frozen=True, array_like=True, tag=True):
     waits_for: str = ""  # what a replacement waits for outside of this machine, a clause; empty: nothing
 
 
+class Loading(Struct, frozen=True, array_like=True, tag=True):
+    """worker → supervisor: how much of its weights it has read, a few times a second while it starts."""
+
+    name: str
+    bytes_read: int
+    bytes: int  # of all its weights
+
+
 class Pong(Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Ping`."""
 
@@ -951,6 +959,7 @@ class ModelState(Struct, frozen=True, array_like=True):
     expires_at: float  # it is unloaded then if it is not used, on the same clock; inf: not by itself
     load_s: float  # that its last load took; 0: none has ended
     problem: str  # why it failed last; empty: it has not
+    progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):
@@ -977,5 +986,5 @@ ToApi = (
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
     | ModelStates
 )  # fmt: skip
-ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
+ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

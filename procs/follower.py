@@ -312,9 +312,7 @@ class _Host(Supervisor):
 
     def kill_now(self) -> None:
         """Kills all processes. Any thread may call it, also while the loop is busy."""
-        template = self._template
-        if template is not None and template.is_alive:
-            template.kill()  # its workers end with it
+        self._templates.kill()  # their workers end with them
         for child in list(self._children.values()):
             if child.process.pid and child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -117,7 +117,6 @@ ELSEWHERE = {
     "procs.sleep": "e2e/test_sleep.py: needs processes",
     "procs.supervisor": "e2e/test_lifecycle.py: needs processes",
     "procs.lead_link": "procs/test_follower.py: with the follower that owns it",
-    "procs.template": "e2e/test_packed_once.py: needs processes",
     "procs.weight_keeper": "engine/device/test_keeper.py: its side of the protocol",
     "procs.inline_ranks": "test_ranks.py: needs a process for each rank",
     "procs.topology": "test_layout.py: the table and the mailboxes",
