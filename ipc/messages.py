@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
