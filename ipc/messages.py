@@ -207,6 +207,8 @@ class Times(Struct, frozen=True, array_like=True):
     tokenized: float = 0.0  # the tokenizer was done
     started: float = 0.0  # its first step was planned
     num_cached: int = 0  # prompt tokens found in the prefix cache then
+    num_chars: int = 0  # of the prompt, where the tokenizer looked for pieces that it knows
+    num_known_chars: int = 0  # of such pieces
 
 
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
