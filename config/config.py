@@ -163,13 +163,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = 1
     all2all_backend: Annotated[
-        Literal["all-to-all", "allgather_reducescatter"],
+        Literal["all-to-all", "allgather_reducescatter"] | None,
         _doc(
             "engine",
             "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
-            "all-to-all: those that chose them; allgather_reducescatter: all",
+            "all-to-all: those that chose them; allgather_reducescatter: all (default: all-to-all)",
         ),
-    ] = "all-to-all"
+    ] = None
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
@@ -313,7 +313,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def exchanges_tokens(self) -> bool:
         """Whether each rank has tokens of its own, and gives others those that their experts compute."""
         is_dealt = self.kv_domains > 1 and self.enable_expert_parallel
-        return is_dealt and self.all2all_backend == "all-to-all"
+        return is_dealt and self.all2all_backend != "allgather_reducescatter"
 
 
 class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

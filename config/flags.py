@@ -159,13 +159,7 @@ def read_settings(namespace: argparse.Namespace) -> tuple[Config, dict[str, str]
 
 def _read_file(path: Path) -> dict[str, object]:
     """Settings by field name; max-num-seqs may be written for max_num_seqs. Raises ConfigError."""
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # no TOML, or no UTF-8
-        raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
-    settings = {name.replace("-", "_"): value for name, value in found.items()}
+    settings = {name.replace("-", "_"): value for name, value in read_toml("--config", path).items()}
     for name, value in settings.items():
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1)
@@ -173,6 +167,16 @@ def _read_file(path: Path) -> dict[str, object]:
         if isinstance(SETTINGS[name].default, tuple) and isinstance(value, str):
             settings[name] = [value]
     return settings
+
+
+def read_toml(flag: str, path: Path) -> dict[str, object]:
+    """The tables of a file that `flag` names. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise ConfigError(f"{flag} {path} is no valid TOML: {error}.") from error
 
 
 def _default(default: object) -> str:

@@ -26,7 +26,8 @@ class LatencyClass(Struct, frozen=True, forbid_unknown_fields=True):
     itl_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # between two tokens; None: no target
     # How soon a request without a target, or that has missed it, goes before newcomers: after 30 s / weight.
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # of the tokens, while other classes wait
+    # Of the tokens, while other classes wait; it holds no request back for longer than that time after its place.
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 def with_default(classes: Mapping[str, LatencyClass] | None) -> dict[str, LatencyClass]:

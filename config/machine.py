@@ -23,6 +23,11 @@ OVERRIDES = "PAGEWIRE_MACHINE"
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # Linux
 
 
+def cache_folder() -> Path:
+    """Where this user's processes keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire"
+
+
 def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
     """The facts, as far as `environment` does not replace them. Raises ConfigError for a wrong replacement."""
     found = _look(environment)

@@ -1,7 +1,6 @@
 """Several models behind one port: which they are, and how each is served. From `--models` and several MODELs."""
 
 import math
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from msgspec import Struct
 
 from ..errors import ConfigError
 from .config import Config
-from .flags import SETTINGS, from_options
+from .flags import SETTINGS, from_options, read_toml
 
 MAX_MODELS = 64
 _SECTIONS = ("source", "engine", "cpu")  # whose settings a model may have of its own
@@ -85,12 +84,7 @@ def _of_folder(folder: Path, base: Config) -> list[ModelEntry]:
 
 
 def _of_file(path: Path, base: Config) -> list[ModelEntry]:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--models {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # no TOML, or no UTF-8
-        raise ConfigError(f"--models {path} is no valid TOML: {error}.") from error
+    found = read_toml("--models", path)
     tables = found.get("models")
     if found.keys() != {"models"} or not isinstance(tables, list) or not tables:
         raise ConfigError(f"--models {path} must have a [[models]] table for each model, and nothing else.")

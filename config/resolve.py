@@ -296,11 +296,17 @@ def _check_scripted(options: EngineOptions) -> None:
 
 
 def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
-    """Refuses whole experts for one rank, and replicas where there is nothing to copy or to copy from."""
+    """Refuses whole experts for one rank, a way to exchange tokens where none are exchanged, and replicas where there
+    is nothing to copy or to copy from."""
     if options.enable_expert_parallel and options.tensor_parallel_size == 1:
         raise ConfigError(
             "--enable-expert-parallel deals experts to the ranks of --tensor-parallel-size, and there is one; give a "
             "number of ranks, or leave it out."
+        )
+    if options.all2all_backend is not None and not (options.enable_expert_parallel and options.kv_domains > 1):
+        raise ConfigError(
+            f"--all2all-backend {options.all2all_backend} is for whole experts in several KV domains; give "
+            "--enable-expert-parallel and --kv-domains as well, or leave it out."
         )
     is_summed = not options.exchanges_tokens  # over the ranks, each of which adds what its experts give
     for what, is_so in (

@@ -9,6 +9,7 @@ import msgspec
 
 from .client_messages import ToClient, ToPort
 from .control_messages import ToFollower, ToLead
+from .file_messages import FromShare, ToShare
 from .messages import Message
 
 DecodeError = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -19,7 +20,7 @@ M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message | ToClient | ToPort | ToLead | ToFollower) -> bytes:
+def encode(message: Message | ToClient | ToPort | ToLead | ToFollower | ToShare | FromShare) -> bytes:
     return _encoder.encode(message)
 
 

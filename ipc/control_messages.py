@@ -53,11 +53,24 @@ class Join(Struct, frozen=True, array_like=True, tag=True):
     last_term: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # the latest that it has worked in; 0: none
 
 
+class Copying(Struct, frozen=True, array_like=True, tag=True):
+    """The follower copies the model (`file_messages`), and takes no actors before it has all of it. Sent each second,
+    and at the end."""
+
+    done_bytes: Annotated[int, Meta(ge=0)]
+    total_bytes: Annotated[int, Meta(ge=0)]
+
+
 class Bound(Struct, frozen=True, array_like=True, tag=True):
     """Answers `Assign`: the mailboxes of the actors exist, although no process reads them yet."""
 
     addresses: dict[str, str]  # actor → ZeroMQ address
     rendezvous: str  # tcp://host:port where ranks can meet, if the first rank is among the actors
+
+
+class Away(Struct, frozen=True, array_like=True, tag=True):
+    """The follower's machine goes away, and its processes have ended: others take over. It is the last message, and a
+    lead that does not get it learns the same by silence."""
 
 
 # ── lead → follower ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,6 +85,7 @@ class Joined(Struct, frozen=True, array_like=True, tag=True):
     clock: float  # seconds since 1970
     engine: bytes  # `EngineConfig`, JSON
     service: bytes  # `ServiceOptions`, JSON
+    files: str = ""  # tcp://host:port of the lead, where a follower that lacks the model can copy it
 
 
 class Gone(Struct, frozen=True, array_like=True, tag=True):
@@ -120,5 +134,5 @@ class Refused(Struct, frozen=True, array_like=True, tag=True):
     reason: str  # one sentence with the values of both
 
 
-ToLead = Join | Bound | Beat | Refused | Leave
+ToLead = Join | Copying | Bound | Beat | Refused | Leave | Away
 ToFollower = Joined | Gone | Assign | Begin | StopAll | Beat | Refused

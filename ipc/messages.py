@@ -210,6 +210,8 @@ class Times(Struct, frozen=True, array_like=True):
     tokenized: float = 0.0  # the tokenizer was done
     started: float = 0.0  # its first step was planned
     num_cached: int = 0  # prompt tokens found in the prefix cache then
+    num_chars: int = 0  # of the prompt, where the tokenizer looked for pieces that it knows
+    num_known_chars: int = 0  # of such pieces
 
 
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
@@ -870,6 +872,14 @@ class Ping(Struct, frozen=True, array_like=True, tag=True):
     waits_for: str = ""  # what a replacement waits for outside of this machine, a clause; empty: nothing
 
 
+class Loading(Struct, frozen=True, array_like=True, tag=True):
+    """worker → supervisor: how much of its weights it has read, a few times a second while it starts."""
+
+    name: str
+    bytes_read: int
+    bytes: int  # of all its weights
+
+
 class Pong(Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Ping`."""
 
@@ -968,6 +978,7 @@ class ModelState(Struct, frozen=True, array_like=True):
     expires_at: float  # it is unloaded then if it is not used, on the same clock; inf: not by itself
     load_s: float  # that its last load took; 0: none has ended
     problem: str  # why it failed last; empty: it has not
+    progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):
@@ -994,5 +1005,5 @@ ToApi = (
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
     | ModelStates
 )  # fmt: skip
-ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
+ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

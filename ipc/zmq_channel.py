@@ -29,6 +29,7 @@ from .client_messages import ToPort
 from .codec import encode
 from .control_messages import ToLead
 from .epochs import HEADER_BYTES, Epochs, Link
+from .file_messages import ToShare
 from .messages import Hidden, Message, Reset
 from .watch import EVENTS, ZmqWatch
 
@@ -292,6 +293,14 @@ class PeerGone(Exception):
     """The connection does not exist, or has been closed."""
 
 
+def _wait(socket: "zmq.SyncSocket", timeout_s: float, fd: int | None) -> None:
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    if fd is not None:
+        poller.register(fd, zmq.POLLIN)
+    poller.poll(max(0, int(timeout_s * 1000)))
+
+
 class ZmqRouter:
     """A bound ROUTER socket. ZeroMQ names each connection by bytes of its own choice."""
 
@@ -307,6 +316,15 @@ class ZmqRouter:
         self._loop = loop
         loop.add_reader(int(self._socket.fd), wake)
         loop.call_soon(wake)
+
+    @property
+    def address(self) -> str:
+        """Where it listens; of port 0 with the port that it got."""
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def wait(self, timeout_s: float, fd: int) -> None:
+        """Blocks until a message may be waiting or `fd` can be read, for at most `timeout_s` seconds."""
+        _wait(self._socket, timeout_s, fd)
 
     def has_mail(self) -> bool:
         """Whether a message is waiting."""
@@ -360,14 +378,11 @@ class ZmqDealer:
         except zmq.Again:
             return None
 
-    def wait(self, timeout_s: float, fd: int) -> None:
+    def wait(self, timeout_s: float, fd: int | None = None) -> None:
         """Blocks until a message may be waiting or `fd` can be read, for at most `timeout_s` seconds."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(fd, zmq.POLLIN)
-        poller.poll(max(0, int(timeout_s * 1000)))
+        _wait(self._socket, timeout_s, fd)
 
-    def send(self, message: ToPort | ToLead) -> None:
+    def send(self, message: ToPort | ToLead | ToShare) -> None:
         """Raises ChannelFull."""
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)

@@ -30,6 +30,7 @@ from ..ipc.messages import (
     Facts,
     Fault,
     Leave,
+    Loading,
     Ping,
     Pong,
     Pulse,
@@ -44,6 +45,7 @@ from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .topology import ACTORS, index, kind
 
+_TELL_S = 0.25  # between two reports of how much of the weights is read
 _OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
 
 log = logging.getLogger("pagewire")
@@ -120,7 +122,17 @@ def run_worker(
             input_fd=launch.input_fd,
             output_fd=launch.output_fd,
         )
-        progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
+        draw = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
+        told_at = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told_at
+            if draw is not None:
+                draw(done, total)
+            if (now := time.monotonic()) >= told_at + _TELL_S or done >= total:
+                told_at = now
+                post("supervisor", Loading(name, done, total))
+
         worker = Worker(
             launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, keeper=launch.keeper,
             progress=progress, broken_kernels=launch.broken_kernels,

@@ -27,11 +27,16 @@ from .child import EngineMailboxes
 from .listening import Listening
 from .shared_apis import SharedApis
 from .supervisor import Supervisor
+from .template import Templates
 from .topology import kind
 from .weight_memory import close_segments, new_segments
 
 MAX_FAILURES = 3  # of engines within FAILURES_WINDOW_S; one more ends the launch
 FAILURES_WINDOW_S = 60.0
+
+
+def _nothing() -> None:
+    pass
 
 
 class EnginePart(Supervisor):
@@ -45,10 +50,14 @@ class EnginePart(Supervisor):
         apis: dict[str, str],
         epochs: tuple[int, int],
         weight_fds: Sequence[int],
+        templates: Templates | None = None,
+        on_loading: Callable[[], None] = _nothing,
     ) -> None:
         """`config`: of this engine. `folder`: for its mailboxes. `apis`: the addresses of the api processes. `epochs`:
-        in which it begins, of the chain and of the device; unless they are 1, the api processes wait for it."""
-        super().__init__(config, quiet=True, weight_fds=weight_fds)
+        in which it begins, of the chain and of the device; unless they are 1, the api processes wait for it.
+        `templates`: as of `Supervisor`. `on_loading`: called when `loaded_share` has changed."""
+        super().__init__(config, quiet=True, weight_fds=weight_fds, templates=templates)
+        self._on_loading = on_loading
         self._actors = [name for name in self._names if kind(name) != "api"]
         self._is_owned = True
         is_model = config.engine.is_one_of_models
@@ -66,6 +75,15 @@ class EnginePart(Supervisor):
     def epochs(self) -> tuple[int, int]:
         """Of the chain and of the device."""
         return self._epoch, self._device_epoch
+
+    @property
+    def loaded_share(self) -> float:
+        """Of the weights, in the range 0–1."""
+        loaded = [child.loading for child in self._children.values() if child.loading is not None]
+        return sum(each.bytes_read for each in loaded) / max(1, sum(each.bytes for each in loaded))
+
+    def _on_progress(self) -> None:
+        self._on_loading()
 
     def lose_apis(self, lost: Sequence[str], reason: str) -> None:
         """Forgets the requests of all api processes; those that live submit theirs again."""

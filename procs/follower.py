@@ -1,8 +1,8 @@
 """A machine that works for an engine on another one: `pagewire launch --join tcp://LEAD:PORT --key-file K`.
 
-A follower joins the lead, checks that it has the model, starts the actors that the lead gives it, watches them, and
-reports. It decides nothing: a process that died is replaced when the lead begins the next epoch. When its lease runs
-out (`leases.py`), it kills its processes and joins anew.
+A follower joins the lead, copies the model from there if it has none (`model_copy.py`), starts the actors that the lead
+gives it, watches them, and reports. It decides nothing: a process that died is replaced when the lead begins the next
+epoch. When its lease runs out (`leases.py`), it kills its processes and joins anew.
 """
 
 import asyncio
@@ -19,14 +19,17 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
-from ..config.config import EngineConfig, HttpConfig, ListenOptions, ServerConfig, ServiceOptions
+from ..config.config import EngineConfig, HttpConfig, ListenOptions, ModelFacts, ServerConfig, ServiceOptions
+from ..config.machine import cache_folder
 from ..engine.checkpoint.spec import fingerprint
-from ..errors import PagewireError
+from ..errors import ConfigError, PagewireError
 from ..ipc.control_messages import (
     Assign,
+    Away,
     Begin,
     Bound,
     ChildState,
+    Copying,
     Gone,
     Join,
     Joined,
@@ -38,33 +41,45 @@ from ..ipc.messages import Leave
 from ..ipc.zmq_channel import Keys
 from .lead_link import LeadLink
 from .machine import listen, num_gpus, unused_address, versions_here
+from .model_copy import Interrupted, ModelCopy
 from .supervisor import Child, Supervisor
 from .topology import RENDEZVOUS
 
 _SILENCE_S = 5.0  # without an answer of the lead, until the operator is told
 _REPORT_S = 30.0  # between such lines
 _EARLIER_LEAD_S = 1.0  # until a lead that may be about to end is asked again
+_PROGRESS_S = 1.0  # between what is said of a copy
 
 
 class Follower:
     """`run` is called once."""
 
     def __init__(
-        self, address: str, keys: Keys | None, *, host: str, name: str, model: Path | None, rejoin_s: float
+        self,
+        address: str,
+        keys: Keys | None,
+        *,
+        host: str,
+        name: str,
+        model: Path | None,
+        rejoin_s: float,
+        gives_way: bool = False,
     ) -> None:
         """`host`: where its processes can be reached. `model`: its folder, if it is not the lead's. `rejoin_s`: how
-        long to look for a lead."""
+        long to look for a lead. `gives_way`: a signal means that other machines are to take over; else the engine
+        drains and ends."""
         self.address = address
         self.keys = keys
         self.host = host
         self.name = name
         self.model = model
         self.rejoin_s = rejoin_s
+        self.gives_way = gives_way
         self.previous = b""
         self.term = 0
         self.weight_fds: list[int] = []
         self.signals: list[signal.Signals] = []
-        self.queue: asyncio.Queue[ToFollower | None]  # None: a signal
+        self.queue: asyncio.Queue[ToFollower | _Prepared | None]  # None: a signal
         self.looks_since = 0.0
 
     async def run(self) -> int:
@@ -90,6 +105,13 @@ class Follower:
         print(f"pagewire: {text}", file=sys.stderr, flush=True)
 
 
+class _Prepared(msgspec.Struct, frozen=True):
+    """The machine has the model, or cannot have it."""
+
+    config: EngineConfig | None  # with the model's path on this machine
+    problem: str = ""  # a sentence
+
+
 class _Membership:
     """A follower from one `Join` until it leaves, or has to join again."""
 
@@ -99,8 +121,12 @@ class _Membership:
         self._link = LeadLink(
             follower.address, follower.keys, self._join, on_message=self._queue.put_nowait, kill=self._kill
         )
-        self._config: EngineConfig | None = None  # once joined
+        self._config: EngineConfig | None = None  # once it has the model
+        self._preparing: asyncio.Task[None] | None = None  # once joined
+        self._is_over = False
+        self._said_at, self._num_tenths = 0.0, 0  # of the copy of the model, when it was last told
         self._service = ServiceOptions()
+        self._assigned: Assign | None = None  # the latest
         self._actors: tuple[str, ...] = ()
         self._listeners: dict[str, socket.socket] = {}
         self._bound: Bound | None = None
@@ -108,6 +134,7 @@ class _Membership:
         self._running: asyncio.Task[int] | None = None
         self._next_report = time.monotonic() + _SILENCE_S
         self._is_leaving = False
+        self._is_away = False
 
     def _join(self, number: int) -> Join:
         of = self._of
@@ -122,7 +149,7 @@ class _Membership:
         """The exit code; None: join again."""
         try:
             while True:
-                message: ToFollower | None = None
+                message: ToFollower | _Prepared | None = None
                 with contextlib.suppress(TimeoutError):
                     message = await asyncio.wait_for(self._queue.get(), 0.5)
                     if message is None and (code := self._on_signal()) is not None:
@@ -134,7 +161,7 @@ class _Membership:
                 if self._running is not None and self._running.done():
                     self._of.say("the processes of this machine cannot be watched any more.")
                     return 1
-                if self._config is None and not self._looks():
+                if self._preparing is None and not self._looks():
                     return 1
         finally:
             await self._end()
@@ -154,6 +181,10 @@ class _Membership:
         """The exit code; None: the engine drains first."""
         if len(self._of.signals) > 1:
             return 130
+        if self._of.gives_way:
+            self._of.say(f"{self._of.name} goes away; others take over from it ({self._shown}).")
+            self._is_away = True
+            return 0
         if self._host is None:
             self._link.send(Leave(self._actors))
             return 0
@@ -161,12 +192,14 @@ class _Membership:
         self._is_leaving = True
         return None
 
-    async def _handle(self, message: ToFollower) -> "_Outcome | None":
+    async def _handle(self, message: ToFollower | _Prepared) -> "_Outcome | None":
         """What it means for this membership; None: it goes on."""
         of = self._of
         match message:
             case Joined():
                 return await self._joined(message)
+            case _Prepared():
+                return self._prepared(message)
             case Refused():
                 of.say(message.reason)
                 return _Outcome(2)
@@ -185,7 +218,7 @@ class _Membership:
                 self._link.send(Leave(self._actors))
                 return _Outcome(0)
             case Gone():
-                if self._config is not None:
+                if self._preparing is not None:
                     of.say(f"the connection to the lead is lost; its processes here have ended ({self._shown}).")
                     return _Outcome(None)
         return None
@@ -200,22 +233,72 @@ class _Membership:
             await asyncio.sleep(_EARLIER_LEAD_S)
             return _Outcome(None)
         config = msgspec.json.decode(joined.engine, type=EngineConfig)
-        if self._of.model is not None:
-            config = structs.replace(config, model=structs.replace(config.model, path=str(self._of.model)))
-        wrong = await asyncio.to_thread(_wrong_files, config)
-        if wrong is not None:
-            reason = f"{self._of.name} cannot take part: {wrong}"
+        self._of.term = joined.term
+        self._of.previous = self._link.incarnation
+        self._of.say(f"{self._of.name} has joined the engine of {self._of.address}.")
+        self._service = msgspec.json.decode(joined.service, type=ServiceOptions)
+        self._preparing = asyncio.ensure_future(self._prepare(config, joined.files))
+        return None
+
+    async def _prepare(self, config: EngineConfig, address: str) -> None:
+        """`address`: where the lead gives its files of the model."""
+        with contextlib.suppress(Interrupted):
+            try:
+                model = await asyncio.to_thread(self._find_model, config.model, address)
+                self._queue.put_nowait(_Prepared(structs.replace(config, model=model)))
+            except PagewireError as error:
+                self._queue.put_nowait(_Prepared(None, str(error)))
+
+    def _find_model(self, model: ModelFacts, address: str) -> ModelFacts:
+        """The model as it is on this machine. Raises PagewireError, Interrupted."""
+        of = self._of
+        if of.model is not None:
+            model = structs.replace(model, path=str(of.model))
+        wrong = _wrong_files(model)
+        if wrong is None:
+            return model
+        if of.model is not None or not address:
+            raise ConfigError(f"{wrong}; copy the lead's there, or name another folder with --model.")
+        of.say(f"{wrong}; {of.name} copies the model from the lead.")
+        copy = ModelCopy(
+            address,
+            of.keys,
+            model,
+            cache=cache_folder() / "models",
+            is_over=lambda: self._is_over,
+            on_progress=self._on_progress,
+        )
+        found = copy.run()
+        of.say(f"{of.name} has the model in {found.path}.")
+        return found
+
+    def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Called on the copy's thread."""
+        is_done, now = done_bytes == total_bytes, time.monotonic()
+        if not is_done and now < self._said_at + _PROGRESS_S:
+            return
+        self._said_at = now
+        self._link.send(Copying(done_bytes, total_bytes))
+        num_tenths = 10 * done_bytes // max(1, total_bytes)
+        if num_tenths > self._num_tenths:
+            self._num_tenths = num_tenths
+            self._of.say(f"{self._of.name} has copied {10 * num_tenths} % of {total_bytes / 1e9:.2f} GB.")
+
+    def _prepared(self, prepared: _Prepared) -> "_Outcome | None":
+        if prepared.config is None:
+            reason = f"{self._of.name} cannot take part: {prepared.problem}"
             self._of.say(reason)
             self._link.send(Refused(reason))
             return _Outcome(2)
-        self._of.term = joined.term
-        self._of.previous = self._link.incarnation
-        self._service = msgspec.json.decode(joined.service, type=ServiceOptions)
-        self._config = config
-        self._of.say(f"{self._of.name} has joined the engine of {self._of.address}.")
+        self._config = prepared.config
+        if self._assigned is not None:
+            self._assign(self._assigned)
         return None
 
     def _assign(self, assign: Assign) -> None:
+        self._assigned = assign
+        if self._config is None:  # the model is not here yet
+            return
         if self._bound is None:
             self._actors = assign.actors
             self._listeners = {name: listen(self._of.host) for name in assign.actors}
@@ -244,7 +327,7 @@ class _Membership:
         self._running = asyncio.ensure_future(self._host.run())
 
     async def _end(self) -> None:
-        """Ends its processes, and then the connection, which may say so."""
+        """Ends its processes, and then the connection, which says so."""
         if self._host is not None and self._running is not None:
             assert self._config is not None
             self._host.kill_now()
@@ -255,6 +338,11 @@ class _Membership:
             if (error := self._running.exception()) is not None:
                 self._of.say(str(error))
             self._of.looks_since = time.monotonic()
+        if self._preparing is not None:
+            self._is_over = True
+            await asyncio.wait({self._preparing})
+        if self._is_away:
+            self._link.send(Away())
         self._link.close()
         for listener in self._listeners.values():
             listener.close()
@@ -312,9 +400,7 @@ class _Host(Supervisor):
 
     def kill_now(self) -> None:
         """Kills all processes. Any thread may call it, also while the loop is busy."""
-        template = self._template
-        if template is not None and template.is_alive:
-            template.kill()  # its workers end with it
+        self._templates.kill()  # their workers end with them
         for child in list(self._children.values()):
             if child.process.pid and child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -361,20 +447,18 @@ class _Host(Supervisor):
         print(f"pagewire: {text}", file=sys.stderr, flush=True)
 
 
-def _wrong_files(config: EngineConfig) -> str | None:
-    """Why this machine cannot load the model, in a sentence; None: it can."""
-    model = config.model
-    flag = "name its folder with --model"
+def _wrong_files(model: ModelFacts) -> str | None:
+    """Why this machine cannot load the model, as a clause; None: it can."""
     if not Path(model.path).exists():
-        return f"{model.path} does not exist on it; copy the model there, or {flag}."
+        return f"{model.path} does not exist there"
     try:
         found = fingerprint(Path(model.path), Path(model.adapter) if model.adapter else None)
     except PagewireError as error:
-        return str(error)
+        return str(error).removesuffix(".")
     if model.fingerprint and found != model.fingerprint:
         return (
             f"the files in {model.path} are not the lead's (fingerprint {found[:12]}, the lead's has "
-            f"{model.fingerprint[:12]}); copy them from there, or {flag}."
+            f"{model.fingerprint[:12]})"
         )
     return None
 

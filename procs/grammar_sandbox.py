@@ -132,7 +132,7 @@ class GrammarSandbox:
             case "late":
                 text = f"The grammar takes more than {LIMIT_S:g} s to compile: simplify it."
                 return Outcome("invalid_request", text)
-            case "dead":
+            case "dead" | "killed":
                 return _TOO_LARGE
             case "unstartable" if self._pool.complaint:
                 return Outcome("invalid_request", self._pool.complaint)

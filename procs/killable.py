@@ -30,8 +30,9 @@ START_LIMIT_S = 60.0  # for a process, which reads the model's vocabulary
 _WALL_FACTOR = 10  # wall time that work may take, per CPU time, because the machine may be busy
 _MAX_PROCESSES = 2
 
-Lost = Literal["late", "dead", "unstartable"]
-"""Why work has no answer: it took too long; its process died; no process can be started."""
+Lost = Literal["late", "dead", "killed", "unstartable"]
+"""Why work has no answer: it took too long; its process died of it, or was killed from outside, maybe by the kernel
+because the machine's memory was short; no process can be started."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -79,13 +80,17 @@ class _Process:
         return self._process.poll() is None
 
     def look(self) -> bytes | None:
-        """Its next message; None: there is none yet. Raises TimeoutError if it took too long, EOFError if it died."""
+        """Its next message; None: there is none yet. Raises TimeoutError if it took too long, ProcessLookupError if it
+        was killed, EOFError if it died otherwise."""
         try:
             if self._connection.poll():
                 return self._connection.recv_bytes()
         except (OSError, EOFError) as error:
-            if self._process.wait() == -signal.SIGXCPU:
-                raise TimeoutError from error
+            match -self._process.wait():
+                case signal.SIGXCPU:
+                    raise TimeoutError from error
+                case signal.SIGKILL:
+                    raise ProcessLookupError from error
             raise EOFError from error
         if time.monotonic() > self._deadline:
             raise TimeoutError
@@ -168,6 +173,8 @@ class Pool:
             answer = process.look()
         except TimeoutError:
             answer = "late"
+        except ProcessLookupError:
+            answer = "killed"
         except EOFError:
             answer = "dead"
         if answer is None:

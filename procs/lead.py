@@ -25,9 +25,11 @@ from ..ipc.channel import ChannelFull
 from ..ipc.codec import DecodeError, Decoder, encode
 from ..ipc.control_messages import (
     Assign,
+    Away,
     Beat,
     Begin,
     Bound,
+    Copying,
     Gone,
     Join,
     Joined,
@@ -41,6 +43,7 @@ from ..ipc.messages import Facts, Fault, Leave, Ping
 from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext, ZmqRouter, check_address, read_keys
 from .leases import MAX_CLOCK_DIFFERENCE_S, Fleet, Machine, mismatch
 from .machine import host_address, listen, unused_address, versions_here
+from .model_share import ModelShare
 from .remote import RemoteProcess
 from .supervisor import START_REPORT_S, STOP_GRACE_S, Child, Supervisor
 from .topology import RENDEZVOUS, kind, lost_with, receivers
@@ -88,6 +91,8 @@ class Lead(Supervisor):
         self._host = host_address(urlsplit(self._join_address).hostname or "")
         self._decoder: Decoder[ToLead] = Decoder(ToLead)
         self._router: ZmqRouter | None = None
+        self._share: ModelShare | None = None
+        self._copied_at = 0.0  # when a follower last said that more of the model has arrived
         self._listeners: list[socket.socket] = []
         self._moved: set[str] = set()  # actors whose addresses will change
         self._reason = ""  # of the epoch that begins
@@ -99,6 +104,7 @@ class Lead(Supervisor):
 
     async def _gather(self, context: ZmqContext) -> None:
         self._router = context.router(self._join_address)
+        self._share = ModelShare(self._host, self._keys, self._config.model)
         self._router.subscribe(asyncio.get_running_loop(), self._read)
         for name in self._actors:  # those that other machines send to
             if any(name in self._receivers(one) for one in self._remote):
@@ -129,26 +135,40 @@ class Lead(Supervisor):
         key = f" --key-file {self._service.key_file}" if self._service.key_file else ""
         return f"{self._waits_for(waiting)}; run there: pagewire launch --join {self._join_address}{key}"
 
+    @property
+    def _copies(self) -> str:
+        """What the engine waits for while machines that have actors copy the model, a clause; empty: none does."""
+        found = [
+            f"{machine.name}, which copies the model ({100 * said.done_bytes // said.total_bytes} % of "
+            f"{said.total_bytes / 1e9:.2f} GB)"
+            for machine in self._fleet.machines
+            if machine.actors and machine.is_copying and (said := machine.copying) is not None
+        ]
+        return f"waiting for {', '.join(found)}" if found else ""
+
     async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
-        """Waits until followers have all actors of other machines. `drains`: also after the first signal. Raises
-        StartError."""
+        """Waits until followers have all actors of other machines; longer while they copy the model. `drains`: also
+        after the first signal. Raises StartError."""
         now = time.monotonic()
         deadline, next_report, told = now + timeout_s, now + 1.0, ""
         while not self._fleet.is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
             for machine in self._fleet.deal():
                 self._send(machine.peer, Assign(machine.actors))
             now = time.monotonic()
+            deadline = max(deadline, self._copied_at + timeout_s)
             waiting = ", ".join(name for group in self._fleet.missing for name in group)
+            clause = self._waits_for(waiting) if waiting else self._copies
             if now > deadline:
                 raise StartError(
                     f"No follower has joined at {self._join_address} for {waiting or 'all ranks'} "
                     f"({timeout_s:g} s; see {flag})."
                 )
-            if now > next_report and waiting:
+            if now > next_report and clause:
                 next_report = now + START_REPORT_S
-                print(f"pagewire: {self._call_for(waiting)}", file=sys.stderr, flush=True)
-            if waiting and self._waits_for(waiting) != told:
-                told = self._waits_for(waiting)
+                text = self._call_for(waiting) if waiting else f"{clause}."
+                print(f"pagewire: {text}", file=sys.stderr, flush=True)
+            if clause and clause != told:
+                told = clause
                 self._tell_apis(told)
             await self._next_event(0.1)
             self._check_followers()
@@ -296,6 +316,10 @@ class Lead(Supervisor):
                     self._send(peer, due)
                 if self._stopping is not None:
                     self._send(peer, self._stopping)
+            case Copying():
+                if machine.copying is None or message.done_bytes > machine.copying.done_bytes:
+                    self._copied_at = time.monotonic()
+                machine.copying = message
             case Bound():
                 machine.bound = message
             case Refused():
@@ -303,6 +327,8 @@ class Lead(Supervisor):
                 self._lose(machine, "cannot take part")
             case Leave():
                 self._leave(machine, message)
+            case Away():
+                self._lose(machine, "goes away")
 
     def _join(self, peer: bytes, join: Join) -> None:
         if (before := self._fleet.get(join.previous)) is not None:
@@ -342,6 +368,7 @@ class Lead(Supervisor):
                 time.time(),
                 msgspec.json.encode(config),
                 msgspec.json.encode(self._service),
+                self._share.address if self._share is not None else "",
             ),
         )
 
@@ -398,5 +425,7 @@ class Lead(Supervisor):
         await super()._kill()
         if self._router is not None:
             self._router.close()
+        if self._share is not None:
+            self._share.close()
         for listener in self._listeners:
             listener.close()

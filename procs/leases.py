@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ..ipc.control_messages import Assign, Beat, Begin, Bound, ChildState, Join, Versions
+from ..ipc.control_messages import Assign, Beat, Begin, Bound, ChildState, Copying, Join, Versions
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # of the two machines' time of day; more is worth a line for the operator
 
@@ -76,10 +76,17 @@ class Machine:
         self.number = join.number  # of its latest message
         self.heard_at = now
         self.actors: tuple[str, ...] = ()  # that it is to run; empty: it is a spare
+        self.copying: Copying | None = None  # what it has last said of it
         self.bound: Bound | None = None  # the addresses of their mailboxes
         self.begins_at = 0  # the epoch of the first `Begin` that concerns it; 0: none yet
         self.epoch = 0  # of the latest `Begin` that it has carried out
         self.children: tuple[ChildState, ...] = ()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether it does not have the whole model yet."""
+        said = self.copying
+        return self.bound is None and said is not None and said.done_bytes < said.total_bytes
 
     def heard(self, beat: Beat, now: float) -> None:
         if beat.number > self.number:
@@ -145,12 +152,14 @@ class Fleet:
     # ── who runs what ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def deal(self) -> list[Machine]:
-        """Gives the groups that no machine has to spares, the longest joined first. Returns these."""
+        """Gives the groups that no machine has to spares, the longest joined first of those that have the model.
+        Returns these."""
         dealt = []
         for group in self.missing:
-            spare = next((machine for machine in self._machines.values() if not machine.actors), None)
-            if spare is None:
+            spares = [machine for machine in self._machines.values() if not machine.actors]
+            if not spares:
                 break
+            spare = min(spares, key=lambda machine: machine.is_copying)  # the first of the least
             spare.actors = group
             dealt.append(spare)
         return dealt

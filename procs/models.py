@@ -30,8 +30,9 @@ from . import interpreter
 from .child import EngineMailboxes
 from .engines import EnginePart
 from .listening import Listening
-from .residency import Load, Residency, Terms, misfits
+from .residency import Load, Residency, Resident, Terms, misfits
 from .shared_apis import SharedApis
+from .template import Templates
 
 PROCESSES_BYTES = 400 << 20  # of an engine's processes, besides weights, workspace and KV
 _BUDGET_SHARE = 0.8  # of the memory that is free at the start
@@ -158,6 +159,7 @@ class Models:
         self._residency = Residency(budget_bytes, [model.terms for model in models], time.monotonic())
         self._epochs: list[tuple[int, int]] = [(1, 1)] * len(models)  # of what runs, or ran last
         self._parts: dict[int, EnginePart] = {}  # those that run
+        self._templates = Templates()  # of all of them, so that only the first load imports torch
         self._tasks: set[asyncio.Task[None]] = set()  # one for each load and each unload
         self._unloading: set[int] = set()
         self._told: ModelStates | None = None
@@ -197,6 +199,7 @@ class Models:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._templates.close()
             listening.close()
             for folder in folders:
                 remove_run_folder(folder)
@@ -290,6 +293,7 @@ class Models:
                 model.expires_at(),
                 model.load_s,
                 model.problem,
+                self._progress(model) if model.state == "loading" else None,
             )
             for model in self._residency.models
         )
@@ -297,6 +301,11 @@ class Models:
         if found != self._told and self._apis.is_ready.is_set():
             self._told = found
             self._apis.tell(found)
+
+    def _progress(self, model: Resident) -> float:
+        """In hundredths, because each change is told."""
+        part = self._parts.get(model.number)
+        return 0.0 if part is None else math.floor(100 * part.loaded_share) / 100
 
     # ── the models ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -316,6 +325,8 @@ class Models:
             apis=self._apis.addresses,
             epochs=self._epochs[number],
             weight_fds=(),
+            templates=self._templates,
+            on_loading=self._woken.set,
         )
         running = asyncio.ensure_future(part.run())
         ready = asyncio.ensure_future(part.is_ready.wait())

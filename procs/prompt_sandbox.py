@@ -86,6 +86,7 @@ class PromptSandbox:
         self._held: dict[int, Submit | Tokenize] = {}  # by rid
         self._cancelled: dict[int, list[int]] = {}  # rid of a held request → its cancelled sequences
         self._risky: set[int] = set()  # rids of held requests that may take seconds
+        self._retried: set[int] = set()  # rids of held requests whose process was killed
         self._is_watching = False
         self._is_wary = is_wary
         self._takes_all = False  # a prompt outside the sandbox has run out of time or memory
@@ -107,7 +108,7 @@ class PromptSandbox:
         self._held[question.rid] = question
         if self._is_risky(question):
             self._risky.add(question.rid)
-        self._pool.begin(question.rid, Work(_encode(question), cpu_s(question.prompt) + 1))
+        self._begin(question)
         self.poll()
         return True
 
@@ -120,15 +121,23 @@ class PromptSandbox:
             (now if held is None else self._cancelled.setdefault(held, [])).append(rid)
         for held in list(self._cancelled):
             if len(self._cancelled[held]) == _num(self._held[held]) and self._pool.forget(held):
-                del self._held[held], self._cancelled[held]  # no process has seen the request yet
+                del self._held[held], self._cancelled[held]  # no process has it
                 self._risky.discard(held)
+                self._retried.discard(held)
         return Cancel(tuple(now))
 
     def poll(self) -> None:
         """Posts finished work, and begins waiting work."""
         for rid, said in self._pool.collect():
+            if said == "killed" and rid not in self._retried:
+                log.warning("a process that tokenizes prompts was killed: request %d is tokenized again", rid)
+                self._retried.add(rid)
+                self._risky.add(rid)  # it may be the cause
+                self._begin(self._held[rid])
+                continue
             question = self._held.pop(rid)
             self._risky.discard(rid)
+            self._retried.discard(rid)
             if isinstance(said, str):
                 self._fail(question, said)
             else:
@@ -145,7 +154,11 @@ class PromptSandbox:
         self._pool.close()
         self._held.clear()
         self._risky.clear()
+        self._retried.clear()
         self._cancelled.clear()
+
+    def _begin(self, question: Submit | Tokenize) -> None:
+        self._pool.begin(question.rid, Work(_encode(question), cpu_s(question.prompt) + 1))
 
     def _is_risky(self, question: Submit | Tokenize) -> bool:
         is_suspect = self._is_wary and isinstance(question, Submit) and question.attempt > 0
@@ -167,6 +180,8 @@ class PromptSandbox:
                 text = too_slow(question.prompt)
             case "dead":
                 text = TOO_LARGE
+            case "killed":
+                kind, text = "unavailable", "The process that tokenizes the prompt was killed twice: try again later."
             case "unstartable":
                 kind, text = "unavailable", "The process that tokenizes such prompts cannot be started."
             case _:

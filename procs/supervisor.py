@@ -28,6 +28,7 @@ from ..ipc.messages import (
     Facts,
     Fault,
     Leave,
+    Loading,
     Ping,
     Pong,
     Ready,
@@ -51,7 +52,7 @@ from .listening import Listening
 from .liveness import Deaths, Liveness
 from .rank_memory import RankMemory
 from .remote import RemoteProcess
-from .template import ForkedProcess, Template, can_fork
+from .template import ForkedProcess, Templates, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 from .weight_keeper import WeightKeeper
 from .weight_memory import close_segments, keeps_on_device, new_segment, new_segments
@@ -88,6 +89,7 @@ class Child:
         self.started_at = time.monotonic()
         self.facts: Facts | None = None  # once ready
         self.liveness: Liveness | None = None  # once ready
+        self.loading: Loading | None = None  # the last one of a worker
         self.may_end = False  # it was asked to end
         self.exited = asyncio.ensure_future(process.wait())
 
@@ -106,13 +108,14 @@ class Supervisor:
         listening: Listening | None = None,
         on_swap: Callable[[Swap], None] | None = None,
         weight_fds: Sequence[int] = (),
+        templates: Templates | None = None,
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
         `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
 
         With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
         administrator asks for another model. `weight_fds`: shared memory for the ranks' packed weights, which this
-        object closes; it makes its own if there is none."""
+        object closes; it makes its own if there is none. `templates`: those that it shares with other engines."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
@@ -149,7 +152,8 @@ class Supervisor:
         self._weight_fds = list(weight_fds)
         self._keepers: dict[int, WeightKeeper] = {}  # by rank; of those whose weights are on a GPU
         self._num_keepers = 0  # that were started
-        self._template: Template | None = None
+        self._templates = Templates() if templates is None else templates
+        self._owns_templates = templates is None
         self._unstarted: list[str] = []  # actors that no process was started for yet
         self._broken_kernels: dict[str, None] = {}  # their check broke a device: workers leave them out
         self._mailbox_fds: dict[str, int] = {}  # listening sockets of mailboxes that other machines reach
@@ -210,8 +214,8 @@ class Supervisor:
             await self._kill()
             for keeper in self._keepers.values():
                 await keeper.end()
-            if self._template is not None:
-                self._template.close()
+            if self._owns_templates:
+                self._templates.close()
             if self._listening is not None and not self._is_owned:
                 self._listening.close()
             os.close(self._lifeline)
@@ -309,9 +313,8 @@ class Supervisor:
         fds["mailbox_fd"] = part.mailbox_fd
         process: Process
         if is_worker and can_fork(self._config):
-            if self._template is None or not self._template.is_alive:
-                self._template = Template(self._lifeline, environment)
-            process = self._template.fork(name, str(launch_file), fds)
+            forked = fds | {"lifeline_fd": self._lifeline}
+            process = self._templates.fork(name, str(launch_file), forked, environment)
         else:
             process = await asyncio.create_subprocess_exec(
                 *interpreter.COMMAND,
@@ -624,6 +627,9 @@ class Supervisor:
                     self._on_demand(message)
                 case Fault():
                     self._faults[message.name] = message
+                case Loading():
+                    self._children[message.name].loading = message
+                    self._on_progress()
                 case Leave():
                     self._elsewhere.heard(message, is_news=not self._must_end)
                 case Pong():
@@ -631,6 +637,9 @@ class Supervisor:
                     if child.liveness is not None and message.epoch >= child.epoch:
                         child.epoch = message.epoch
                         child.liveness.heard(message, time.monotonic())
+
+    def _on_progress(self) -> None:
+        """A worker has read more of its weights."""
 
     def _on_vacated(self, message: Vacated) -> None:
         """An api process of several engines has nothing open at one of them."""

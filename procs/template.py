@@ -5,7 +5,7 @@ for one, so that a worker that is replaced starts at once, and the ranks of a gr
 imported. It starts no thread, opens no device and reads no model. A worker ends with its template, and the template
 with the supervisor.
 
-`Template` is the supervisor's side; `main` is the program.
+`Template` is the supervisor's side, `Templates` those that several engines share; `main` is the program.
 """
 
 import asyncio
@@ -67,6 +67,7 @@ class ForkedProcess:
         self._template = template
         self._pidfd = -1  # until it is forked, and after its end
         self._ended = asyncio.Event()
+        self._is_killed = False  # before it was forked
         self.pid = 0  # until it is forked
         self.returncode: int | None = None
 
@@ -85,12 +86,20 @@ class ForkedProcess:
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, signum)
         elif not self.pid and signum == signal.SIGKILL:  # the template has not forked it yet
-            self._template.kill()
+            self._is_killed = True
+            self._template.kill_unless_needed()
+
+    @property
+    def is_wanted(self) -> bool:
+        """It has not ended, and nobody has killed it before it began."""
+        return self.returncode is None and not self._is_killed
 
     def forked(self, pid: int) -> None:
         self.pid = pid
         with contextlib.suppress(OSError):  # it has ended; `_Ended` follows
             self._pidfd = os.pidfd_open(pid)
+            if self._is_killed:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def ended(self, code: int) -> None:
         self.returncode = code
@@ -103,8 +112,7 @@ class ForkedProcess:
 class Template:
     """A running template."""
 
-    def __init__(self, lifeline_fd: int, environment: Mapping[str, str]) -> None:
-        self._lifeline_fd = lifeline_fd
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs:
@@ -122,11 +130,11 @@ class Template:
         self._loop.add_reader(self._socket, self._read)
 
     def fork(self, name: str, launch_file: str, fds: Mapping[str, int]) -> ForkedProcess:
-        """A worker, which is forked as soon as the template is ready. fds: fields of `Launch` and their descriptors,
-        besides the lifeline; -1: none."""
+        """A worker, which is forked as soon as the template is ready. fds: fields of `Launch` and their descriptors;
+        -1: none."""
         self._num_asked += 1
         process = self._processes[self._num_asked] = ForkedProcess(self)
-        given = {"lifeline_fd": self._lifeline_fd} | {field: fd for field, fd in fds.items() if fd >= 0}
+        given = {field: fd for field, fd in fds.items() if fd >= 0}
         with contextlib.suppress(OSError):  # it has just died; `_read` reports that
             socket.send_fds(
                 self._socket, [_encode(_Fork(self._num_asked, name, launch_file, tuple(given)))], [*given.values()]
@@ -136,6 +144,11 @@ class Template:
     def kill(self) -> None:
         """Ends it, and the workers that it has forked."""
         self._process.kill()
+
+    def kill_unless_needed(self) -> None:
+        """For a worker that it does not fork, perhaps because it hangs. Those of other engines go on."""
+        if not any(process.is_wanted for process in self._processes.values()):
+            self.kill()
 
     def close(self) -> None:
         """Kills it and waits for its end."""
@@ -168,6 +181,36 @@ class Template:
         for process in self._processes.values():
             process.ended(-signal.SIGKILL)
         self._processes.clear()
+
+
+class Templates:
+    """A template for each environment that workers need. Engines that share them start without importing torch again;
+    if a template dies, the workers of all of them are replaced."""
+
+    def __init__(self) -> None:
+        self._of: dict[frozenset[tuple[str, str]], Template] = {}
+
+    def fork(
+        self, name: str, launch_file: str, fds: Mapping[str, int], environment: Mapping[str, str]
+    ) -> ForkedProcess:
+        """A worker with these variables. The others as of `Template.fork`."""
+        key = frozenset(environment.items())
+        template = self._of.get(key)
+        if template is None or not template.is_alive:
+            template = self._of[key] = Template(environment)
+        return template.fork(name, launch_file, fds)
+
+    def kill(self) -> None:
+        """Ends all of them and their workers. Any thread may call it."""
+        for template in list(self._of.values()):
+            if template.is_alive:
+                template.kill()
+
+    def close(self) -> None:
+        """Kills them and waits for their end."""
+        for template in self._of.values():
+            template.close()
+        self._of.clear()
 
 
 def main(fd: int) -> None:

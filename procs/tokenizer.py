@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 
 from ..config.config import EngineConfig
 from ..engine.text.chat_template import DEFAULT_MAX_CHARS, ChatBounds, ChatTemplate, load_chat_template
+from ..engine.text.piece_cache import PieceCache
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ConfigError, RequestError, prompt_too_long
 from ..ipc.actor import Post
@@ -78,12 +79,14 @@ class TokenizerActor:
         self._is_replacement = is_replacement
         self._prompt_sandbox: PromptSandbox | None = None
         self._tokenizer: Tokenizer
+        self._pieces: PieceCache
         self._template: ChatTemplate
 
     def start(self, post: Post) -> Facts:
         """Raises ConfigError if the model has no tokenizer that can be read."""
         self._post = post
         self._tokenizer, self._template = load_text(self._config)
+        self._pieces = PieceCache(self._tokenizer)
         if self._limit is not None:
             limit_memory(2 * MEMORY_BYTES)  # more than one prompt may be held here
         if self._has_prompt_sandbox:
@@ -121,6 +124,7 @@ class TokenizerActor:
 
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
+        num_chars, num_known = self._pieces.num_chars, self._pieces.num_cached_chars
         try:
             check_task(self._config.model.purpose, submit.pooling, is_pair=isinstance(submit.prompt, PairPrompt))
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
@@ -146,7 +150,12 @@ class TokenizerActor:
                 submit.tenant,
                 submit.n,
                 constraint=constraint,
-                times=Times(taken, time.monotonic()),
+                times=Times(
+                    taken,
+                    time.monotonic(),
+                    num_chars=self._pieces.num_chars - num_chars,
+                    num_known_chars=self._pieces.num_cached_chars - num_known,
+                ),
                 pooling=submit.pooling,
                 type_ids=type_ids,
                 resume_ids=submit.resume_ids,
@@ -181,6 +190,7 @@ class TokenizerActor:
         try:
             return self._limit.within(cpu_s(prompt), work)
         except (OutOfTime, MemoryError) as error:
+            self._pieces.forget()
             if self._prompt_sandbox is not None:
                 self._prompt_sandbox.beware()
             text = TOO_LARGE if isinstance(error, MemoryError) else too_slow(prompt)
@@ -202,20 +212,21 @@ class TokenizerActor:
         return Described(question.rid, tokenizer.special_tokens, self._template.source, tokenizer.class_name)
 
     def _encode(
-        self, prompt: TextPrompt | ChatPrompt | IdsPrompt, kept: Kept, max_tokens: int | None = None
+        self,
+        prompt: TextPrompt | ChatPrompt | IdsPrompt,
+        kept: Kept,
+        max_tokens: int | None = None,
+        *,
+        owner: tuple[bytes, str] | None = None,
     ) -> "array[int]":
-        match prompt:
-            case TextPrompt(text, add_special_tokens):
-                text = self._within_reach(text, kept)
-                return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
-            case ChatPrompt():
-                text = self._within_reach(self._rendered(prompt), kept)
-                more = prompt.add_special_tokens
-                return array("i", self._tokenizer.encode(text, add_special_tokens=more, max_tokens=max_tokens))
-            case IdsPrompt(data):
-                return bytes_to_ids(data)[:max_tokens]
-            case _:
-                assert_never(prompt)
+        """owner: of the pieces that the prompt shares with earlier ones; None: it is encoded by itself."""
+        if isinstance(prompt, IdsPrompt):
+            return bytes_to_ids(prompt.ids)[:max_tokens]
+        text = prompt.text if isinstance(prompt, TextPrompt) else self._rendered(prompt)
+        text, add_special_tokens = self._within_reach(text, kept), prompt.add_special_tokens
+        if max_tokens is None and owner is not None:
+            return self._pieces.encode(text, add_special_tokens, owner=owner)
+        return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
         fields = asdict(prompt)
@@ -284,7 +295,7 @@ class TokenizerActor:
             pair = self._tokenizer.encode_pair(*texts, max_tokens=max_tokens)
             ids, type_ids = array("i", pair[0]), bytes(pair[1])
         else:
-            ids = self._encode(submit.prompt, kept, max_tokens)
+            ids = self._encode(submit.prompt, kept, max_tokens, owner=(submit.salt, submit.cache_salt))
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
         check_ids(self._config.model.vocab_size, "prompt", ids)  # a tokenizer may have more tokens than its model

@@ -40,7 +40,7 @@ FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Leave,
 }
 """What the supervisor may send to each actor; `Leave` comes from the supervisor of another launch."""
 
-TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong, m.Swap, m.Vacated, m.Demand, m.Leave)
+TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Loading, m.Serving, m.Fault, m.Pong, m.Swap, m.Vacated, m.Demand, m.Leave)
 """What every actor may send to the supervisor (`Serving`, `Swap`, `Vacated` and `Demand` only the api; `Leave` is
 passed on)."""
 

@@ -110,7 +110,7 @@ class ThreadStages:
         self._edges: list[SimpleQueue[Tensor]] = [SimpleQueue() for _ in range(self.total)]  # from each rank
 
     def join(self, info: RankInfo, size: int, num_stages: int, device: torch.device) -> tuple[Group, ThreadRing]:
-        """As `ring.join_stages`."""
+        """The rank's group and its ring, what `ring.join_stages` makes of processes."""
         group = ThreadGroup(self._meetings[info.stage], info.t, self.runs) if size > 1 else Alone()
         before = self._edges[(info.rank - size) % self.total]
         return group, ThreadRing(self._edges[info.rank], before, self.runs)

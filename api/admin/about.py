@@ -156,12 +156,14 @@ class AboutEndpoints:
     def _card(self, service: Service, name: str) -> ModelCard:
         # Folders are the administrators' affair.
         versions = tuple(replace(one, root=Path(one.root).name) for one in service.http.versions)
+        found = None if service.residence is None else service.residence.state
         return ModelCard(
             id=name,
             created=self._started,
             root=service.config.served_model_names[0],
             max_model_len=service.config.max_model_len,
             batch_invariance=service.config.batch_invariance,
-            state=UNSET if service.residence is None else service.residence.state.state,
+            state=UNSET if found is None else found.state,
+            progress=UNSET if found is None or found.progress is None else found.progress,
             versions=versions if len(versions) > 1 else UNSET,
         )

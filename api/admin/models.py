@@ -30,6 +30,7 @@ class ModelStatus(Struct, frozen=True):
     aliases: tuple[str, ...]  # other names of it
     state: str  # unloaded, loading, loaded, leaving or failed
     since_s: float | None  # how long; null: since the start
+    progress: float | None  # of reading its weights, 0 to 1; null: it is not loading
     load_s: float | None  # what its last load took; null: none has ended
     need_bytes: int  # of memory while it is loaded, by the memory plan
     pinned: bool
@@ -95,6 +96,7 @@ def _status(service: Service) -> ModelStatus:
         aliases=tuple(aliases),
         state=found.state,
         since_s=now - found.since if found.since else None,
+        progress=found.progress,
         load_s=found.load_s or None,
         need_bytes=found.need_bytes,
         pinned=found.is_pinned,

@@ -4,12 +4,11 @@ A batch is a job (`api/state/jobs.py`). Its requests and results are kept one by
 whoever goes on with it answers only what is left. Then they become one value, which may leave for newer ones.
 """
 
-import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl
 
@@ -19,13 +18,13 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_body, send_json
-from ..http.http_error import HttpError, anthropic_error_body, as_http_error
+from ..http.http_error import HttpError, anthropic_error_body
 from ..http.operation import Operation
 from ..openai.translate import decode_body, request_decoder
 from ..output.inner_call import InnerCalls
 from ..output.reply import new_id
 from ..output.service import Service
-from ..state.jobs import MAX_DEATHS, Doing
+from ..state.jobs import Doing, Ended, end_of
 from ..state.pieces import Pieces
 from ..state.records import Records
 
@@ -220,28 +219,21 @@ class MessageBatches:
         ):  # others needed the room, or it was just not noted
             await self._drop_pieces(owner, id)
             return
+        until = datetime.fromisoformat(stored.body.expires_at).timestamp()
+        work = partial(self._answer_all, owner, id, stored.body)
         left: dict[str, object] = {"type": "canceled"}
-        try:
-            if doing.num_deaths >= MAX_DEATHS:
-                raise HttpError(500, f"{MAX_DEATHS} processes have died while they answered this batch.")
-            if stored.body.processing_status == "in_progress" and not doing.is_cancelled:
-                async with asyncio.timeout(datetime.fromisoformat(stored.body.expires_at).timestamp() - time.time()):
-                    await self._answer_all(owner, id)
-        except TimeoutError:
-            left = {"type": "expired"}
-        except asyncio.CancelledError:
-            if not doing.is_cancelled:
-                raise
-        except HttpError as error:
-            if error.code == "state_unavailable":
-                raise
-            left = {"type": "errored", "error": Raw(anthropic_error_body(error))}
-        except Exception as error:
-            log.exception("message batch %s failed", id)
-            left = {"type": "errored", "error": Raw(anthropic_error_body(as_http_error(error)))}
+        match await end_of(work, doing, until=until, name="batch"):
+            case HttpError() as error:
+                left = {"type": "errored", "error": Raw(anthropic_error_body(error))}
+            case Ended.EXPIRED:
+                left = {"type": "expired"}
+            case Ended.DONE | Ended.CANCELLED:
+                pass
         await self._end(owner, id, left)
 
-    async def _answer_all(self, owner: bytes, id: str) -> None:
+    async def _answer_all(self, owner: bytes, id: str, body: MessageBatch) -> None:
+        if body.processing_status != "in_progress":
+            return
         done = {number async for number, _ in self._results.read(owner, id)}
 
         async def waiting() -> AsyncIterator[tuple[int, BatchRequest]]:

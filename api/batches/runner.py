@@ -9,12 +9,13 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 
 from ..http.http_error import HttpError
 from ..output.inner_call import InnerCalls
-from ..state.jobs import MAX_DEATHS, Doing, Jobs
+from ..state.jobs import Doing, Ended, Jobs, end_of
 from .format import BatchRequest, answer_line, read_request
 from .store import BatchStore, FileWriter
 from .types import BatchBody, BatchError, BatchErrors, RequestCounts
@@ -28,6 +29,14 @@ _JOB = "batch"
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 log = logging.getLogger(__name__)
+
+
+class InvalidFileError(HttpError):
+    """The batch's file cannot be answered."""
+
+    def __init__(self, problems: list[BatchError]) -> None:
+        super().__init__(400, "The batch's file is not valid.")
+        self.problems = problems
 
 
 class BatchRunner:
@@ -69,41 +78,24 @@ class BatchRunner:
         if batch.status not in _OPEN:
             await self._store.drop_answers(owner, id)
             return
-        has_expired = False
-        try:
-            if doing.num_deaths >= MAX_DEATHS:
-                raise HttpError(500, f"{MAX_DEATHS} processes have died while they answered this batch.")
-            async with asyncio.timeout(batch.expires_at - time.time()):
-                if not await self._go_on(owner, batch):
-                    return
-        except TimeoutError:
-            has_expired = True
-        except asyncio.CancelledError:
-            if not doing.is_cancelled:
-                raise
-        except HttpError as error:
-            if error.code == "state_unavailable":
-                raise
-            await self._fail(owner, id, [BatchError(str(error), code=error.code or "server_error")])
-            return
-        except Exception:
-            log.exception("batch %s failed", id)
-            await self._fail(owner, id, [BatchError("The server failed on this batch.", code="server_error")])
-            return
-        await self._finish(owner, id, has_expired)
+        match await end_of(partial(self._go_on, owner, batch), doing, until=batch.expires_at, name="batch"):
+            case InvalidFileError() as error:
+                await self._fail(owner, id, error.problems)
+            case HttpError() as error:
+                await self._fail(owner, id, [BatchError(str(error), code=error.code or "server_error")])
+            case ended:
+                await self._finish(owner, id, ended is Ended.EXPIRED)
 
-    async def _go_on(self, owner: bytes, batch: BatchBody) -> bool:
-        """Does what the batch's status says is left. Returns whether its file is valid."""
+    async def _go_on(self, owner: bytes, batch: BatchBody) -> None:
+        """Does what the batch's status says is left. Raises InvalidFileError."""
         if batch.status == "validating":
             counts, wrong = await self._validate(owner, batch)
             if wrong:
-                await self._fail(owner, batch.id, wrong)
-                return False
+                raise InvalidFileError(wrong)
             fields = {"status": "in_progress", "in_progress_at": int(time.time()), "request_counts": counts}
             batch = await self._store.change(owner, batch.id, of=("validating",), **fields)
         if batch.status == "in_progress":
             await self._answer_all(owner, batch)
-        return True
 
     async def _validate(self, owner: bytes, batch: BatchBody) -> tuple[RequestCounts, list[BatchError]]:
         """Checks the whole file before any request is sent. Returns what is wrong with it, too."""

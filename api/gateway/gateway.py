@@ -292,6 +292,7 @@ class Gateway:
         stats = self.stats
         if chunk.times is not None and sequence.times is None:  # a resumed sequence began when it first began
             sequence.times = chunk.times
+            stats.started(chunk.times)
         num_ids = len(chunk.ids) >> 2
         if num_ids:
             before = sequence.last_chunk_at

@@ -316,6 +316,10 @@ class Metrics:
         histogram("request_prefill_time_seconds", "From the first step to the first token.", parts["prefill"])
         histogram("request_decode_time_seconds", "From the first token to the last.", parts["decode"])
         histogram("request_inference_time_seconds", "From the first step to the last token.", stats.inference_s)
+        text = "Characters of prompts for whose pieces the tokenizer's cache was asked, once for each sequence."
+        page.counter("tokenizer_cache_queries", text, stats.num_prompt_chars)
+        text = "Characters of pieces whose ids the tokenizer's cache had."
+        page.counter("tokenizer_cache_hits", text, stats.num_known_chars)
         histogram("request_prompt_tokens", "Tokens of a prompt.", stats.prompt_tokens)
         histogram("request_generation_tokens", "Tokens of an output.", stats.generation_tokens)
         text = "Tokens of the longest output of a request."

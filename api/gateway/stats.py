@@ -6,7 +6,7 @@ from typing import get_args
 
 from ...config.latency_classes import LatencyClass
 from ...errors import ErrorKind
-from ...ipc.messages import FinishReason, Usage
+from ...ipc.messages import FinishReason, Times, Usage
 from ...ipc.reports import Histogram
 from .timeline import Timeline
 
@@ -72,6 +72,8 @@ class Stats:
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
         self.max_generation_tokens = Histogram(_TOKENS)  # of a request's longest choice
+        self.num_prompt_chars = 0  # of sequences that have started, where the tokenizer looked for known pieces
+        self.num_known_chars = 0  # of these pieces
         self.choices = Histogram(_CHOICES)
         self.max_tokens = Histogram(_TOKENS)
 
@@ -80,6 +82,11 @@ class Stats:
         self.choices.observe(n)
         if max_tokens is not None:
             self.max_tokens.observe(max_tokens)
+
+    def started(self, times: Times) -> None:
+        """A sequence has started."""
+        self.num_prompt_chars += times.num_chars
+        self.num_known_chars += times.num_known_chars
 
     def completed(self, timeline: Timeline, usage: Usage) -> None:
         """A sequence ended with its usage: it was neither cut short nor failed."""

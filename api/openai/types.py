@@ -254,6 +254,7 @@ class ModelCard(Struct, frozen=True):
     parent: None = None
     batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
     state: str | UnsetType = UNSET  # of one of several models: unloaded, loading, loaded, leaving or failed
+    progress: float | UnsetType = UNSET  # of reading the weights of one that is loading, 0 to 1
     versions: tuple[ModelVersion, ...] | UnsetType = UNSET  # served before and now, once the model was swapped
 
 

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, as_http_error
 from .database import Database
 from .records import Records
 
@@ -62,6 +63,42 @@ class Work(Protocol):
     beginning; a CancelledError without that leaves the job to another process, as does a database that fails."""
 
     async def __call__(self, owner: bytes, id: str, doing: Doing) -> None: ...
+
+
+class Ended(Enum):
+    """How the work on a job ended, if it did not fail."""
+
+    DONE = auto()
+    EXPIRED = auto()
+    CANCELLED = auto()
+
+
+async def end_of(work: Callable[[], Awaitable[None]], doing: Doing, *, until: float, name: str) -> Ended | HttpError:
+    """Does a work until it ends, its client cancels it, or the time `until` (seconds since 1970) has come. An HttpError
+    says why it failed. Raises what leaves the job to another process: a CancelledError that the client did not ask for,
+    and the HttpError of a database that fails."""
+    if doing.num_deaths >= MAX_DEATHS:
+        return HttpError(500, f"{MAX_DEATHS} processes have died while they answered this {name}.")
+    was_cancelled = doing.is_cancelled
+    if was_cancelled:
+        return Ended.CANCELLED
+    try:
+        async with asyncio.timeout(until - time.time()):
+            await work()
+    except TimeoutError:
+        return Ended.EXPIRED
+    except asyncio.CancelledError:
+        if not doing.is_cancelled:
+            raise
+        return Ended.CANCELLED
+    except HttpError as error:
+        if error.code == "state_unavailable":
+            raise
+        return error
+    except Exception as error:
+        log.exception("%s failed", name)
+        return as_http_error(error)
+    return Ended.DONE
 
 
 class Jobs:

@@ -6,7 +6,8 @@ server, and gives it requests as they would arrive:
 - `N tokens`: the time from a prompt's arrival to its `Enqueue`, and how late short prompts (one every 2 ms) are beside
   it, counted from when each was due.
 - `burst`: one prompt of each length at once; the time until the first and the last of them.
-- `chat`: a conversation whose every turn sends all earlier ones again, as an agent does.
+- `chat`: a conversation whose every turn sends all earlier ones again, as an agent does. `chat, cut off` is the same
+  with another owner for each turn, so that none finds pieces of earlier ones. Nor do the prompts of the other cases.
 
 Lengths are rounded to the words of the text. Nothing is computed by a model.
 """
@@ -44,11 +45,12 @@ class Requests:
         self.actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True)
         self.actor.start(self._on_message)
 
-    def send(self, prompt: TextPrompt | ChatPrompt) -> "asyncio.Future[float]":
-        """Gives the actor a request. The future is the time at which the core was sent it."""
+    def send(self, prompt: TextPrompt | ChatPrompt, owner: str | None = None) -> "asyncio.Future[float]":
+        """Gives the actor a request. The future is the time at which the core was sent it. owner: of pieces that it
+        shares with earlier prompts; None: no other prompt has the same."""
         rid = len(self._ended)
         ended = self._ended[rid] = self._loop.create_future()
-        self.actor.handle([Submit(rid, 1, prompt, Sampling(), Limits(1), TextSpec())])
+        self.actor.handle([Submit(rid, 1, prompt, Sampling(), Limits(1), TextSpec(), cache_salt=owner or str(rid))])
         return ended
 
     def _on_message(self, receiver: str, message: Message) -> None:
@@ -90,14 +92,14 @@ async def burst(requests: Requests, prompts: list[TextPrompt]) -> dict[str, floa
     return {"first ms": min(times_ms), "ms": max(times_ms)}
 
 
-async def chat(requests: Requests, turns: list[str]) -> dict[str, float]:
-    """Sends a conversation turn by turn; the sum of the turns' times and the last one's, in ms."""
+async def chat(requests: Requests, turns: list[str], owner: str | None) -> dict[str, float]:
+    """Sends a conversation of `owner` turn by turn; the sum of the turns' times and the last one's, in ms."""
     messages: list[dict[str, str]] = []
     times_ms: list[float] = []
     for turn in turns:
         messages += [{"role": "user", "content": turn}]
         start = time.perf_counter()
-        times_ms.append(1000 * (await requests.send(ChatPrompt(json.dumps(messages).encode())) - start))
+        times_ms.append(1000 * (await requests.send(ChatPrompt(json.dumps(messages).encode()), owner) - start))
         messages += [{"role": "assistant", "content": turn}]
     return {"ms": sum(times_ms), "last turn ms": times_ms[-1]}
 
@@ -119,16 +121,17 @@ async def run(arguments: argparse.Namespace, config: EngineConfig, tokenizer: To
     prompts = {num: TextPrompt(text_of(tokenizer, num)) for num in arguments.tokens}
     turns = [text_of(tokenizer, arguments.turn_tokens // 2, first=i * 1000) for i in range(arguments.turns)]
     rows = {num: Row(f"{num} tokens") for num in prompts}
-    of_burst, of_chat = Row("burst"), Row(f"chat of {len(turns)} turns")
+    of_burst, of_chat, cut_off = Row("burst"), Row(f"chat of {len(turns)} turns"), Row("chat, cut off")
     very_long = TextPrompt(short.text * (1 + _SANDBOXED_CHARS // len(short.text)))
     await burst(requests, [very_long] * 2)  # starts the processes of the sandbox
-    for _ in range(arguments.repeat):
+    for i in range(arguments.repeat):
         for num, prompt in prompts.items():
             rows[num].add(**await beside(requests, prompt, short))
         of_burst.add(**await burst(requests, list(prompts.values())))
-        of_chat.add(**await chat(requests, turns))
+        of_chat.add(**await chat(requests, turns, f"chat {i}"))
+        cut_off.add(**await chat(requests, turns, None))
     await requests.actor.stop(0)
-    return [*rows.values(), of_burst, of_chat]
+    return [*rows.values(), of_burst, of_chat, cut_off]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,6 +28,7 @@ _QUANT = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
+_FILES_BELOW = ("*.json", "*.jinja")  # in folders of the folder: how vectors are pooled, more chat templates
 
 
 def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
@@ -61,6 +62,15 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[P
     if colon:
         return _choose(_download(repository, revision, _patterns(quant)), quant, model), model
     return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a model or an adapter that `locate` has found, without others that may be beside them."""
+    if is_gguf(path):
+        return list(parts_of(path))
+    found = {file for pattern in _FILES for file in path.glob(pattern)}
+    found |= {file for pattern in _FILES_BELOW for file in path.glob(f"[!.]*/{pattern}")}
+    return sorted(file for file in found if file.is_file())
 
 
 def base_of(folder: Path) -> str | None:

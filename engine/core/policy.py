@@ -22,7 +22,8 @@ MAX_PATIENCE_MS = 600_000.0
 """And once it has waited so long, whatever it takes."""
 
 AGEING_MS = 30_000.0
-"""Under `slo`, a request that has no target or misses it goes before newcomers so much later, over its weight."""
+"""Under `slo`, a request that has no target or misses it goes before newcomers so much later, over its weight. So much
+later again, the share of its class holds it back no longer."""
 
 SHARE_WINDOW = 65_536
 """Under `slo`, tokens after which what a class was served counts half."""
@@ -60,6 +61,9 @@ class Policy(Protocol):
     counts_tokens: bool
     """Whether `serve` must be called."""
 
+    watches_time: bool
+    """Whether `tell_time` must be called before each plan."""
+
     may_interrupt: bool
     """Whether `interrupts` can ever be true."""
 
@@ -78,8 +82,12 @@ class Policy(Protocol):
     def late_place(self, waiting: Ranked) -> float:
         """The place of a request that cannot meet its target any more."""
 
-    def rank(self, queue_key: Hashable) -> int:
-        """The rank of a queue: the smallest goes first. May change as tokens are served."""
+    def tell_time(self, now_ms: float) -> None:
+        """The time of the plans that follow, on the clock of `place`."""
+
+    def rank(self, request: Ranked) -> int:
+        """The rank of a request: the smallest goes first. May change as tokens are served and as time passes. None has
+        a smaller rank than a request that stands before it in its queue."""
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         """A step computes so many tokens of a request of this queue."""
@@ -95,6 +103,7 @@ class Fcfs:
     """One queue."""
 
     counts_tokens = False
+    watches_time = False
     may_interrupt = False
     itl_targets: Mapping[Hashable, float] = {}
 
@@ -110,7 +119,9 @@ class Fcfs:
     def late_place(self, waiting: Ranked) -> float:
         return waiting.place
 
-    def rank(self, queue_key: Hashable) -> int:
+    def tell_time(self, now_ms: float) -> None: ...
+
+    def rank(self, request: Ranked) -> int:
         return 0
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None: ...
@@ -129,12 +140,12 @@ class Priority(Fcfs):
     def join(self, message: Enqueue) -> Hashable:
         return message.priority
 
-    def rank(self, queue_key: Hashable) -> int:
-        assert isinstance(queue_key, int)
-        return queue_key
+    def rank(self, request: Ranked) -> int:
+        assert isinstance(request.queue_key, int)
+        return request.queue_key
 
     def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
-        return self.rank(waiting.queue_key) < self.rank(running.queue_key)
+        return self.rank(waiting) < self.rank(running)
 
 
 class Shortest(Fcfs):
@@ -167,17 +178,23 @@ class Slo(Fcfs):
     The place of a request is its deadline: arrival and the target of its class. A request that has not begun when only
     the time that its prompt takes is left steps behind: its place is later by `AGEING_MS` over the weight of its class,
     and so is that of one without a target. A place changes this once at most, so no newcomer goes before a request once
-    the target and that time have passed. A class that had more than its share of the tokens lets the others go first.
+    the target and that time have passed.
+
+    A class that had more than its share of the tokens lets the others go first, but none of its requests for ever: once
+    `AGEING_MS` over the weight have passed after its place, a request stands where it would without shares. The time is
+    the same for all requests of a class, so those before it in its queue stand there already. A newcomer has a later
+    place, so it goes behind it whatever its class.
     """
 
     may_interrupt = True
 
     def __init__(self, classes: Mapping[str, LatencyClass]) -> None:
         self._classes: dict[Hashable, LatencyClass] = dict(with_default(classes).items())
-        self.counts_tokens = any(one.share < 1 for one in self._classes.values())
+        self.counts_tokens = self.watches_time = any(one.share < 1 for one in self._classes.values())
         self.itl_targets = {name: one.itl_ms for name, one in self._classes.items() if one.itl_ms is not None}
         self._served = dict.fromkeys(self._classes, 0.0)  # class → tokens, computed and sampled; older ones count less
         self._all_served = 0.0
+        self._now_ms = 0.0
 
     def join(self, message: Enqueue) -> Hashable:
         return message.latency_class if message.latency_class in self._classes else DEFAULT_CLASS
@@ -197,9 +214,13 @@ class Slo(Fcfs):
     def late_place(self, waiting: Ranked) -> float:
         return waiting.place + AGEING_MS / self._classes[waiting.queue_key].weight
 
-    def rank(self, queue_key: Hashable) -> int:
-        share = self._classes[queue_key].share
-        return int(share < 1 and self._served[queue_key] > share * self._all_served)
+    def tell_time(self, now_ms: float) -> None:
+        self._now_ms = now_ms
+
+    def rank(self, request: Ranked) -> int:
+        one = self._classes[request.queue_key]
+        has_more = one.share < 1 and self._served[request.queue_key] > one.share * self._all_served
+        return int(has_more and self._now_ms < held_until_ms(request.place, one))
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         self._served[queue_key] += num_tokens
@@ -214,6 +235,11 @@ class Slo(Fcfs):
         if running.is_streaming and running.queue_key in self.itl_targets:
             return False
         return stake.price_ms < stake.left_ms and waiting.place + stake.price_ms < running.place
+
+
+def held_until_ms(place: float, one: LatencyClass) -> float:
+    """Until when the share of its class may hold back a request of `slo` with this place."""
+    return place + AGEING_MS / one.weight
 
 
 class Fair(Fcfs):
@@ -243,8 +269,8 @@ class Fair(Fcfs):
         self._open[tenant] += 1
         return tenant
 
-    def rank(self, queue_key: Hashable) -> int:
-        return self._served[queue_key]
+    def rank(self, request: Ranked) -> int:
+        return self._served[request.queue_key]
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         self._served[queue_key] += num_tokens
@@ -260,7 +286,7 @@ class Fair(Fcfs):
 
     def interrupts(self, waiting: Ranked, running: Ranked, stake: Stake) -> bool:
         # A turn must compute more than a restart costs, or two tenants could interrupt each other for ever.
-        return self.rank(running.queue_key) - self.rank(waiting.queue_key) > FAIR_QUANTUM + stake.num_tokens
+        return self.rank(running) - self.rank(waiting) > FAIR_QUANTUM + stake.num_tokens
 
 
 def make_policy(name: PolicyName, classes: Mapping[str, LatencyClass]) -> Policy:

@@ -14,7 +14,7 @@ _NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks r
 
 def order(policy: Policy) -> Callable[[Request], tuple[int, float, int]]:
     """A sort key for requests: the policy's order, then arrival."""
-    return lambda request: (policy.rank(request.queue_key), request.place, request.arrival)
+    return lambda request: (policy.rank(request), request.place, request.arrival)
 
 
 def choose_victim(

@@ -334,7 +334,8 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than their `queue_timeout_s`. Those that
-        cannot meet the target of their class any more step behind."""
+        cannot meet the target of their class any more step behind. Tells the policy the time."""
+        self._policy.tell_time(1e3 * now)
         for rid in self.latest_starts.take_due(now):
             late = self.table.requests.get(rid)
             if late is not None and late.state is State.WAITING and not late.opened:
@@ -363,7 +364,7 @@ class Scheduler:
     @property
     def has_deadlines(self) -> bool:
         """`expire` may have something to do."""
-        return bool(self.deadlines or self.latest_starts)
+        return bool(self.deadlines or self.latest_starts or (self._policy.watches_time and self.table.requests))
 
     @property
     def num_pages(self) -> int:

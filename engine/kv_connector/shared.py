@@ -132,7 +132,7 @@ class SharedCore:
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """As far as this engine knows: other engines add blocks, and any worker half removes some."""
+        """What this engine knows: other engines add blocks, and any worker half removes some."""
         capacity = self._size // self._files.file_bytes()
         return (self._ledger.snapshot(max(0, min(self._num_kept, capacity)), capacity),)
 

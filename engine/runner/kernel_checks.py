@@ -6,7 +6,6 @@ decision: otherwise their collectives would not match.
 """
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -17,6 +16,7 @@ import torch
 from msgspec import structs
 
 from ...config.config import EngineConfig
+from ...config.machine import cache_folder
 from ...errors import StartError
 from ...kernels.cpu.levels import levels_here
 from ...version import __version__
@@ -211,10 +211,6 @@ def machine_key(device: torch.device, rank: int) -> str:
         triton = ""
     parts = (name, torch.__version__, triton, __version__, rank)
     return sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire"
 
 
 def try_all(config: EngineConfig, *, queue: Queue | None = None) -> Checked:

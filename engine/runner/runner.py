@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...config.config import EngineConfig
+from ...config.machine import cache_folder
 from ...errors import StartError
 from ...ipc.messages import (
     GroupShape,
@@ -48,7 +49,7 @@ from ..steps.host_steps import HostSteps
 from ..steps.sampled import Sampled
 from ..steps.stage_steps import Passed, StageSteps, received_of
 from .kept_weights import KeptWeights, journal_in
-from .kernel_checks import cache_folder, machine_key
+from .kernel_checks import machine_key
 from .loading import HostModel, load_model, num_spare_states, offered_pages, pages_needed
 from .memory import MemoryPlan
 from .served import DTYPES

@@ -76,6 +76,16 @@ class Tokenizer:
         self._specials = re.compile("(?!)")
         self._add_sentinels([added[id].content for id in sorted(self.special_ids) if added[id].content])
 
+    @property
+    def added_tokens(self) -> Iterable[tokenizers.AddedToken]:
+        """Tokens that are found before the rest of a text is encoded, sentinels included."""
+        return self._backend.get_added_tokens_decoder().values()
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the same text may get other ids the next time, as in training."""
+        return bool(getattr(self._backend.model, "dropout", None))
+
     # ── to ids ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def most_bytes(self, num_tokens: int) -> int:
@@ -89,6 +99,12 @@ class Tokenizer:
             # Computes no offsets, which nothing here reads: half the time of `encode`. It also releases the GIL.
             batch = _safely(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
             return self._expand(batch[0].ids)
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens around them."""
+        return [
+            self._expand(one.ids) for one in _safely(self._backend.encode_batch_fast, texts, add_special_tokens=False)
+        ]
 
     def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """(ids, the type id of each: usually 0 for the first text and 1 for the second). `max_tokens`: the longer text
@@ -158,7 +174,7 @@ class Tokenizer:
             assert id is not None and id >= self.vocab_size, f"the sentinel of {text!r} has id {id}"
             self._plain_ids_of[id] = plain[text]
         if plain:
-            self._specials = re.compile(_any_of(plain))
+            self._specials = any_of(plain)
 
     def _encode_plain(self, text: str) -> list[int]:
         """The ids of a special token's string as text; `encode_special_tokens` must be on. Where the vocabulary has the
@@ -335,8 +351,8 @@ class _Decoding:
 _Tree = dict[str, "_Tree"]
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression that matches the longest of `texts`.
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A regular expression that matches the longest of `texts`, of which there is one.
 
     It is a tree of characters: hundreds of special tokens have a common prefix, and as a plain list each of them would
     be tried at every place of a text that is made of such prefixes."""
@@ -346,7 +362,7 @@ def _any_of(texts: Iterable[str]) -> str:
         for char in text:
             node = node.setdefault(char, {})
         node[""] = {}  # a text ends here
-    return _pattern(root)
+    return re.compile(_pattern(root))
 
 
 def _pattern(node: _Tree) -> str:

@@ -103,7 +103,12 @@ def test_the_models_are_listed_with_their_states() -> None:
     assert several.ask("/v1/models/b").json["state"] == "unloaded" and several.ask("/v1/models/c").status == 404
     assert [tag["name"] for tag in several.ask("/api/tags").json["models"]] == ["a", "first", "b"]
     assert [one["name"] for one in several.ask("/api/ps").json["models"]] == ["a", "first"]
+    residence.state = replace(residence.state, state="loading", progress=0.43)
+    assert several.ask("/admin/models").json["data"][1]["progress"] == 0.43
+    assert several.ask("/v1/models/b").json["progress"] == 0.43
+    residence.state = replace(residence.state, state="unloaded", progress=None)
     a, b = several.ask("/admin/models").json["data"]
+    assert a["progress"] is None and "progress" not in several.ask("/v1/models/a").json
     assert (a["name"], a["aliases"], a["state"], a["pinned"], a["load_s"]) == ("a", ["first"], "loaded", True, 2.5)
     assert (b["state"], b["load_s"], b["expires_in_s"], b["open"]) == ("unloaded", None, None, 0)
     metrics = several.ask("/metrics").body.decode()

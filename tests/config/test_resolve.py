@@ -52,6 +52,11 @@ _EXPERTS = {**_RANKS, "enable_expert_parallel": True}
     ("flags", "sentence"),
     [
         ({"enable_expert_parallel": True}, "--enable-expert-parallel deals experts .* there is one"),
+        *(
+            ({**flags, "all2all_backend": way}, f"--all2all-backend {way} is for .* --enable-expert-parallel and --kv-")
+            for flags in ({}, _EXPERTS, {**_RANKS, "kv_domains": 2})
+            for way in ("all-to-all", "allgather_reducescatter")
+        ),
         ({**_RANKS, "expert_replicas": 1}, "--expert-replicas 1 needs --enable-expert-parallel"),
         ({**_EXPERTS, "expert_replicas": 2, "deterministic": True}, "--deterministic excludes it"),
         ({**_EXPERTS, "expert_replicas": 1, "load_format": "dummy"}, "which --load-format dummy lacks"),
@@ -104,6 +109,7 @@ def test_domains_that_exchange_tokens_sum_nothing_over_ranks() -> None:
     dealt = {**_DOMAINS, **_EXPERTS, "expert_replicas": 1}
     found = decide(make_config(**dealt, deterministic=True))
     assert found.exchanges_tokens and found.batch_invariance == "exact"
+    assert decide(make_config(**dealt, all2all_backend="all-to-all")).weights_key == found.weights_key
     assert decide(make_config(**dealt)).batch_invariance == "exact"
     summed = {**dealt, "all2all_backend": "allgather_reducescatter"}
     other = decide(make_config(**summed))

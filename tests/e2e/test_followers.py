@@ -2,16 +2,19 @@
 holds back or cuts what they say. Streams go on over every loss that a spare or a returning follower makes good."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from hidden_folder import can_hide, hiding, own_cache
 from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
 from waiting import until
 
+from pagewire.engine.checkpoint.source import DEMO_MODEL
 from pagewire.tools.servers import Server, free_port
 
 pytestmark = pytest.mark.e2e
@@ -35,10 +38,10 @@ class Machines:
         )
         until(self._key.exists, "the key is made", END_S)
 
-    def join(self, name: str, host: str, *flags: str) -> Server:
-        """A follower, which listens on no port for HTTP."""
+    def join(self, name: str, host: str, *flags: str, hidden: Path | None = None) -> Server:
+        """A follower, which listens on no port for HTTP. `hidden`: a folder that is empty on its machine."""
         # `Server` adds --port; a follower has no such flag.
-        command = (sys.executable, "-c", _WITHOUT_PORT)
+        command = (*(() if hidden is None else hiding(hidden)), sys.executable, "-c", _WITHOUT_PORT)
         address = f"tcp://127.0.0.1:{self._proxy.port}"
         options = ("--join", address, "--key-file", str(self._key), "--name", name, "--host", host)
         return self._start("launch", *options, *flags, command=command)
@@ -176,6 +179,29 @@ def test_without_a_spare_streams_end_with_an_error_after_the_outage_wait(
     assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
     assert machines.lead.process.wait(END_S) == 1
     assert "No follower has joined at tcp://127.0.0.1:" in machines.lead.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_hide(), reason="this user may not mount anything")
+def test_a_machine_without_the_model_copies_it_and_takes_over(
+    start: Start, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare whose view of the lead's folder is empty: it copies the model while it is a spare, and takes over."""
+    model, cache = shutil.copytree(DEMO_MODEL, tmp_path / "model"), tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache(cache)))
+    machines = Machines(start, tmp_path, proxy, proxy.target, "--model", str(model))
+    first = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    spare = machines.join("c", "127.0.0.3", hidden=model)
+    says(spare, "config.json cannot be read: No such file or directory; c copies the model from the lead.")
+    says(spare, "c has the model in ")
+    stream = long_stream(machines.lead)
+    first.kill()
+    assert_whole(stream, machines.lead)
+    assert set(spare.children()) == {"worker-1"}
+    (copied,) = (cache / "pagewire" / "models").glob("*/model/model.safetensors")
+    assert copied.read_bytes() == (model / "model.safetensors").read_bytes()
+    assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
 
 
 @pytest.mark.long

@@ -73,6 +73,8 @@ def test_models_are_loaded_when_they_are_asked_for_and_heal_alone(start: Start, 
         until(lambda: "loading" in states(server).values(), "one of them is being loaded")
         assert first.result() == second.result() == "1, 2, 3, 4, 5"
     assert states(server) == {"one": "loaded", "two": "loaded", "three": "unloaded"}
+    workers = [process for name, process in server.children().items() if name.startswith("worker")]
+    assert len(workers) == 2 and len({worker.ppid() for worker in workers}) == 1, "one template has imported torch"
     assert sample(server, "model_state", 'model_name="three",state="unloaded"') == 1
 
     async def one_dies_while_the_other_answers() -> tuple[list[str], list[str]]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,11 +14,14 @@ from msgspec.structs import replace
 from waiting import until_async
 
 from pagewire.config.config import Config, EngineConfig, ServiceOptions
+from pagewire.engine.checkpoint.spec import fingerprint
 from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.control_messages import (
     Assign,
+    Away,
     Beat,
     Bound,
+    Copying,
     Gone,
     Join,
     Joined,
@@ -28,6 +33,7 @@ from pagewire.ipc.control_messages import (
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
 from pagewire.procs.follower import Follower
+from pagewire.procs.model_share import ModelShare
 from pagewire.procs.prepare import prepare
 from pagewire.tools.servers import free_port
 
@@ -46,6 +52,7 @@ class PlayedLead:
         self.engine: EngineConfig = prepare(Config())
         self.peer = b""
         self.answers = True  # beats
+        self.files = ""  # the address of a `ModelShare`
 
     async def receive(self, kind: type) -> ToLead:
         """The next message of this kind. Beats are answered meanwhile."""
@@ -72,7 +79,7 @@ class PlayedLead:
         join = await self.receive(Join)
         assert isinstance(join, Join)
         engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
-        self.send(Joined(join.number, term, HANG_S, 0.0, engine, service))
+        self.send(Joined(join.number, term, HANG_S, 0.0, engine, service, self.files))
         return join
 
     def close(self) -> None:
@@ -84,7 +91,13 @@ Scenario = Callable[[PlayedLead, Follower], Awaitable[None]]
 
 
 def run(
-    folder: Path, scenario: Scenario, *, keys: Keys | None = None, model: Path | None = None, rejoin_s: float = 60.0
+    folder: Path,
+    scenario: Scenario,
+    *,
+    keys: Keys | None = None,
+    model: Path | None = None,
+    rejoin_s: float = 60.0,
+    gives_way: bool = False,
 ) -> int:
     """Runs a follower beside the scenario. Its exit code."""
     lead = PlayedLead(folder)
@@ -97,6 +110,7 @@ def run(
             name="b",
             model=model,
             rejoin_s=rejoin_s,
+            gives_way=gives_way,
         )
         running = asyncio.ensure_future(follower.run())
         try:
@@ -126,6 +140,21 @@ def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: P
         assert await lead.receive(Leave) == Leave(("worker-1",))
 
     assert run(tmp_path, scenario) == 0
+
+
+def test_a_follower_that_gives_way_says_so_when_its_processes_have_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        await lead.receive(Beat)
+        lead.send(Assign(("worker-1",)))
+        await lead.receive(Bound)
+        signal.raise_signal(signal.SIGTERM)
+        assert await lead.receive(Away) == Away()
+
+    assert run(tmp_path, scenario, gives_way=True) == 0
+    assert "b goes away; others take over from it (worker-1)." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["silence", "gone", "failure"])
@@ -185,6 +214,43 @@ def test_missing_and_other_model_files_are_refused_with_both_values(
 
     assert run(tmp_path, other) == 2
     assert capsys.readouterr().err.count("b cannot take part") == 2
+
+
+@pytest.mark.parametrize("how", ["missing", "other"])
+def test_a_machine_without_the_model_copies_it_before_it_takes_actors(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        model = lead.engine.model
+        copy = shutil.copytree(model.path, tmp_path / "lead")
+        here = copy if how == "missing" else Path(model.path)  # other times than those of the copy
+        for file in copy.iterdir():
+            os.utime(file, (1, 1))
+        model = replace(model, path=str(here), fingerprint=fingerprint(copy))
+        share = ModelShare("127.0.0.1", read_keys(tmp_path / "key"), replace(model, path=str(copy)))
+        if how == "missing":
+            model = replace(model, path=str(tmp_path / "none"))
+        lead.engine = replace(lead.engine, model=model)
+        lead.files = share.address
+        try:
+            await lead.welcome()
+            await lead.receive(Beat)
+            lead.send(Assign(("worker-1",)))
+            copied = await lead.receive(Copying)
+            assert isinstance(copied, Copying) and 0 < copied.done_bytes <= copied.total_bytes
+            assert isinstance(await lead.receive(Bound), Bound)
+        finally:
+            share.close()
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    why = "none does not exist there" if how == "missing" else "are not the lead's (fingerprint "
+    assert why in said and "; b copies the model from the lead." in said
+    (copied,) = (tmp_path / "cache" / "pagewire" / "models").glob("pagewire-demo-*/model")
+    assert f"b has the model in {copied}." in said and (copied / "config.json").stat().st_mtime == 1
 
 
 def test_a_refusal_ends_it_with_the_lead_s_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

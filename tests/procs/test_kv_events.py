@@ -354,7 +354,7 @@ def test_a_subscriber_whose_batches_are_gone_goes_on_with_a_snapshot(monkeypatch
     with publishing() as (folder, publish), router(folder) as reader:
         for number in range(50):
             publish([stored(number)])
-        assert reader.ask(0) == [[b"", b"", END, b""]]
+        until(lambda: reader.ask(0) == [[b"", b"", END, b""]], "the publisher's thread has seen them")
         seen = LlmD(reader.ask)
         seen.connected()  # replays from 0, which is gone
         while len(seen.tokens) < 50:

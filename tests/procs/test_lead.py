@@ -11,13 +11,15 @@ from waiting import until_async
 
 from pagewire.config.config import Config, EngineOptions, ListenOptions, ServiceOptions
 from pagewire.config.flags import make_config
+from pagewire.engine.checkpoint.spec import fingerprint
 from pagewire.errors import ConfigError
 from pagewire.ipc.codec import Decoder
-from pagewire.ipc.control_messages import Assign, Beat, Gone, Join, Joined, Refused, ToFollower, ToLead
+from pagewire.ipc.control_messages import Assign, Away, Beat, Copying, Gone, Join, Joined, Refused, ToFollower, ToLead
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 from pagewire.procs.lead import Lead, make_lead
 from pagewire.procs.machine import versions_here
+from pagewire.procs.model_copy import ModelCopy
 from pagewire.procs.prepare import prepare_server
 from pagewire.tools.servers import free_port
 
@@ -118,6 +120,43 @@ def test_another_version_is_refused_in_a_sentence_on_both_sides(
     assert sum("the clock of b differs by -1" in line for line in lines) == 1
 
 
+def test_the_lead_gives_the_model_and_waits_for_those_who_copy_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        joined = await follower.receive()
+        assert isinstance(joined, Joined)
+        model = ModelCopy(
+            joined.files,
+            read_keys(tmp_path / "key"),
+            lead._config.model,
+            cache=tmp_path / "cache",
+            is_over=lambda: False,
+            on_progress=lambda done, total: None,
+        )
+        found = await asyncio.to_thread(model.run)
+        assert fingerprint(Path(found.path)) == lead._config.model.fingerprint
+        for i in range(1, 5):
+            follower.send(Copying(i * 10**8, 10**9))
+            follower.send(Beat(i + 1, 0))
+            at = lead._copied_at
+            await until_async(lambda at=at: lead._copied_at > at, "the lead has heard of it")  # type: ignore[misc]
+            assert f"waiting for b, which copies the model ({i}0 % of 1.00 GB)" == lead._copies
+        lead._copied_at += 0.5  # as if time had passed
+        at = lead._copied_at
+        follower.send(Copying(4 * 10**8, 10**9))
+        follower.send(Beat(6, 0))
+        while not (isinstance(answer := await follower.receive(), Beat) and answer.echo == 6):
+            pass
+        assert lead._copied_at == at, "no more has come"
+        follower.send(Copying(10**9, 10**9))
+        await until_async(lambda: not lead._copies, "it has the model")
+
+    assert run(tmp_path, scenario) == 0
+
+
 def test_an_unknown_incarnation_is_told_to_join_again(tmp_path: Path) -> None:
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
         stranger = peer(b"\1a")
@@ -127,14 +166,15 @@ def test_an_unknown_incarnation_is_told_to_join_again(tmp_path: Path) -> None:
     assert run(tmp_path, scenario) == 0
 
 
-def test_a_spare_takes_the_place_of_a_follower_that_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", [Leave(("worker-1",)), Away()])
+def test_a_spare_takes_the_place_of_a_follower_that_leaves(tmp_path: Path, message: Leave | Away) -> None:
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
         first, spare = peer(b"\1a"), peer(b"\1b")
         first.send(join())
         assert isinstance(await first.receive(), Joined) and await first.receive() == Assign(("worker-1",))
         spare.send(join())
         assert isinstance(await spare.receive(), Joined)
-        first.send(Leave(("worker-1",)))
+        first.send(message)
         assert await spare.receive() == Assign(("worker-1",))
 
     assert run(tmp_path, scenario) == 0

@@ -23,6 +23,7 @@ from pagewire.ipc.control_messages import (
     Begin,
     Bound,
     ChildState,
+    Copying,
     Gone,
     Join,
     Joined,
@@ -66,6 +67,19 @@ def test_a_lease_runs_from_the_sending_of_what_was_answered() -> None:
 def test_the_lead_waits_longer_than_the_lease_and_a_lease_spans_several_beats(hang_timeout_s: float) -> None:
     times = lease_times(hang_timeout_s)
     assert 4 * times.beat_s <= times.lease_s < times.wait_s < hang_timeout_s
+
+
+def test_a_spare_that_has_the_model_goes_before_one_that_copies_it() -> None:
+    fleet = Fleet(GROUPS, term=7, hang_timeout_s=HANG_S)
+    for i, peer in enumerate((b"a", b"b", b"c")):
+        fleet.join(peer, join(), now=float(i))
+    a, b, _ = fleet.machines
+    a.copying, b.copying = Copying(1, 2), Copying(2, 2)
+    assert [machine.peer for machine in fleet.deal()] == [b"b", b"c"]
+    fleet.remove(b"b")
+    assert [machine.peer for machine in fleet.deal()] == [b"a"], "there is no other one"
+    a.bound = Bound({"worker-1": "tcp://x:1"}, "")
+    assert not a.is_copying, "its last word was lost"
 
 
 def test_groups_are_given_to_those_who_joined_first_and_to_spares_later() -> None:

@@ -1,6 +1,8 @@
 """Which prompts are encoded in the sandbox, and in which order the core gets them."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -142,5 +144,66 @@ def test_a_request_that_is_cancelled_in_time_is_not_encoded(config: EngineConfig
             lambda: any(getattr(message, "rid", 0) == 60 for message in posted), "the prompt is encoded", 60
         )
         assert isinstance(posted[-1], m.Enqueue)
+
+    play(config, scenario)
+
+
+def process_of(actor: TokenizerActor) -> int:
+    """The pid of the sandbox's only process."""
+    assert actor._prompt_sandbox is not None
+    (process,) = actor._prompt_sandbox._pool._processes
+    return process._process.pid
+
+
+def has_work(actor: TokenizerActor) -> bool:
+    assert actor._prompt_sandbox is not None
+    return actor._prompt_sandbox._pool._num_begun > 0
+
+
+async def start_and_stop_a_process(actor: TokenizerActor, posted: list[m.Message]) -> int:
+    """Returns the pid of a process that has started and stands still, so what it gets is never done."""
+    actor.handle([submit(1, TEMPLATE)])
+    await until_async(lambda: rids(posted) == [1], "a process has started", 60)
+    pid = process_of(actor)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_a_prompt_whose_process_is_killed_is_encoded_by_the_next_one(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, posted: list[m.Message]) -> None:
+        pid = await start_and_stop_a_process(actor, posted)
+        actor.handle([submit(2, NOTICEABLE), submit(3, TEMPLATE, n=2), m.Cancel((4,))])
+        await until_async(lambda: has_work(actor), "the process has a prompt", 60)
+        os.kill(pid, signal.SIGKILL)
+        await until_async(lambda: len(posted) == 4, "both prompts are encoded", 60)
+        encoded = {message.rid: message for message in posted if isinstance(message, m.Enqueue)}
+        assert set(encoded) == {1, 2, 3} and encoded[3].prompt_ids == encoded[1].prompt_ids
+        assert posted[posted.index(encoded[3]) + 1] == m.Cancel((4,))
+        direct = TokenizerActor(config)
+        direct_messages: list[m.Message] = []
+        direct.start(lambda receiver, message: direct_messages.append(message))
+        direct.handle([submit(2, NOTICEABLE)])
+        assert replace(encoded[2], times=m.Times()) == replace(direct_messages[0], times=m.Times())
+        assert actor._prompt_sandbox is not None and not actor._prompt_sandbox._retried
+        assert not actor._prompt_sandbox.wants(submit(5, TEXT)), "short prompts do not have to go to the sandbox"
+
+    play(config, scenario)
+
+
+def test_a_prompt_whose_process_is_killed_twice_fails(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, posted: list[m.Message]) -> None:
+        first = await start_and_stop_a_process(actor, posted)
+        actor.handle([submit(2, STUCK, n=2)])
+        await until_async(lambda: has_work(actor), "the process has the prompt", 60)
+        os.kill(first, signal.SIGKILL)
+        await until_async(lambda: not has_work(actor), "the death is noticed", 60)
+        await until_async(lambda: has_work(actor), "another process has the prompt", 60)
+        assert process_of(actor) != first and rids(posted) == [1], "nothing has failed yet"
+        os.kill(process_of(actor), signal.SIGKILL)
+        await until_async(lambda: len(posted) == 3, "the request has failed", 60)
+        text = "The process that tokenizes the prompt was killed twice: try again later."
+        assert posted[1:] == [m.Failed(rid, "unavailable", text) for rid in (2, 3)]
+        actor.handle([submit(4, TEMPLATE)])
+        await until_async(lambda: rids(posted)[-1] == 4, "the sandbox goes on", 60)
 
     play(config, scenario)

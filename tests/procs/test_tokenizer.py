@@ -1,5 +1,6 @@
 """The tokenizer actor: the messages that it sends to the core, and the errors with which it refuses requests."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -277,6 +278,28 @@ def test_invalid_tokenize_and_detokenize_requests_are_refused(actor: TokenizerAc
 def test_a_cancel_is_forwarded_after_its_request(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("x")), m.Cancel((10,))])
     assert [type(message) for _, message in posts] == [m.Enqueue, m.Cancel]
+
+
+def test_the_earlier_turns_of_a_conversation_are_known(actor: TokenizerActor, posts: Posts) -> None:
+    turn = {"role": "user", "content": "x" * 100}
+
+    def known(num_turns: int, **more: Any) -> tuple[int, int]:
+        posts.clear()
+        prompt = m.ChatPrompt(json.dumps([turn] * num_turns).encode())
+        actor.handle([submit(prompt, truncate=-1, **more), m.Tokenize(1, prompt)])
+        (_, enqueue), (_, tokenized) = posts
+        assert isinstance(enqueue, m.Enqueue) and isinstance(tokenized, m.Tokenized)
+        assert tokenized.ids.endswith(enqueue.prompt_ids), "a question is encoded without the cache"
+        return enqueue.times.num_chars, enqueue.times.num_known_chars
+
+    (first, none), (second, some) = known(3, salt=b"a"), known(4, salt=b"a")
+    assert none == 0 and 0.5 * first < some < second
+    assert known(4, salt=b"b")[1] == known(4, salt=b"b", cache_salt="c")[1] == 0, "another owner's"
+    assert known(5, salt=b"a")[1] > some
+    prompt = m.ChatPrompt(json.dumps([turn] * 4).encode())
+    actor.handle([submit(prompt, limits=m.Limits(0), pooling=m.Pooling("last", truncate=9))])
+    enqueue = cast(m.Enqueue, posts[-1][1])
+    assert (len(enqueue.prompt_ids), enqueue.times.num_chars) == (4 * 9, 0)
 
 
 def test_bad_words_are_spelled_with_and_without_a_space(actor: TokenizerActor, posts: Posts) -> None:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 from fakes import FakeRow, FakeWorker, next_token
 from msgspec.structs import replace
 
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.engine.core import kv_connector, kv_events, planner, policy, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
@@ -283,6 +284,10 @@ def _as_patient_as_it_is_long(expected: Expected) -> float:
 
 def _late_ones_do_not_age(self: Slo, waiting: Ranked) -> float:
     return waiting.place + 1e9
+
+
+def _held_for_longer(place: float, one: LatencyClass) -> float:
+    return place + 3 * policy.AGEING_MS / one.weight
 
 
 def _by_target(self: Slo, message: Enqueue, now_ms: float, expected: Expected) -> float:
@@ -649,6 +654,8 @@ MUTANTS: dict[str, Patch] = {
     "a long request ages too slowly": (policy, "patience_ms", _as_patient_as_it_is_long),
     "requests interrupt each other in turns": (Shortest, "interrupts", _interrupt_each_other),
     "a late request does not age": (Slo, "late_place", _late_ones_do_not_age),
+    "a share holds a request back for ever": (policy, "held_until_ms", lambda place, one: place + 1e9),
+    "a share holds a request back too long": (policy, "held_until_ms", _held_for_longer),
     "the class alone decides": (Slo, "place", _by_target),
     "the queue has no bound": (Scheduler, "refusal", _take_every_request),
     "a router is not told of removed blocks": (PrefixCache, "take_events", _never_removed),

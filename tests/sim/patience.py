@@ -8,7 +8,7 @@ to a connector or the wait for a mask are not counted. A request that loses its 
 
 from invariants import Touched
 
-from pagewire.engine.core.policy import Stake
+from pagewire.engine.core.policy import Fair, Stake
 from pagewire.engine.core.preemption import order
 from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
@@ -159,7 +159,9 @@ class Fairness:
         pairs = {(a, b) for a in waiting for b in running}
         for pair in self._left.keys() - pairs:
             del self._left[pair]
-        rank = scheduler._policy.rank
+        policy = scheduler._policy
+        assert isinstance(policy, Fair)
+        rank = policy._served.__getitem__
         for a, b in pairs:
             if (a, b) in self._left and rank(b) - served.get(b, 0) - rank(a) <= self._quantum:
                 del self._left[a, b]  # the tenant had no requests for a while

@@ -106,8 +106,11 @@ class Setting:
         self.longest_patience_s = float("inf")
         if self.policy == "shortest":
             self.longest_patience_s = self.max_patience_ms / 1e3
-        elif self.policy == "slo" and not self.has_shares:
-            ages = [(one.ttft_ms or 0.0) + self.ageing_ms / one.weight for one in self.classes.values()]
+        elif self.policy == "slo":
+            ages = [
+                (one.ttft_ms or 0.0) + (1 + (one.share < 1)) * self.ageing_ms / one.weight
+                for one in self.classes.values()
+            ]
             self.longest_patience_s = max(ages) / 1e3
         if num_stages > 1:
             if self.groups.state is not None:  # a stage is not told how many draft tokens its states have moved over

@@ -78,7 +78,10 @@ async function loadModels() {
     select.replaceChildren(...cards.map(({ id }) => new Option(id, id, false, id === chosen)));
   }
   // One of several models has a state. The list may be open, so its entries stay.
-  cards.forEach(({ id, state }, i) => (select.options[i].text = state ? `${id} · ${state}` : id));
+  cards.forEach(({ id, state, progress }, i) => {
+    const share = progress === undefined ? "" : ` ${Math.floor(100 * progress)} %`;
+    select.options[i].text = state ? `${id} · ${state}${share}` : id;
+  });
   showContext();
 }
 

@@ -3,6 +3,7 @@
 from pagewire.ipc.messages import (
     Failed,
     TextBatch,
+    Times,
 )
 
 from .test_gateway import BASE, Box, chunk, make_submit
@@ -23,3 +24,11 @@ def test_counts_and_durations() -> None:
     assert stats.finished == {"stop": 1, "length": 0, "abort": 0, "cache_threshold": 0, "error": 1}
     assert stats.time_to_first_token_s.total == 4.0 and sum(stats.time_to_first_token_s.counts) == 2
     assert stats.inter_token_latency_s.total == 3.0 and stats.request_latency_s.total == 4.0
+
+
+def test_what_the_tokenizer_knew_of_prompts() -> None:
+    box = Box()
+    box.gateway.submit([make_submit(2)])
+    for rid in (BASE, BASE, BASE + 1):  # a sequence that is resumed has times again
+        box.gateway.handle([TextBatch((chunk(rid, times=Times(1.0, num_chars=100, num_known_chars=80)),))])
+    assert (box.gateway.stats.num_prompt_chars, box.gateway.stats.num_known_chars) == (200, 160)

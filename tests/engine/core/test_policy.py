@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import pytest
 from fakes import FakeWorker, all_tokens, enqueue, expected_output
 from msgspec.structs import replace
 
@@ -11,7 +12,7 @@ from pagewire.engine.core.policy import MAX_PATIENCE_MS, PATIENCE, Expected, Sho
 from pagewire.engine.core.preemption import order
 from pagewire.engine.core.request import Request
 from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import Times, TokenBatch, bytes_to_ids
+from pagewire.ipc.messages import Times, TokenBatch, Tokens, bytes_to_ids
 
 from .test_scheduler import drain, make, output, run_all, worker_for
 
@@ -285,6 +286,35 @@ def test_a_class_that_had_its_share_lets_others_go_first_and_no_other() -> None:
     share = sum(rid <= 40 for rid in finished[:40]) / 40
     assert 0.15 <= share <= 0.35, share
     assert finished[60:] == [*range(21, 41)] or set(finished[-20:]) <= set(range(1, 41))  # alone it has everything
+
+
+@pytest.mark.parametrize(("weight", "held_s"), [(1, 60), (4, 15)])
+def test_a_class_that_had_its_share_waits_no_longer_than_its_requests_age(weight: float, held_s: float) -> None:
+    classes = {"chat": LatencyClass(ttft_ms=500), "bulk": LatencyClass(share=0.1, weight=weight)}
+    scheduler = slo(classes, max_num_seqs=1, max_queued_requests=1000)
+    worker = worker_for(scheduler)
+    ask(scheduler, 1, "bulk", 0.5, max_tokens=1000)
+    drain(scheduler, worker)
+    ask(scheduler, 2, "bulk", 1.0)
+    ask(scheduler, 3, "bulk", 5.0)
+    begun: list[tuple[float, int]] = []
+    for tick in range(10, 800):  # others always wait
+        now, rid = tick / 10, 100 + tick
+        ask(scheduler, rid, "chat", now, max_tokens=1)
+        assert scheduler.has_deadlines
+        scheduler.expire(now)
+        while (plan := scheduler.plan()) is not None:
+            scheduler.apply(worker.run(plan))
+            begun += [(now, t.rid) for t in taken(scheduler) if t.rid < 10 and t.finish]
+            if len(scheduler.table.waiting) <= 2:
+                break
+    assert [rid for _, rid in begun] == [2, 3]
+    assert [now for now, _ in begun] == pytest.approx([1 + held_s, 5 + held_s], abs=0.3)
+
+
+def taken(scheduler: Scheduler) -> list[Tokens]:
+    batches = [item for item in scheduler.take_outputs() if isinstance(item, TokenBatch)]
+    return [tokens for batch in batches for tokens in all_tokens(batch)]
 
 
 def test_the_strictest_target_of_the_streams_bounds_the_chunk_beside_them() -> None:

@@ -219,9 +219,10 @@ def test_fair_counts_accepted_draft_tokens() -> None:
         scheduler, worker = make(draft, policy="fair")
         scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True, tenant="a"))
         run(scheduler, worker, 1)
-        before = scheduler._policy.rank("a")
+        (request,) = scheduler.table.running
+        before = scheduler._policy.rank(request)
         run(scheduler, worker, 1)
-        assert scheduler._policy.rank("a") - before == num
+        assert scheduler._policy.rank(request) - before == num
 
 
 @pytest.mark.parametrize(("ids", "nums"), [([1, 2], b""), ([1, 2], [1]), ([1] * 5, [5]), ([], [0]), ([1, 2], [1, 1])])

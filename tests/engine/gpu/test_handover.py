@@ -48,7 +48,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def of_gpus(folder: Path, stages: int, ranks: int) -> EngineConfig:
-    """As for GPUs, but on a CPU."""
+    """The configuration that an engine with GPUs would have, on a CPU."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
     config = engine_config(folder, pipeline_depth=2, **sizes, **SMALL)
     of_gpu: EngineConfig = structs.replace(config, kernels=None)

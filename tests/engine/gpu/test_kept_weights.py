@@ -21,6 +21,7 @@ from runner_driver import Driver, Request, engine_config
 from torch import Tensor
 from waiting import until
 
+from pagewire.config.machine import cache_folder
 from pagewire.engine.device import sleep
 from pagewire.engine.device.allocations import AllocationError
 from pagewire.engine.device.keeper import Keeper
@@ -28,7 +29,7 @@ from pagewire.engine.device.kept_memory import KeptMemory
 from pagewire.engine.gpu.device_steps import DeviceModel
 from pagewire.engine.runner import kept_weights, loading
 from pagewire.engine.runner import runner as runner_module
-from pagewire.engine.runner.kernel_checks import cache_folder, machine_key
+from pagewire.engine.runner.kernel_checks import machine_key
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.weights.segment import Index, SegmentWriter, is_open
 from pagewire.procs.weight_memory import close_segments, new_segment

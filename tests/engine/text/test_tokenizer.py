@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from waiting import cpu_deadline
 
-from pagewire.engine.text.tokenizer import Tokenizer, _any_of, load_tokenizer
+from pagewire.engine.text.tokenizer import Tokenizer, any_of, load_tokenizer
 from pagewire.errors import ConfigError
 
 from .tokenizers_for_tests import KINDS, SPECIALS, TEXTS, make, trained, write_folder
@@ -216,11 +216,11 @@ def test_the_longest_of_special_tokens_with_a_common_prefix_is_found() -> None:
         texts = {"".join(rng.choices("ab|<.", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 6))}
         text = "".join(rng.choices("ab|<.", k=30))
         longest_first = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
-        assert re.findall(_any_of(texts), text) == longest_first.findall(text), (texts, text)
+        assert any_of(texts).findall(text) == longest_first.findall(text), (texts, text)
 
 
 def test_many_special_tokens_are_searched_for_in_linear_time() -> None:
     special = [f"<|reserved_special_token_{i}|>" for i in range(250)]
     text = "<|reserved_special_token_24" * 40_000
     with cpu_deadline(0.5):  # a plain list of alternatives takes more than a second
-        assert not re.findall(_any_of(special), text)
+        assert not any_of(special).findall(text)
