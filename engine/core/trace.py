@@ -346,6 +346,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 plan = scheduler.plan()
                 if plan is not None and event.plan is not None:
                     plan = structs.replace(plan, extension=event.plan.extension)  # nothing depends on it
+                    if not any(row.rid for row in event.plan.open):  # written before rows had it
+                        plan = structs.replace(plan, open=tuple(structs.replace(row, rid=0) for row in plan.open))
                 if plan != event.plan:
                     return num_plans, f"The plan after {num_plans} differs: {plan} instead of {event.plan}."
                 num_plans += plan is not None
