@@ -436,7 +436,7 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
     long steps = packed_k(w) / 64, in_group = padded_group(w->group) / 64, groups = w->k / w->group;
     const char *low = panel, *high = low + steps * TILE_BYTES;
     const char *b0 = weights, *b1 = b0 + steps * TILE_BYTES;
-    _Alignas(64) ni sums[PANEL_ROWS * 2];
+    _Alignas(64) ni sums[PANEL_ROWS * 2 * PARTS];
     char *y = (char *)sums;
     long stride = count * 64;
     for (long group = 0; group < groups; group++) {
@@ -467,11 +467,11 @@ static void tiles_sums(const Matrix *w, const Panel *p, const char *panel, long 
             if (count > 1)
                 tile_store(3, y + TILE_ROWS * stride + 64, stride);
         }
-        for (long i = 0; i < rows * count; i++)
-            sums[i] += p->starts[group * rows + i / count];
+        for (long i = 0; i < rows * count * PARTS; i++)
+            sums[i] += p->starts[group * rows + i / (count * PARTS)];
         Scales scales;
         load_scales(w, count, (first * groups + group) * LANES, groups * LANES, &scales);
-        add_terms(w, p, rows, count, &scales, group, sums, out, out_stride);
+        add_terms(w, p, rows, count * PARTS, &scales, group, sums, out, out_stride);
     }
 }
 #endif
