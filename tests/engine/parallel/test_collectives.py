@@ -24,6 +24,8 @@ from pagewire.kernels.cpu import build, levels
 DTYPES = [torch.float32, torch.bfloat16]
 # Elements: one, no multiple of a vector, exactly a round of float32, two rounds and a rest.
 SIZES = [1, 17, 4096, 65536, 140001]
+# Of a process. The first one that needs a level compiles it, which takes a minute on a busy machine.
+TIMEOUT_S = 300
 NUM_GATHERED = 7 * 10001  # float64, so three rounds
 # Of all-to-alls: rows of 12 bytes for a rank itself, the next one, and the one after it. The last takes four rounds.
 NUM_ROWS = [[3, 1, 2], [0, 0, 5], [0, 0, 0], [70_000, 0, 1], [1, 80_000, 3]]
@@ -251,7 +253,7 @@ def ranks(folder: Path, *roles: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 def ends_with(process: subprocess.Popen[str], sentence: str) -> None:
     """The process fails with the sentence as the end of its traceback."""
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1 and text.strip().endswith(sentence), text
 
 
@@ -265,7 +267,7 @@ pytestmark = [
 def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_path: Path) -> None:
     with ranks(tmp_path, *["take_part"] * size) as processes:
         for process in processes:
-            _, text = process.communicate(timeout=120)
+            _, text = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, text
     expected = []
     for repetition in range(3):
@@ -298,7 +300,7 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
 def test_ranks_add_with_the_kernels_of_the_engine(tmp_path: Path) -> None:
     with ranks(tmp_path, *["sum_at_a_level"] * 2) as processes:
         for process in processes:
-            _, text = process.communicate(timeout=60)
+            _, text = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, text
 
 
@@ -306,7 +308,7 @@ def test_ranks_add_with_the_kernels_of_the_engine(tmp_path: Path) -> None:
 def test_all_ranks_give_up_a_step_that_one_of_them_cannot_do(size: int, tmp_path: Path) -> None:
     with ranks(tmp_path, *["give_up_steps"] * size) as processes:
         for process in processes:
-            _, text = process.communicate(timeout=120)
+            _, text = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, text
 
 
@@ -321,8 +323,8 @@ def test_a_rank_that_is_killed_ends_the_sums_of_the_others(role: str, tmp_path: 
         until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(3)), "the ranks have met", 60.0)
         processes[1].kill()
         # One of the others notices it first and ends, and the last one may notice either of them.
-        _, first = processes[0].communicate(timeout=60)
-        _, last = processes[2].communicate(timeout=60)
+        _, first = processes[0].communicate(timeout=TIMEOUT_S)
+        _, last = processes[2].communicate(timeout=TIMEOUT_S)
         assert processes[0].returncode == processes[2].returncode == 1, (first, last)
         assert "RuntimeError: rank 1 has ended" in first + last
 
@@ -346,7 +348,7 @@ def test_a_rank_sleeps_while_it_waits_for_another_one(is_killed: bool, tmp_path:
             ends_with(waiting, "RuntimeError: rank 1 has ended")
         else:
             for process in processes:
-                _, text = process.communicate(timeout=60)
+                _, text = process.communicate(timeout=TIMEOUT_S)
                 assert process.returncode == 0, text
 
 
@@ -359,7 +361,7 @@ def test_a_rank_that_ends_before_all_have_met(tmp_path: Path) -> None:
 def test_ranks_use_gloo_if_one_of_them_has_no_kernels(tmp_path: Path) -> None:
     with ranks(tmp_path, "arrive_able", "arrive_unable") as processes:
         for process in processes:
-            _, text = process.communicate(timeout=60)
+            _, text = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, text
 
 
