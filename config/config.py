@@ -254,6 +254,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "engine",
             "where KV is kept beyond the device, nearest first: host, disk, shared, redis, p2p or module:Class, each "
             "with its options, such as host,size=4G disk,path=DIR,size=20G",
+            live="within",
         ),
     ] = ()
     kv_peers: Annotated[

@@ -16,10 +16,11 @@ from ..engine.core import trace
 from ..engine.core.domains import AnyScheduler, Domains
 from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.expert_placement import Balancer
+from ..engine.core.kv_connector import TierConnector
 from ..engine.core.planner import Lateness
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
-from ..engine.kv_connector.registry import core_connector
+from ..engine.kv_connector.registry import core_connector, resize
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -89,6 +90,7 @@ class CoreActor:
         self._epoch = epoch
         self._clients: ClientPort | None = None
         self._scheduler: AnyScheduler | None = None
+        self._connector: TierConnector | None = None  # itself, also if its answers are recorded
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # messages that came before the workers' offers
@@ -322,7 +324,7 @@ class CoreActor:
         if self._scheduler is not None:
             return
         facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1)
-        connector = core_connector(config.kv_connector, facts)
+        self._connector = connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
             path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
@@ -354,6 +356,8 @@ class CoreActor:
         """The settings hold from the next plan on."""
         self._record(trace.Changed(self._settings))
         scheduler.change(trace.adjustable(self._settings))
+        if self._connector is not None:
+            resize(self._connector, self._settings.kv_connector)
 
     @property
     def _has_workers(self) -> bool:

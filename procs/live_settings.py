@@ -17,6 +17,7 @@ from ..config.config import Config, Said, ServerConfig, num_machines
 from ..config.flags import SETTINGS, from_options, get_setting
 from ..config.live import LIVE, check_live, decide, value_of
 from ..engine.core.speculation import num_draft_tokens
+from ..engine.kv_connector import registry as kv_connectors
 from ..errors import ConfigError
 from ..ipc.messages import Change, ChangedSetting, Settings, Swapped
 from .kept_settings import Kept, KeptSettings, SettingsFile
@@ -177,6 +178,8 @@ class LiveSettings:
         if drafts > most:
             given = f"--speculative {start.speculative}" if most else "no --speculative"
             raise ConfigError(f"speculative {new.speculative}: the start was given {given}; more needs a restart.")
+        if new.kv_connector != start.kv_connector:
+            kv_connectors.check_smaller(start.kv_connector, new.kv_connector)
         service, before = after.http.service, self.now.http.service
         is_spread = num_machines(service, new.pipeline_parallel_size) > 1 or service.backend != "local"
         if is_spread and service.hang_timeout_s != before.hang_timeout_s:

@@ -52,8 +52,8 @@ TO_SUPERVISOR: tuple[type, ...] = (
     m.Demand,
     m.Leave,
 )
-"""What every actor may send to the supervisor (`Serving`, `Swap`, `Change`, `Vacated` and `Demand` only the api; `Leave` is
-passed on)."""
+"""What every actor may send to the supervisor (`Serving`, `Swap`, `Change`, `Vacated` and `Demand` only the api;
+`Leave` is passed on)."""
 
 FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)
 TO_CLIENT: tuple[type, ...] = (c.Welcome, c.News, m.Snapshot, c.Goodbye)

@@ -42,7 +42,7 @@ from .oracle import Oracle
 from .patience import Ageing, Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stages import Pipeline, Stage
-from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
+from .stores import Address, WorkerHalf, core_half, facts_of, keys_of, resize_tiers
 
 MAX_EVENTS = 20_000
 _PARTIAL = -1
@@ -650,6 +650,9 @@ class History:
         self.counts["settings changed"] += 1
         self._scheduler.change(self._changed)
         self._patience.change()
+        if self._connector is not None:
+            assert setting.tier is not None
+            resize_tiers(self._connector, setting.tier, rng)
         check(self._scheduler, setting.max_num_seqs)
         self._wake(0.0)
 
