@@ -373,7 +373,8 @@ class Gateway:
     def _choose(self, submit: Submit) -> Engine | None:
         """The engine for a request; None: none takes it now."""
         if len(self.engines) == 1:
-            return self.engines[0] if self.engines[0].takes_requests else None
+            only = self.engines[0]
+            return only if only.takes_requests and not only.is_leaving else None
         if not any(engine.is_able for engine in self.engines):
             return None
         prompt = beginning(submit)

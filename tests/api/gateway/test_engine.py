@@ -193,6 +193,29 @@ def test_an_engine_that_is_vacated_gets_nothing_new() -> None:
     run(work())
 
 
+def test_the_only_engine_gets_nothing_new_either() -> None:
+    """It is one of several models that is unloaded: what comes meanwhile waits until it is loaded again."""
+
+    async def work() -> None:
+        posted: list[object] = []
+        gateway = Gateway(posted.append, outage_wait_s=60.0)
+        first = gateway.submit([make_submit("a")])
+        vacated = asyncio.create_task(gateway.vacated(0))
+        await asyncio.sleep(0)
+        second = gateway.submit([make_submit("b")])
+        assert len(posted) == 1
+        first.cancel()
+        await vacated
+        gateway.handle([Reset(2, 2, (), "It is not loaded.")])
+        assert len(posted) == 2 and isinstance(posted[1], Cancel)
+        gateway.handle([Restored(2)])
+        (submit,) = posted[2:]
+        assert isinstance(submit, Submit) and submit.prompt == TextPrompt("b")
+        second.cancel()
+
+    run(work())
+
+
 def test_an_engine_that_has_healed_gets_its_share_at_once() -> None:
     async def work() -> None:
         pair = Pair()
