@@ -90,7 +90,7 @@ class ApiActor:
     ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
         bits of its rids. `engines`: what sends to each of several engines; `start` is given what sends to one.
-        `models`: of each of these engines, if they serve different models."""
+        `models`: those that they serve, if there are several; the engines of each follow each other."""
         self._name = name
         self._engines = engines
         self._models = models
@@ -100,6 +100,7 @@ class ApiActor:
         self._index = index
         self._serving: asyncio.Task[None] | None = None
         self._served: list[Served] = []  # the models
+        self._places: list[tuple[int, int]] = []  # of each of several models' engines: its model, its number there
         self._heard_at: list[list[float]] = []  # for each model each core's last report
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
@@ -118,10 +119,11 @@ class ApiActor:
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         engines = self._engines or (post,)
         if self._models:
-            self._served = [
-                self._serve(number, config, [engine])
-                for number, (config, engine) in enumerate(zip(self._models, engines, strict=True))
-            ]
+            for model, config in enumerate(self._models):
+                first = len(self._places)
+                self._places += [(model, number) for number in range(config.data_parallel_size)]
+                self._served.append(self._serve(model, config, engines[first : len(self._places)]))
+            assert len(self._places) == len(engines), (self._places, engines)
         else:
             self._served = [self._serve(0, self._config, engines)]
         self._heard()
@@ -150,7 +152,8 @@ class ApiActor:
             latency_classes=with_default(config.latency_classes),
         )
         if residence is not None:  # until it is said to be there
-            gateway.handle([Reset(1, 1, (), f"{config.served_model_names[0]} is not loaded.")])
+            why = f"{config.served_model_names[0]} is not loaded."
+            gateway.handle([Reset(1, 1, (), why, engine.number) for engine in gateway.engines])
         return Served(
             gateway,
             config,
@@ -212,14 +215,14 @@ class ApiActor:
                 pass
 
     def _of_model(self, message: M) -> tuple[int, M]:
-        """The number of the model that a message is about, and the message as the gateway of that model takes it: its
-        only engine has number 0."""
+        """The number of the model that a message is about, and the message as the gateway of that model takes it: it
+        counts only its own engines."""
         if not self._models:
             return 0, message
         match message:
             case Snapshot() | Pulse() | Reset() | Restored() | Slept():
-                number = message.engine if message.engine < len(self._models) else 0
-                return number, msgspec.structs.replace(message, engine=0)
+                own = self._places[message.engine] if message.engine < len(self._places) else (0, 0)
+                return own[0], msgspec.structs.replace(message, engine=own[1])
             case TextBatch(chunks=chunks):
                 rid = chunks[0].rid if chunks else 0
             case _:
@@ -267,10 +270,8 @@ class ApiActor:
         return await answer
 
     async def _vacate(self, engine: int) -> None:
-        if self._models:
-            await self._served[engine].gateway.vacated(0)
-        else:
-            await self._served[0].gateway.vacated(engine)
+        model, number = self._places[engine] if self._models else (0, engine)
+        await self._served[model].gateway.vacated(number)
         self._post("supervisor", Vacated(self._name, engine))
 
     def _observers(self, config: EngineConfig) -> list[Observer]:
