@@ -34,6 +34,7 @@ from ..ipc.messages import (
     ModelStates,
     Ping,
     Pulse,
+    Replaced,
     Reset,
     Restored,
     Serve,
@@ -60,6 +61,11 @@ _LEAVING = "The server is shutting down."
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 M = TypeVar("M", bound=FromEngine | Slept)
+
+
+def _max_open(config: EngineConfig) -> int:
+    """Sequences that the engines of a model can run and queue."""
+    return config.data_parallel_size * (config.max_num_seqs + config.max_queued_requests)
 
 
 class _Server(HttpServer):
@@ -146,7 +152,7 @@ class ApiActor:
             api_index=index,
             outage_wait_s=wait_s,
             max_held=len(engines) * config.max_queued_requests,
-            max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
+            max_open=_max_open(config),
             has_siblings=self._http.service.api_processes > 1,
             on_use=(lambda _: None) if residence is None else residence.use,
             latency_classes=with_default(config.latency_classes),
@@ -170,7 +176,7 @@ class ApiActor:
         outputs: list[list[FromEngine]] = [[] for _ in self._served]
         for message in messages:
             match message:
-                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Leave():
+                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Replaced() | Leave():
                     self._obey(message)
                 case Slept():
                     number, slept = self._of_model(message)
@@ -186,7 +192,7 @@ class ApiActor:
             if of_model:
                 served.gateway.handle(of_model)
 
-    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Leave) -> None:
+    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Replaced | Leave) -> None:
         """What the supervisor says."""
         match message:
             case Serve() if self._serving is None:
@@ -211,6 +217,11 @@ class ApiActor:
                 self._waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
+            case Replaced():
+                config = msgspec.json.decode(message.config, type=EngineConfig)
+                why = f"Another version of {config.served_model_names[0]} has taken its place."
+                self._served[message.model].gateway.replaced(why, max_open=_max_open(config))
+                self._app.replaced(message.model, config)
             case Serve() | Leave():
                 pass
 

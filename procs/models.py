@@ -29,11 +29,12 @@ from ..engine.kv_connector.registry import host_bytes, in_folder, serve_addresse
 from ..engine.runner.needs import Need, Question
 from ..errors import ConfigError
 from ..ipc.epochs import NO_ENGINE
-from ..ipc.messages import Demand, ModelState, ModelStates, Reset, Swap, Swapped
+from ..ipc.messages import Demand, ModelState, ModelStates, Replaced, Reset, Swap, Swapped
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
 from . import interpreter
 from .child import EngineMailboxes
 from .engines import EnginePart, of_engine
+from .generations import changed
 from .gpu_memory import Free, place, wait_for_room
 from .listening import Listening
 from .residency import Load, Residency, Resident, Terms, misfits
@@ -50,6 +51,7 @@ _BUDGET_SHARE = 0.8  # of the host's memory that is free at the start
 class ServedModel(Struct, frozen=True):
     """One of the models, decided."""
 
+    entry: ModelEntry
     engines: tuple[EngineConfig, ...]
     terms: Terms
     gpu_needs: dict[str, int] = {}  # bytes of each GPU that it takes, by its name
@@ -65,6 +67,7 @@ class Change(Struct, frozen=True):
     model: int  # its number
     loaded: bool | None = None
     pinned: bool | None = None
+    settings: dict[str, object] | None = None  # of another version
 
 
 def prepare_models(
@@ -83,10 +86,7 @@ def prepare_models(
         except ConfigError as error:
             problems.append(f"--models {entry.where}: {error}")
     _raise(problems)
-    engines = [
-        replace(_with_own_folder(server.engine), system_prompt=entry.system_prompt)
-        for server, entry in zip(prepared, entries, strict=True)
-    ]
+    engines = [_of_entry(entry, server) for server, entry in zip(prepared, entries, strict=True)]
     _raise(_clashes(entries, engines))
     machine = machine_facts()
     budgets = _budgets(config, machine, has_gpu=any(engine.kernels is None for engine in engines))
@@ -117,7 +117,6 @@ def _check(config: Config) -> None:
     for flag, is_asked in (
         ("--nnodes", service.nnodes > 1 or service.join_address is not None),
         ("--backend ray", service.backend == "ray"),
-        ("--enable-model-swap", config.admin.enable_model_swap),
     ):
         if is_asked:
             raise ConfigError(f"{flag} is for a server of one model; leave it out, or name one model.")
@@ -139,11 +138,12 @@ def _check_engine(config: Config, instead: str) -> None:
         raise ConfigError(f"--kv-connector {tiers[0]} is for a single engine; leave it or --data-parallel-size out.")
 
 
-def _with_own_folder(engine: EngineConfig) -> EngineConfig:
-    """For the tier `disk`, which locks its folder: one in that of the command line."""
+def _of_entry(entry: ModelEntry, server: ServerConfig) -> EngineConfig:
+    """With a folder of its own in that of the tier `disk`, which locks its folder."""
+    engine = server.engine
     name = quote(engine.served_model_names[0], safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
-    return replace(engine, kv_connector=in_folder(engine.kv_connector, name))
+    return replace(engine, kv_connector=in_folder(engine.kv_connector, name), system_prompt=entry.system_prompt)
 
 
 def _clashes(entries: Sequence[ModelEntry], engines: Sequence[EngineConfig]) -> list[str]:
@@ -184,13 +184,7 @@ def _plan(
     entries: Sequence[ModelEntry], engines: Sequence[EngineConfig], machine: MachineFacts, budgets: Sequence[int]
 ) -> tuple[ServedModel, ...]:
     """The models with what they need, by the memory plan, and where. Raises ConfigError."""
-    smallest = min((gpu.total_bytes for gpu in machine.gpus), default=0)
-    asked = []
-    for engine in engines:
-        of_gpu = min(int(engine.gpu_memory_utilization * smallest), *budgets[1:], smallest) - GPU_BYTES
-        on_gpu = engine.kernels is None
-        asked.append(Question(engine, max(1, of_gpu) if on_gpu else 0, machine.gpu_capability))
-    needs = _needs(asked)
+    needs = _needs(_questions(engines, machine, budgets))
     problems = [
         f"--models {entry.where}: {need.problem}" for entry, need in zip(entries, needs, strict=True) if need.problem
     ]
@@ -200,20 +194,62 @@ def _plan(
         num = engine.num_ranks * engine.data_parallel_size if engine.kernels is None else 0
         if num > num_gpus:
             problems.append(f"--models {entry.where}: it needs {num} GPUs, and there are {num_gpus}.")
-        of_gpus.append((num, need.weights + need.workspace + need.kv_cache + GPU_BYTES))
+        of_gpus.append((num, _gpu_need(need)))
     _raise(problems)
     places = place(of_gpus, num_gpus, [entry.is_pinned for entry in entries])
     models: list[ServedModel] = []
-    for entry, engine, need, (_, each), own in zip(entries, engines, needs, of_gpus, places, strict=True):
-        host = _host_need(engine, need)
-        terms = Terms(
-            (host, *(each if gpu in own else 0 for gpu in range(num_gpus))), entry.is_pinned, entry.keep_alive_s
-        )
-        names = tuple(machine.gpus[gpu].name for gpu in own)
-        engine = replace(engine, kv_cache_memory=need.kv_cache or engine.kv_cache_memory, gpus=names)
+    for entry, engine, need, own in zip(entries, engines, needs, places, strict=True):
         first = sum(len(model.engines) for model in models)
-        models.append(ServedModel(_engines(engine, first), terms, dict.fromkeys(names, each)))
+        models.append(_planned(entry, engine, need, first, machine, own, num_gpus))
     return tuple(models)
+
+
+def another_version(
+    model: ServedModel, entry: ModelEntry, budgets: Sequence[int], prepare: Callable[[Config], ServerConfig]
+) -> ServedModel:
+    """What takes the place of a model, on its GPUs and under its names. Raises ConfigError."""
+    before = model.engines[0]
+    source = replace(entry.config.source, served_model_name=before.served_model_names)
+    entry = replace(entry, config=replace(entry.config, source=source))
+    engine, machine = _of_entry(entry, prepare(entry.config)), machine_facts()
+    (need,) = _needs(_questions([engine], machine, budgets))
+    if need.problem:
+        raise ConfigError(need.problem)
+    own = tuple(gpu for gpu, needed in enumerate(model.terms.needs[1:]) if needed)
+    return _planned(entry, engine, need, before.engine_number, machine, own, len(budgets) - 1)
+
+
+def _questions(engines: Sequence[EngineConfig], machine: MachineFacts, budgets: Sequence[int]) -> list[Question]:
+    smallest = min((gpu.total_bytes for gpu in machine.gpus), default=0)
+    asked = []
+    for engine in engines:
+        of_gpu = min(int(engine.gpu_memory_utilization * smallest), *budgets[1:], smallest) - GPU_BYTES
+        on_gpu = engine.kernels is None
+        asked.append(Question(engine, max(1, of_gpu) if on_gpu else 0, machine.gpu_capability))
+    return asked
+
+
+def _planned(
+    entry: ModelEntry,
+    engine: EngineConfig,
+    need: Need,
+    first: int,
+    machine: MachineFacts,
+    own: Sequence[int],
+    num_gpus: int,
+) -> ServedModel:
+    """`first`: the number of its first engine. `own`: the numbers of its GPUs."""
+    each = _gpu_need(need)
+    needs = (_host_need(engine, need), *(each if gpu in own else 0 for gpu in range(num_gpus)))
+    names = tuple(machine.gpus[gpu].name for gpu in own)
+    engine = replace(engine, kv_cache_memory=need.kv_cache or engine.kv_cache_memory, gpus=names)
+    terms = Terms(needs, entry.is_pinned, entry.keep_alive_s)
+    return ServedModel(entry, _engines(engine, first), terms, dict.fromkeys(names, each))
+
+
+def _gpu_need(need: Need) -> int:
+    """Of each GPU."""
+    return need.weights + need.workspace + need.kv_cache + GPU_BYTES
 
 
 def _host_need(engine: EngineConfig, need: Need) -> int:
@@ -254,6 +290,13 @@ def _needs(asked: Sequence[Question]) -> list[Need]:
     return msgspec.json.decode(done.stdout, type=list[Need])
 
 
+async def _are_ready(parts: Sequence[EnginePart]) -> int:
+    """Returns when all of them are; how many they are."""
+    for part in parts:
+        await part.is_ready.wait()
+    return len(parts)
+
+
 class Models:
     """The models of one launch and its api processes. `run` is called once."""
 
@@ -265,11 +308,18 @@ class Models:
         models: Sequence[ServedModel],
         budgets: Sequence[int],
         *,
+        prepare: Callable[[Config], ServerConfig],
         free_gpu_memory: Free = free_gpu_memory,
     ) -> None:
-        """`config`: of the api processes. `models` and `budgets`: as `prepare_models` returns them."""
+        """`config`: of the api processes. `models` and `budgets`: as `prepare_models` returns them. `prepare`: as of
+        `prepare_models`, for versions that take the place of others; it runs on a thread."""
         self._config = config
-        self._models = models
+        self._prepare = prepare
+        self._models = list(models)
+        self._versions = [[model] for model in models]  # of each, that have been served
+        self._next: dict[int, ServedModel] = {}  # what takes the place of a model when its engines have ended
+        self._before: dict[int, ServedModel] = {}  # what comes back if the version after it cannot be loaded
+        self._replacing: set[int] = set()  # those whose next version is being prepared
         self._service = config.http.service
         self._free_gpu_memory = free_gpu_memory
         self._residency = Residency(budgets, [model.terms for model in models], time.monotonic())
@@ -400,12 +450,71 @@ class Models:
         self._woken.set()
 
     def _on_change(self, swap: Swap) -> None:
-        """An administrator loads, unloads, pins or unpins a model."""
+        """An administrator loads, unloads, pins, unpins or replaces a model."""
         change = msgspec.json.decode(swap.changes, type=Change)
+        if change.settings is not None:
+            self._begin(self._replace(swap, change.model, change.settings))
+            return
         problem = self._residency.ask(change.model, time.monotonic(), is_loaded=change.loaded, is_pinned=change.pinned)
         answer = Swapped(swap.number, 409, problem) if problem else Swapped(swap.number, 202, "It is being done.")
         self._apis.answer(swap.name, answer)
         self._woken.set()
+
+    async def _replace(self, swap: Swap, number: int, settings: dict[str, object]) -> None:
+        """Another version takes the place of a model: when its requests have ended, or at once if it is not loaded."""
+        status, detail = 409, "It is being loaded, unloaded or replaced; try again when that is done."
+        if self._is_at_rest(number) and number not in self._replacing:
+            self._replacing.add(number)
+            try:
+                model = await asyncio.to_thread(self._another, number, swap.version, settings)
+                if self._is_at_rest(number):
+                    status, detail = self._put(number, model)
+            except ConfigError as error:
+                status, detail = 400, str(error)
+            finally:
+                self._replacing.discard(number)
+        self._apis.answer(swap.name, Swapped(swap.number, status, detail))
+        self._woken.set()
+
+    def _is_at_rest(self, number: int) -> bool:
+        """It is neither loaded nor unloaded now, and nothing will take its place."""
+        state = self._residency.models[number].state
+        return state not in ("loading", "leaving") and number not in self._next and not self._signals
+
+    def _another(self, number: int, version: int | None, settings: dict[str, object]) -> ServedModel:
+        """Raises ConfigError."""
+        versions = self._versions[number]
+        if version is not None and not 1 <= version <= len(versions):
+            raise ConfigError(f"There is no version {version}; there are 1 to {len(versions)}.")
+        entry = (self._models[number] if version is None else versions[version - 1]).entry
+        entry = replace(entry, config=changed(entry.config, settings))
+        model = another_version(self._models[number], entry, self._residency.budgets, self._prepare)
+        terms = [each.terms for each in self._residency.models]
+        terms[number] = replace(terms[number], needs=model.terms.needs)
+        if number in misfits(self._residency.budgets, terms):
+            raise ConfigError(f"It takes {model.terms.need_bytes / 1e9:.1f} GB, and what is pinned leaves less.")
+        return model
+
+    def _put(self, number: int, model: ServedModel) -> tuple[int, str]:
+        """The answer: status and detail."""
+        if self._residency.models[number].state != "loaded":
+            self._become(number, model, is_wanted=False)
+            return 200, f"{model.name} is served from its next load on."
+        self._next[number] = model
+        self._residency.leave(number, time.monotonic())
+        self._begin(self._unload(number))
+        return 202, "It is loaded when the model's open requests have ended."
+
+    def _become(self, number: int, model: ServedModel, *, is_wanted: bool, is_back: bool = False) -> None:
+        """Another version of a model whose engines have ended. `is_back`: that before the last one, which failed."""
+        if is_back:
+            self._versions[number].pop()
+        else:
+            self._before[number] = self._models[number]
+            self._versions[number].append(model)
+        self._models[number] = model
+        self._residency.replaced(number, model.terms.needs, time.monotonic(), is_wanted=is_wanted)
+        self._apis.tell(Replaced(number, msgspec.json.encode(model.engines[0])))
 
     def _tell_states(self) -> None:
         """Tells the api processes what has changed."""
@@ -419,6 +528,7 @@ class Models:
                 model.load_s,
                 model.problem,
                 self._progress(model) if model.state == "loading" else None,
+                len(self._versions[model.number]),
             )
             for model in self._residency.models
         )
@@ -454,7 +564,15 @@ class Models:
         self._lose(number, why)
         if problem and model.terms.is_pinned and not self._is_open:
             self._failure = code or 1
-        self._residency.has_ended(number, time.monotonic(), why if problem else "")
+        following = self._next.pop(number, None)
+        before = self._before.pop(number, None) if problem else None
+        is_told = bool(following or before)  # its requests wait for what comes now
+        self._residency.has_ended(number, time.monotonic(), "" if is_told or not problem else why)
+        if following is not None:
+            self._become(number, following, is_wanted=True)
+        elif before is not None:
+            self._print(f"{model.name}: going back to the version before.")
+            self._become(number, before, is_wanted=True, is_back=True)
         self._woken.set()
 
     async def _serve(self, number: int) -> tuple[int, str]:
@@ -476,11 +594,12 @@ class Models:
         )
         close_segments(weight_fds)
         running = [asyncio.ensure_future(part.run()) for part in parts]
-        ready = asyncio.gather(*(part.is_ready.wait() for part in parts))
+        ready = asyncio.ensure_future(_are_ready(parts))
         try:
             await asyncio.wait((ready, *running), return_when=asyncio.FIRST_COMPLETED)
             if not any(each.done() for each in running):
                 self._residency.has_loaded(number, time.monotonic())
+                self._before.pop(number, None)
                 self._print(f"{model.name} is loaded, after {self._residency.models[number].load_s:.1f} s.")
                 for part in parts:
                     part.serve()

@@ -130,6 +130,22 @@ class Residency:
         self._want(model, now)
         return ""
 
+    def leave(self, number: int, now: float) -> None:
+        """A loaded model ends because another version takes its place, pinned or not; `has_ended` follows."""
+        assert self.models[number].state == "loaded", self.models[number]
+        self._enter(self.models[number], "leaving", now)
+
+    def replaced(self, number: int, needs: tuple[int, ...], now: float, *, is_wanted: bool) -> None:
+        """A model that takes no memory has another version with these needs. `is_wanted`: it is to be loaded though
+        nobody uses it."""
+        model = self.models[number]
+        assert not model.takes_memory, model
+        model.terms = replace(model.terms, needs=needs)
+        model.num_failures, model.problem = 0, ""
+        model.retry_at = now
+        model.is_asked = model.is_asked or is_wanted
+        self._want(model, now)
+
     def forget(self, user: str, now: float) -> None:
         """`user` is gone, and its requests with it."""
         for model in self.models:

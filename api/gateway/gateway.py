@@ -258,6 +258,14 @@ class Gateway:
                 if asked.engine is None and not asked.answer.done():
                     asked.answer.set_exception(RequestError("unavailable", reason))
 
+    def replaced(self, reason: str, *, max_open: int) -> None:
+        """The engines have ended, and those that come compute another model: what they had ends with this reason, and
+        what has waited for its first engine goes on waiting. `max_open`: as of the constructor."""
+        self._max_open = max_open
+        for request in self._open_requests():
+            if request.was_sent:
+                self._end(request, EngineFailed(reason))
+
     async def drained(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()

@@ -5,6 +5,7 @@ import concurrent.futures
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -276,4 +277,70 @@ def test_a_model_with_two_engines_and_tiers_of_its_own(start: Start, tmp_path: P
     assert answers[0]["choices"] == answers[1]["choices"]
     cached = answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0, "the next load of the model finds it"
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.long
+def test_a_model_is_replaced_by_another_version(start: Start, tmp_path: Path) -> None:
+    """Its open requests end with the old one, what comes meanwhile gets the new one, and the other model goes on."""
+    for name in ("tiny", "broken"):
+        vocabulary.add_tokenizer(make_checkpoint(tmp_path / name, "qwen3"))
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")  # which only its processes find
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[[models]]\nmodel = "demo"\nserved_model_name = ["one", "alias"]\nkv_cache_memory = "32M"\n'
+        '[[models]]\nmodel = "demo-hybrid"\nserved_model_name = "two"\nkv_cache_memory = "32M"\npinned = true\n'
+    )
+    budget = 2 * PROCESSES_BYTES + (300 << 20)
+    flags = ("--admin-api-key", "of-the-administrator", "--enable-model-swap", "--drain-timeout", "120")
+    server = start("--models", str(file), "--models-memory", str(budget), *flags).wait_ready("/health")
+    admin = httpx.Client(base_url=server.url, headers={"authorization": "Bearer of-the-administrator"}, timeout=120)
+
+    def status(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(one for one in admin.get("/admin/models").json()["data"] if one["name"] == name)
+        return found
+
+    def change(**replacement: Any) -> httpx.Response:
+        return admin.post("/admin/models", json={"model": "alias", "replace": replacement})
+
+    assert change(model=str(tmp_path / "nothing")).status_code == 400
+    assert change(served_model_name=["other"]).status_code == 400, "clients know it by its names"
+    assert change(version=7).status_code == 400
+    assert answered(server, "one") == "1, 2, 3, 4, 5" and status("one")["version"] == 1
+    other = server.children()["worker of two"].pid
+
+    body = {"model": "one", "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    is_over = threading.Event()
+
+    def keep_asking() -> list[str]:
+        texts = []
+        while not is_over.is_set():
+            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+            assert found.status_code == 200, found.text
+            texts.append(found.json()["choices"][0]["text"])
+        return texts
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asking = [pool.submit(keep_asking) for _ in range(3)]
+        assert change(model=str(tmp_path / "tiny"), max_model_len=256).status_code == 202
+        assert status("one")["state"] in ("leaving", "loading") and change(version=1).status_code == 409
+        until(lambda: status("one")["state"] == "loaded", "the new version is loaded", 120)
+        newest = answered(server, "one")
+        is_over.set()
+        texts = [each.result() for each in asking]
+    assert newest != "1, 2, 3, 4, 5" and {own[-1] for own in texts} != {texts[0][0]}
+    assert {text for own in texts for text in own} == {texts[0][0], texts[0][-1]}, "no answer is of both versions"
+    assert (status("one")["version"], status("one")["root"]) == (2, str(tmp_path / "tiny"))
+    cards = {card["id"]: card["max_model_len"] for card in json.loads(server.get("/v1/models"))["data"]}
+    assert cards["one"] == cards["alias"] == 256 != cards["two"]
+
+    assert change(model=str(tmp_path / "broken")).status_code == 202
+    until(lambda: "going back to the version before" in server.log.read_text(), "it does not load", 120)
+    assert answered(server, "one") == newest and status("one")["version"] == 2
+
+    assert change(version=1).status_code == 202
+    until(lambda: status("one")["state"] == "loaded" and status("one")["version"] == 3, "the first one is back", 120)
+    assert answered(server, "one") == "1, 2, 3, 4, 5"
+    assert server.children()["worker of two"].pid == other and answered(server, "two") == "1, 2, 3, 4, 5"
+    admin.close()
     assert server.stop() == 0, server.log.read_text()

@@ -20,7 +20,6 @@ from pagewire.procs.template import can_fork
     ("settings", "flag"),
     [
         ({"nnodes": 2}, "--nnodes"),
-        ({"enable_model_swap": True}, "--enable-model-swap"),
         ({"kv_events": "tcp://127.0.0.1:5557"}, "--kv-events"),
         ({"record_trace": "x"}, "--record-trace"),
         ({"client_address": "ipc://x"}, "--client-address"),

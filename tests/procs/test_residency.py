@@ -198,6 +198,29 @@ def test_loads_for_which_others_go_wait_when_they_have_taken_their_share() -> No
     assert found.decide(at + PATIENCE_S) != []
 
 
+def test_another_version_takes_the_place_of_a_model() -> None:
+    """It goes although it is pinned, and comes back with other needs; what waits meanwhile waits for that."""
+    found = models(1, 1, budget=3, pinned=(0,))
+    assert found.decide(0.0) == [Load(0)]
+    found.has_loaded(0, 1.0)
+    found.use(0, "api", 2.0, is_open=True)
+    found.leave(0, 3.0)
+    assert found.decide(3.0) == [] and found.models[0].state == "leaving"
+    found.has_ended(0, 4.0)
+    found.replaced(0, (2 * GB,), 4.0, is_wanted=True)
+    assert found.decide(4.0) == [Load(0)] and found.used() == (2 * GB,)
+    assert found.models[0].terms.is_pinned
+
+    found.has_ended(0, 5.0, "It has no weights.")
+    found.replaced(0, (GB,), 5.0, is_wanted=True)
+    assert found.decide(5.0) == [Load(0)], "the version before does not wait"
+    found.has_loaded(0, 6.0)
+    found.replaced(1, (2 * GB,), 6.0, is_wanted=False)
+    assert found.decide(1e6) == [], "nobody uses it"
+    found.ask(1, 7.0, is_loaded=True, is_pinned=None)
+    assert found.decide(7.0) == [Load(1)] and found.used() == (3 * GB,)
+
+
 def test_a_model_that_can_never_be_loaded_is_known_before() -> None:
     terms = [Terms((4,), is_pinned=True), Terms((6,)), Terms((7,)), Terms((1,))]
     assert misfits([10], terms) == [2] and misfits([3], terms) == [0, 1, 2, 3]
