@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config.config import ServerConfig
 from ..ipc.epochs import NO_ENGINE
-from ..ipc.messages import Change, Demand, ModelStates, Reset, Swap, Vacate, Vacated
+from ..ipc.messages import Change, Demand, ModelStates, Replaced, Reset, Swap, Vacate, Vacated
 from .child import EngineMailboxes
 from .listening import Listening
 from .live_settings import LiveSettings
@@ -60,7 +60,7 @@ class SharedApis(Supervisor):
         self._mark("engines ready")
         super().serve()
 
-    def tell(self, message: Reset | Vacate | ModelStates) -> None:
+    def tell(self, message: Reset | Vacate | ModelStates | Replaced) -> None:
         """Sends it to all of them."""
         if not self._is_over:
             for outbox in self._outboxes.values():
