@@ -93,7 +93,7 @@ class History:
         # Draws of their own, so that what else happens does not depend on them.
         self._changes, self._changed = Random(-1 - seed), self._as_set()
         self._new_core()
-        if self._changes.random() < 0.3:
+        if self._changes.random() < 0.15:
             for _ in range(self._changes.randint(1, 4)):
                 self._later(self._changes.random() * 0.1, self._change)
         for i in range(setting.num_prompts):
@@ -640,11 +640,13 @@ class History:
         policies: list[policy.PolicyName] = ["fcfs", "priority"]
         self._changed = start._replace(
             max_num_seqs=rng.randint(1, start.max_num_seqs),
-            max_num_batched_tokens=rng.randint(1, start.max_num_batched_tokens),
+            max_num_batched_tokens=rng.choice(
+                [start.max_num_batched_tokens, rng.randint(1, start.max_num_batched_tokens)]
+            ),
             max_queued_requests=rng.choice([start.max_queued_requests, 3, 1000]),
             policy=rng.choice(policies) if setting.policy in policies else setting.policy,
             itl_target_ms=rng.choice([None, 1.1, 5.0]),
-            speculate=rng.randint(0, start.speculate),
+            speculate=rng.choice([0, start.speculate, start.speculate]),
         )
         self._say(f"{self._changed}")
         self.counts["settings changed"] += 1
