@@ -34,8 +34,9 @@ from .backend import Backend
 from .expert_replicas import ExpertReplicas
 from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
-from .memory import reads_of, workspace_bytes
+from .memory import workspace_bytes
 from .plugin import open_plugin, tell_model
+from .reads import reads_of
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights, segment_key
 from .stages import part_of_stage

@@ -1,14 +1,7 @@
-"""The lines that report a memory plan, and what a step reads."""
-
-from pathlib import Path
-
-import checkpoints
+"""The lines that report a memory plan."""
 
 from pagewire.engine.attention.cache_groups import FULL, CacheGroups, Lifetime
-from pagewire.engine.checkpoint.spec import read_spec
-from pagewire.engine.models.program import Embed
-from pagewire.engine.runner.memory import MemoryPlan, reads_of, size
-from pagewire.engine.runner.served import program_of
+from pagewire.engine.runner.memory import MemoryPlan, size
 
 
 def test_lines_report_sizes_blocks_and_requests():
@@ -43,19 +36,3 @@ def test_lines_report_the_states_of_draft_tokens():
         weights=1, workspace=1, groups=CacheGroups.of(tiles, block_size=16), block_size=16, max_model_len=4096
     )
     assert plan.lines(4000, 8)[0].endswith("15 requests of 4,096 tokens | 8 states for draft tokens 1.0 MB")
-
-
-def test_a_step_reads_no_table_but_the_head_and_experts_apart(tmp_path: Path) -> None:
-    for kind, is_tied, share in (("llama", False, 0.0), ("gemma3", True, 0.0), ("qwen3_moe", False, 0.375)):
-        folder = tmp_path / kind
-        folder.mkdir()
-        checkpoints.make_checkpoint(folder, kind)
-        program = program_of(read_spec(folder), 0, 1)
-        sizes = {m.key: max(1, m.experts) * m.rows * m.columns for m in program.matrices}
-        reads = reads_of(program, lambda matrix: sizes[matrix.key], 1000)  # noqa: B023
-        table = next(op.args.table for op in program.ops if isinstance(op.args, Embed))
-        assert (table.key == program.head.key) == is_tied, kind
-        unread = 0 if is_tied else sizes[table.key]
-        stacks = sum(sizes[m.key] for m in program.matrices if m.experts)
-        assert (reads.experts, reads.expert_share) == (stacks, share), kind
-        assert reads.fixed == sum(sizes.values()) - stacks - unread + 1000, kind
