@@ -553,6 +553,7 @@ class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
     bandwidth: float = 0.0  # of the device's memory, bytes per second; 0: unknown
     bandwidth_source: Literal["", "measured", "nominal"] = ""  # nominal: clock × width of the bus, by NVML
     gpu: dict[str, float] = {}  # what NVML says of the device, by its name in /metrics
+    available_bytes: int = 0  # of the host's memory, that its machine or cgroup can still give; 0: unknown
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────

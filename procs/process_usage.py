@@ -11,6 +11,8 @@ from pathlib import Path
 from ..ipc.messages import ProcessUsage
 
 _STATUS = Path("/proc/self/status")
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def process_usage() -> ProcessUsage:
@@ -28,3 +30,18 @@ def usage_of(status: str, cpu_s: float) -> ProcessUsage:
     threads, *memory = (int(fields.get(name, "0").split()[0]) for name in ("Threads", "RssAnon", "RssFile", "RssShmem"))
     anonymous, file, shared = (1024 * number for number in memory)  # kB
     return ProcessUsage(cpu_s, threads, anonymous, file, shared)
+
+
+def available_bytes(memory: Path = _MEMORY, group: Path = _GROUP) -> int:
+    """Memory that the machine, or the process's cgroup, can still give: without what is used, but with file caches that
+    the system gives up when it must. 0: unknown."""
+    found = []
+    try:
+        fields = dict(line.partition(":")[::2] for line in memory.read_text().splitlines())
+        found.append(1024 * int(fields["MemAvailable"].split()[0]))
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found.append(int(limit) - int(used) + int(stat["inactive_file"]))
+    except (OSError, KeyError, ValueError):  # another system, or no limit: "max"
+        pass
+    return max(0, min(found, default=0))

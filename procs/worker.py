@@ -39,7 +39,7 @@ from ..ipc.messages import (
     Wake,
     WorkerUsage,
 )
-from .process_usage import process_usage
+from .process_usage import available_bytes, process_usage
 from .topology import next_stage, workers
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Worker:
         device = runner.device_report()
         usage = WorkerUsage(
             self._rank_info.rank, process_usage(), runner.memory_by_kind(), device.bandwidth, device.source,
-            dict(device.gpu),
+            dict(device.gpu), available_bytes(),
         )  # fmt: skip
         self._post("core", usage)
 

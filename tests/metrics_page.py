@@ -36,7 +36,7 @@ def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(40, 20), rank_sent_bytes=(7000, 6000), expert_imbalance={0: 1.5, 2: 1.25})
     process = ProcessUsage(12.5, 4, 300 << 20, 40 << 20, 900 << 20)
-    worker = WorkerUsage(0, process, {}, 20e9, "measured", {name: 7.0 + i for i, name in enumerate(GPU_METRICS)})
+    worker = WorkerUsage(0, process, {}, 20e9, "measured", {name: 7.0 + i for i, name in enumerate(GPU_METRICS)}, 9)
     memory = {"weights": 900 << 20, "workspace": 70 << 20, "kv_used": 25_000, "kv_cached": 5000, "kv_free": 70_000}
     other = WorkerSnapshot(replace(worker, rank=1, bandwidth=0.0, bandwidth_source="", gpu={}), memory, 5 * 10**9)
     core = replace(core, workers=(WorkerSnapshot(worker, memory, 6 * 10**9, 0.75), other))

@@ -291,7 +291,7 @@ def engine_metrics() -> list[Metric]:
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
     process = ProcessUsage(1.0, 1)
-    worker = WorkerUsage(0, process, {}, 1.0, "measured", dict.fromkeys(GPU_METRICS, 0.0))
+    worker = WorkerUsage(0, process, {}, 1.0, "measured", dict.fromkeys(GPU_METRICS, 0.0), 1)
     core = replace(core, workers=(WorkerSnapshot(worker, {"weights": 0}),))
     gateway.late_beats = {"m": 0}
     gateway.handle([core, Pulse("core", nothing, usage=process)])

@@ -317,6 +317,9 @@ class Metrics:
         )
         kinds = [({**labels, "kind": kind}, size) for labels, each in ranks for kind, size in each.memory.items()]
         page.family("gauge", "worker_memory_bytes", text, kinds)
+        text = "Host memory that the machine or cgroup of a rank can still give, without file caches that it can drop."
+        rooms = [(labels, each.usage.available_bytes) for labels, each in ranks if each.usage.available_bytes]
+        page.family("gauge", "host_memory_available_bytes", text, rooms)
         text = "Bytes of weights and KV that a rank's steps had to read, each once a step, estimated."
         reads = [(labels, each.read_bytes) for labels, each in ranks]
         page.family("counter", "estimated_read_bytes_per_gpu_total", text, reads)

@@ -103,6 +103,7 @@ def test_each_rank_has_its_memory_its_process_and_its_share_of_the_roof() -> Non
     assert values("memory_bandwidth_bytes_per_second", "rank", "source") == {("0", "measured"): 20e9}
     assert values("memory_roof_ratio", "rank") == {("0",): 0.75}, "the bandwidth of rank 1 is not known"
     assert values("gpu_utilization_ratio", "rank") == {("0",): 7.0}
+    assert values("host_memory_available_bytes", "rank") == {("0",): 9, ("1",): 9}
     kinds = {name: found[f"pagewire:{name.removesuffix('_total')}"].type for name in GPU_METRICS}
     assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
     nobody = families(Metrics(Gateway(lambda message: None), CONFIG).render().decode())
