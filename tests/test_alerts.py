@@ -78,11 +78,11 @@ def check(query: str) -> None:
     selectors = [part for part in everything if isinstance(part, promql.VectorSelector)]
     assert selectors, query
     for selector in selectors:
-        assert selector.name in labels_of(), f"{selector.name} in {query}"
+        assert selector.name is not None and selector.name in labels_of(), f"{selector.name} in {query}"
         asked = {matcher.name for matcher in selector.matchers.matchers}
         assert asked <= labels_of()[selector.name], (selector.name, asked)
     for part in everything:
-        inside = [x.name for x in parts(part) if isinstance(x, promql.VectorSelector)]
+        inside = [x.name for x in parts(part) if isinstance(x, promql.VectorSelector) and x.name is not None]
         for name in inside:
             assert named_labels(part) - {"le"} <= labels_of()[name], (name, named_labels(part), query)
 
@@ -120,7 +120,7 @@ def test_the_operations_document_says_what_to_do_about_each_alert() -> None:
 
 
 def test_each_alert_is_tested_where_it_fires_and_where_it_does_not() -> None:
-    fires, rests = set(), set()
+    fires, rests = set[str](), set[str]()
     for case in loaded(UNIT_TESTS)["tests"]:
         for test in case["alert_rule_test"]:
             (fires if test.get("exp_alerts") else rests).add(test["alertname"])
