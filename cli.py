@@ -138,7 +138,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if config.source.models:
         from .procs.models import Models, prepare_models
 
-        return uvloop.run(Models(*prepare_models(config, prepare_server)).run())
+        return uvloop.run(Models(*prepare_models(config, prepare_server), prepare=prepare_server).run())
     if config.service.backend == "ray":
         from .ray.lead import serve
 

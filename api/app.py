@@ -123,8 +123,11 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
     batches = BatchEndpoints(services[0], calls)
     message_batches = MessageBatches(services[0], calls)
     runs = BackgroundRuns(state, jobs)
-    about = AboutEndpoints(services).routes()
-    for router, service, sleeper in zip(routers, services, (each.sleeper for each in served), strict=True):
+    about = AboutEndpoints(services)
+
+    def fill(number: int) -> None:
+        """Makes the routes of a model."""
+        router, service = routers[number], services[number]
         sections = {
             "Chat and completions": OpenAIEndpoints(service).routes(),
             "Responses": ResponsesEndpoints(service, runs).routes(),
@@ -138,16 +141,24 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
                 *GenerateEndpoints(service).routes(),
             ],
             "Files and batches": batches.routes(),
-            "The server": about + InvocationsEndpoint(service, router).routes(),
-            "Administration": AdminEndpoints(service, sleeper).routes() + _changing(services, swap),
+            "The server": about.routes() + InvocationsEndpoint(service, router).routes(),
+            "Administration": AdminEndpoints(service, served[number].sleeper).routes() + _changing(services, swap),
         }
-        router.routes += [operation for section in sections.values() for operation in section]
-        if router is routers[0]:
+        router.routes[:] = [operation for section in sections.values() for operation in section]
+        if number == 0:
             description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
             router.routes += [
                 Route("/openapi.json", Description(description), methods=["GET"]),
                 *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
             ]
+
+    def replaced(number: int, config: EngineConfig) -> None:
+        services[number].config = config
+        about.replaced(number)
+        fill(number)
+
+    for number in range(len(served)):
+        fill(number)
     return Edge(
         app,
         jobs,
@@ -155,13 +166,20 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
         stats=services[0].gateway.stats,
         retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),
         state=state,
+        replaced=replaced,
     )
 
 
 def _changing(services: Sequence[Service], swap: Swap | None) -> list[Operation]:
     if swap is None:
         return []
-    return SwapEndpoints(services[0], swap).routes() if len(services) == 1 else ModelEndpoints(services, swap).routes()
+    if services[0].residence is None:
+        return SwapEndpoints(services[0], swap).routes()
+    return ModelEndpoints(services, swap).routes()
+
+
+def _no_model(model: int, config: EngineConfig) -> None:
+    raise AssertionError(f"there is no model {model}")
 
 
 class Background(Protocol):
@@ -186,9 +204,12 @@ class Edge:
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
         state: Database | None = None,
+        replaced: Callable[[int, EngineConfig], None] = _no_model,
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits, which are shared through `state`, if that is given."""
+        of the rate limits, which are shared through `state`, if that is given. `replaced`: call it when one of several
+        models has another version, with its number."""
+        self.replaced = replaced
         self._app = app
         self._background = background
         self._limits = config.clients

@@ -600,6 +600,14 @@ class NumaNode(Struct, frozen=True):
     cores: tuple[tuple[int, ...], ...]  # the CPUs (hardware threads) of each core, as Linux numbers them
 
 
+class GpuFacts(Struct, frozen=True, kw_only=True):
+    """A GPU that this process may use."""
+
+    name: str  # as CUDA_VISIBLE_DEVICES takes it in any order of the devices: GPU-…
+    total_bytes: int
+    free_bytes: int  # when it was looked at
+
+
 class MachineFacts(Struct, frozen=True, kw_only=True):
     """What `resolve` decides by; see `machine_facts`."""
 
@@ -617,6 +625,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_sockets: int = 1  # that this process may use
     attention_packages: tuple[str, ...] = ()  # values of --attention-backend whose package is installed
     cpu_quota: int | None = None  # whole CPUs whose time the control groups grant
+    gpus: tuple[GpuFacts, ...] = ()  # that this process may use; empty: unknown
 
     @property
     def usable_levels(self) -> tuple[str, ...]:
@@ -637,8 +646,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    engine_number: int = 0  # among those of `data_parallel_size`, or among the models of one launch
-    is_one_of_models: bool = False  # other models are served by the same api processes
+    gpus: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
+    engine_number: int = 0  # among all that the launch's api processes serve
+    number_in_model: int | None = None  # among the engines of one of several models; None: there is one model
     system_prompt: str = ""  # of conversations that have none
     block_size: int
     # Narrowed: what the user may leave open is decided here.

@@ -12,7 +12,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
     supervisor ─Ping, Reset, Leave, Stop─▶ all
-    supervisor ─Serve, Restored, Swapped, Vacate, ModelStates─▶ api ─Swap, Vacated, Demand─▶ supervisor
+    supervisor ─Serve, Restored, Swapped, Vacate, ModelStates, Replaced─▶ api ─Swap, Vacated, Demand─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -1021,6 +1021,7 @@ class ModelState(Struct, frozen=True, array_like=True):
     load_s: float  # that its last load took; 0: none has ended
     problem: str  # why it failed last; empty: it has not
     progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
+    version: int = 1  # one more with each replacement
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):
@@ -1028,6 +1029,13 @@ class ModelStates(Struct, frozen=True, array_like=True, tag=True):
 
     models: tuple[ModelState, ...]
     budget_bytes: int  # for all of them
+
+
+class Replaced(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor of several models → api: one of them has another version. The engines of the old one have ended."""
+
+    model: int  # its number
+    config: bytes  # of its first engine: an `EngineConfig` in JSON
 
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
@@ -1045,7 +1053,7 @@ ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
-    | ModelStates
+    | ModelStates | Replaced
 )  # fmt: skip
 ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

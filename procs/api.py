@@ -34,6 +34,7 @@ from ..ipc.messages import (
     ModelStates,
     Ping,
     Pulse,
+    Replaced,
     Reset,
     Restored,
     Serve,
@@ -60,6 +61,11 @@ _LEAVING = "The server is shutting down."
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 M = TypeVar("M", bound=FromEngine | Slept)
+
+
+def _max_open(config: EngineConfig) -> int:
+    """Sequences that the engines of a model can run and queue."""
+    return config.data_parallel_size * (config.max_num_seqs + config.max_queued_requests)
 
 
 class _Server(HttpServer):
@@ -90,7 +96,7 @@ class ApiActor:
     ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
         bits of its rids. `engines`: what sends to each of several engines; `start` is given what sends to one.
-        `models`: of each of these engines, if they serve different models."""
+        `models`: those that they serve, if there are several; the engines of each follow each other."""
         self._name = name
         self._engines = engines
         self._models = models
@@ -100,6 +106,7 @@ class ApiActor:
         self._index = index
         self._serving: asyncio.Task[None] | None = None
         self._served: list[Served] = []  # the models
+        self._places: list[tuple[int, int]] = []  # of each of several models' engines: its model, its number there
         self._heard_at: list[list[float]] = []  # for each model each core's last report
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
@@ -118,10 +125,11 @@ class ApiActor:
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         engines = self._engines or (post,)
         if self._models:
-            self._served = [
-                self._serve(number, config, [engine])
-                for number, (config, engine) in enumerate(zip(self._models, engines, strict=True))
-            ]
+            for model, config in enumerate(self._models):
+                first = len(self._places)
+                self._places += [(model, number) for number in range(config.data_parallel_size)]
+                self._served.append(self._serve(model, config, engines[first : len(self._places)]))
+            assert len(self._places) == len(engines), (self._places, engines)
         else:
             self._served = [self._serve(0, self._config, engines)]
         self._heard()
@@ -144,13 +152,14 @@ class ApiActor:
             api_index=index,
             outage_wait_s=wait_s,
             max_held=len(engines) * config.max_queued_requests,
-            max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
+            max_open=_max_open(config),
             has_siblings=self._http.service.api_processes > 1,
             on_use=(lambda _: None) if residence is None else residence.use,
             latency_classes=with_default(config.latency_classes),
         )
         if residence is not None:  # until it is said to be there
-            gateway.handle([Reset(1, 1, (), f"{config.served_model_names[0]} is not loaded.")])
+            why = f"{config.served_model_names[0]} is not loaded."
+            gateway.handle([Reset(1, 1, (), why, engine.number) for engine in gateway.engines])
         return Served(
             gateway,
             config,
@@ -167,7 +176,7 @@ class ApiActor:
         outputs: list[list[FromEngine]] = [[] for _ in self._served]
         for message in messages:
             match message:
-                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Leave():
+                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Replaced() | Leave():
                     self._obey(message)
                 case Slept():
                     number, slept = self._of_model(message)
@@ -183,7 +192,7 @@ class ApiActor:
             if of_model:
                 served.gateway.handle(of_model)
 
-    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Leave) -> None:
+    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Replaced | Leave) -> None:
         """What the supervisor says."""
         match message:
             case Serve() if self._serving is None:
@@ -208,18 +217,23 @@ class ApiActor:
                 self._waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
+            case Replaced():
+                config = msgspec.json.decode(message.config, type=EngineConfig)
+                why = f"Another version of {config.served_model_names[0]} has taken its place."
+                self._served[message.model].gateway.replaced(why, max_open=_max_open(config))
+                self._app.replaced(message.model, config)
             case Serve() | Leave():
                 pass
 
     def _of_model(self, message: M) -> tuple[int, M]:
-        """The number of the model that a message is about, and the message as the gateway of that model takes it: its
-        only engine has number 0."""
+        """The number of the model that a message is about, and the message as the gateway of that model takes it: it
+        counts only its own engines."""
         if not self._models:
             return 0, message
         match message:
             case Snapshot() | Pulse() | Reset() | Restored() | Slept():
-                number = message.engine if message.engine < len(self._models) else 0
-                return number, msgspec.structs.replace(message, engine=0)
+                own = self._places[message.engine] if message.engine < len(self._places) else (0, 0)
+                return own[0], msgspec.structs.replace(message, engine=own[1])
             case TextBatch(chunks=chunks):
                 rid = chunks[0].rid if chunks else 0
             case _:
@@ -267,10 +281,8 @@ class ApiActor:
         return await answer
 
     async def _vacate(self, engine: int) -> None:
-        if self._models:
-            await self._served[engine].gateway.vacated(0)
-        else:
-            await self._served[0].gateway.vacated(engine)
+        model, number = self._places[engine] if self._models else (0, engine)
+        await self._served[model].gateway.vacated(number)
         self._post("supervisor", Vacated(self._name, engine))
 
     def _observers(self, config: EngineConfig) -> list[Observer]:

@@ -58,7 +58,7 @@ class EngineMailboxes(Struct, frozen=True):
     addresses: dict[str, str]  # of its mailboxes
     epoch: int
     device_epoch: int
-    config: EngineConfig | None = None  # if it serves another model than the others
+    config: EngineConfig | None = None  # of the first engine of one of several models; the next ones serve it as well
 
 
 class Launch(Struct, frozen=True):
@@ -89,6 +89,14 @@ class Launch(Struct, frozen=True):
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
         return self if kind(name) == "api" else structs.replace(self, http=None, http_fd=-1)
+
+
+def shown_engine(engine: EngineConfig) -> str:
+    """For operators: one of several."""
+    if engine.number_in_model is None:
+        return f"engine {engine.engine_number}"
+    several = f", engine {engine.number_in_model}" if engine.data_parallel_size > 1 else ""
+    return f"{engine.served_model_names[0]}{several}"
 
 
 def exit_code(error: BaseException) -> int:
@@ -265,10 +273,9 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     dump_stacks_on_quit()
     volunteer(_OOM_SCORES.get(kind(name), 0))
     number = NO_ENGINE if launch.engines else launch.config.engine_number
-    is_one_of_several = launch.config.data_parallel_size > 1 and not launch.engines
-    shown = f"{name} of engine {number}" if is_one_of_several else name
-    if launch.config.is_one_of_models and not launch.engines:
-        shown = f"{name} of {launch.config.served_model_names[0]}"
+    has_others = launch.config.data_parallel_size > 1 or launch.config.number_in_model is not None
+    is_one_of_several = has_others and not launch.engines
+    shown = f"{name} of {shown_engine(launch.config)}" if is_one_of_several else name
     _set_title(shown)
     write_log_lines(shown)
     epochs = Epochs(launch.epoch, launch.device_epoch, engine=number)

@@ -23,7 +23,7 @@ from ..config.machine import machine_facts
 from ..errors import ConfigError
 from ..ipc.messages import Reset, Swap, Swapped
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
-from .child import EngineMailboxes
+from .child import EngineMailboxes, shown_engine
 from .listening import Listening
 from .shared_apis import SharedApis
 from .supervisor import Supervisor
@@ -60,10 +60,7 @@ class EnginePart(Supervisor):
         self._on_loading = on_loading
         self._actors = [name for name in self._names if kind(name) != "api"]
         self._is_owned = True
-        is_model = config.engine.is_one_of_models
-        self._shown = (
-            f"{config.engine.served_model_names[0] if is_model else f'engine {config.engine.engine_number}'}: "
-        )
+        self._shown = f"{shown_engine(config.engine)}: "
         self._given_folder = folder
         self._other_apis = apis
         self._epoch, self._device_epoch = epochs
@@ -97,14 +94,6 @@ class EnginePart(Supervisor):
             lost, self._lost_apis = tuple(self._lost_apis), {}
             self._epoch += 1
             self._tell_reset(lost, self._why_lost)
-
-    def _environment_of(self, name: str) -> dict[str, str]:
-        environment = super()._environment_of(name)
-        if kind(name) == "worker" and self._config.device == "cuda":
-            num, number = self._config.num_ranks, self._engine
-            visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[number * num : (number + 1) * num])
-        return environment
 
 
 class Engines:
@@ -347,10 +336,17 @@ def of_engine(engine: EngineConfig, number: int) -> EngineConfig:
         engine,
         engine_number=number,
         device="cuda" if has_gpu else engine.device,
+        gpus=_gpus(engine)[number * size : (number + 1) * size] if has_gpu else (),
         cpu_sets=engine.cpu_sets[number * size : (number + 1) * size],
         kv_events=_beside(engine.kv_events, number),
         kv_events_replay=_beside(engine.kv_events_replay, number),
     )
+
+
+def _gpus(engine: EngineConfig) -> tuple[str, ...]:
+    """Those of all engines."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return engine.gpus or (tuple(visible.split(",")) if visible else tuple(map(str, range(1024))))
 
 
 def _beside(address: str | None, number: int) -> str | None:

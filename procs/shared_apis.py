@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config.config import ServerConfig
 from ..ipc.epochs import NO_ENGINE
-from ..ipc.messages import Demand, ModelStates, Reset, Swap, Vacate, Vacated
+from ..ipc.messages import Demand, ModelStates, Replaced, Reset, Swap, Vacate, Vacated
 from .child import EngineMailboxes
 from .listening import Listening
 from .supervisor import Supervisor
@@ -56,7 +56,7 @@ class SharedApis(Supervisor):
         self._mark("engines ready")
         super().serve()
 
-    def tell(self, message: Reset | Vacate | ModelStates) -> None:
+    def tell(self, message: Reset | Vacate | ModelStates | Replaced) -> None:
         """Sends it to all of them."""
         if not self._is_over:
             for outbox in self._outboxes.values():

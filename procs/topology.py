@@ -36,7 +36,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
 }
 
 FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Leave, m.Stop) for name in ACTORS} | {
-    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Vacate, m.ModelStates, m.Leave, m.Stop)
+    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Vacate, m.ModelStates, m.Replaced, m.Leave, m.Stop)
 }
 """What the supervisor may send to each actor; `Leave` comes from the supervisor of another launch."""
 

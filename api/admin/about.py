@@ -62,6 +62,10 @@ class AboutEndpoints:
             Metrics(each.gateway, each.config, prefix=prefix, residence=each.residence) for each in services
         ]
 
+    def replaced(self, number: int) -> None:
+        """One of the models has another version."""
+        self._metrics[number].config = self._services[number].config
+
     def routes(self) -> list[Operation]:
         return [
             Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),

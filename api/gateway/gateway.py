@@ -258,6 +258,14 @@ class Gateway:
                 if asked.engine is None and not asked.answer.done():
                     asked.answer.set_exception(RequestError("unavailable", reason))
 
+    def replaced(self, reason: str, *, max_open: int) -> None:
+        """The engines have ended, and those that come compute another model: what they had ends with this reason, and
+        what has waited for its first engine goes on waiting. `max_open`: as of the constructor."""
+        self._max_open = max_open
+        for request in self._open_requests():
+            if request.was_sent:
+                self._end(request, EngineFailed(reason))
+
     async def drained(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()
@@ -373,7 +381,8 @@ class Gateway:
     def _choose(self, submit: Submit) -> Engine | None:
         """The engine for a request; None: none takes it now."""
         if len(self.engines) == 1:
-            return self.engines[0] if self.engines[0].takes_requests else None
+            only = self.engines[0]
+            return only if only.takes_requests and not only.is_leaving else None
         if not any(engine.is_able for engine in self.engines):
             return None
         prompt = beginning(submit)

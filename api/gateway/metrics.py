@@ -79,7 +79,7 @@ class Metrics:
         self, gateway: Gateway, config: EngineConfig, *, prefix: str = "pagewire", residence: Residence | None = None
     ) -> None:
         self._gateway = gateway
-        self._config = config
+        self.config = config
         self._prefix = prefix
         self._residence = residence
         self._started = time.time()  # s since 1970
@@ -92,7 +92,7 @@ class Metrics:
         return page.text()
 
     def _write(self, page: "_Page") -> None:
-        page.begin(self._config.served_model_names[0])
+        page.begin(self.config.served_model_names[0])
         if self._residence is not None:
             states = [({"state": state}, int(state == self._residence.state.state)) for state in _STATES]
             page.family("gauge", "model_state", "1 for the state of one of several models.", states)
@@ -133,7 +133,7 @@ class Metrics:
         page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         text = "How long the oldest step in flight has been out; 0 with none."
         page.gauge("engine_step_age_seconds", text, core.step_age_s)
-        config = self._config
+        config = self.config
         facts = {
             "block_size": config.block_size,
             "num_gpu_blocks": core.num_blocks,

@@ -1,5 +1,6 @@
 """Opens the connectors of `--kv-connector`: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
 
+import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
@@ -9,6 +10,7 @@ from ...errors import ConfigError
 from ..core.kv_connector import TierConnector
 from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
 from .guard import Guarded, tier_connector
+from .options import DEFAULT_SIZE, size_of
 
 ENTRY_POINTS = "pagewire.kv_connectors"
 """The entry point group in which other packages name their connectors."""
@@ -36,6 +38,35 @@ def check(specs: Sequence[str]) -> None:
         found: object = connector
         if isinstance(found, HasCheck):
             found.check(options)
+
+
+def host_bytes(specs: Sequence[str]) -> int:
+    """The host's memory that the built-in ones of an engine take. Raises ConfigError."""
+    total = 0
+    for spec in specs:
+        name, options = split_spec(_FLAG, spec)
+        if name == "host" or (name == "p2p" and "serve" in options):
+            total += size_of(name, {"size": DEFAULT_SIZE, **options})
+    return total
+
+
+def serve_addresses(specs: Sequence[str], num_ranks: int) -> list[str]:
+    """Where the ranks of an engine with `p2p` answer peers. Raises ConfigError."""
+    from .p2p_settings import rank_address
+
+    options = [options for name, options in (split_spec(_FLAG, spec) for spec in specs) if name == "p2p"]
+    return [rank_address(each["serve"], rank) for each in options if "serve" in each for rank in range(num_ranks)]
+
+
+def in_folder(specs: Sequence[str], name: str) -> tuple[str, ...]:
+    """These with a folder of this name in the folder of `disk`, which belongs to one engine."""
+    found = []
+    for spec in specs:
+        connector, options = split_spec(_FLAG, spec)
+        if connector == "disk" and "path" in options:
+            options["path"] = os.path.join(options["path"], name)
+        found.append(",".join([connector, *(f"{option}={value}" for option, value in options.items())]))
+    return tuple(found)
 
 
 def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> TierConnector | None:
