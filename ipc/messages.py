@@ -11,8 +11,9 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core ─LateMasks─▶ worker
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     worker ─Hidden─▶ worker of the next stage        worker of the last stage ─SampledIds─▶ worker of the first
-    supervisor ─Ping, Reset, Leave, Stop─▶ all
-    supervisor ─Serve, Restored, Swapped, Vacate, ModelStates, Replaced─▶ api ─Swap, Vacated, Demand─▶ supervisor
+    supervisor ─Ping, Reset, Settings, Leave, Stop─▶ all
+    supervisor ─Serve, Restored, Swapped, Vacate, ModelStates, Replaced─▶ api
+    api ─Swap, Change, Vacated, Demand─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -25,6 +26,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from ..config.config import EngineConfig, HttpConfig
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
@@ -887,6 +889,7 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
     epoch: int = 1  # the epoch of its state
     progress: int = 0  # grows with each unit of work that it completes
     is_busy: bool = False  # a unit of work has begun and is not complete
+    settings: int = 0  # number of the `Settings` that hold in it; of workers always 0
 
 
 class Reset(Struct, frozen=True, array_like=True, tag=True):
@@ -952,11 +955,41 @@ class Swap(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Swapped(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → api: the outcome of a `Swap`."""
+    """supervisor → api: the outcome of a `Swap` or a `Change`."""
 
     number: int
-    status: int  # of HTTP: 200: served; 202: will be served once open requests have ended; 4xx, 5xx: refused
+    status: int  # of HTTP: 200: done; 202: will be served once open requests have ended; 4xx, 5xx: refused
     detail: str
+
+
+class Change(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: change settings while everything runs. `Swapped` answers once they hold."""
+
+    name: str  # of the api process
+    number: int  # as of `Swap`, in the same sequence
+    changes: bytes  # a JSON object of settings by name
+    who: str  # asks for it
+
+
+class ChangedSetting(Struct, frozen=True, array_like=True):
+    """A setting that was changed while everything ran."""
+
+    name: str
+    old: object
+    new: object
+    who: str
+    at: float  # seconds since 1970
+
+
+class Settings(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → all: what holds from now on. Only settings that may change while everything runs differ from those
+    with which the process was started."""
+
+    number: int  # of the change, from 1; `Pong` repeats it
+    engine: EngineConfig
+    http: HttpConfig | None  # with the keys: for api processes only
+    history: tuple[ChangedSetting, ...] = ()  # the last changes, oldest first; for api processes only
+    kept: tuple[str, ...] = ()  # names of those that later servers with the same --state have as well
 
 
 class Demand(Struct, frozen=True, array_like=True, tag=True):
@@ -998,20 +1031,21 @@ class Replaced(Struct, frozen=True, array_like=True, tag=True):
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
-ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop
+ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop | Settings
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Leave | Stop | ExpertLoad
+    | Ping | Reset | Leave | Stop | ExpertLoad | Settings
 )  # fmt: skip
-ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
+ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop | Settings
 ToWorker = (
     OpenCache | StepPlan | LateMasks | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
-)
-ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
+    | Settings
+)  # fmt: skip
+ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop | Settings
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
-    | ModelStates | Replaced
+    | ModelStates | Replaced | Settings
 )  # fmt: skip
-ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Leave | Vacated | Demand
+ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Change | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -31,6 +31,7 @@ from ..ipc.messages import (
     PlaceExperts,
     Reset,
     SampledIds,
+    Settings,
     Sleep,
     Slept,
     StepPlan,
@@ -38,6 +39,7 @@ from ..ipc.messages import (
     ToWorker,
     Wake,
 )
+from .log_lines import set_log_level
 from .topology import next_stage, workers
 
 if TYPE_CHECKING:
@@ -319,6 +321,8 @@ def _take(
         case Reset():
             if "core" in message.lost:
                 worker.reset()
+        case Settings():
+            set_log_level(message.engine.log_level)
         case Leave():
             post("supervisor", message)
         case Stop():

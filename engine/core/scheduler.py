@@ -73,6 +73,24 @@ class _Extras(NamedTuple):
 _NO_EXTRAS = _Extras()
 
 
+class Adjustable(NamedTuple):
+    """What may change between two steps; as the arguments of `Scheduler`, which say what there is room for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    policy: PolicyName
+    latency_classes: Mapping[str, LatencyClass]
+    itl_target_ms: float | None
+    speculate: int
+
+
+def _by_what(policy: PolicyName, classes: Mapping[str, LatencyClass]) -> tuple[PolicyName, Mapping[str, LatencyClass]]:
+    """What a policy orders requests by."""
+    return policy, classes if policy == "slo" else {}
+
+
 class Scheduler:
     """All requests of one engine core."""
 
@@ -136,6 +154,7 @@ class Scheduler:
         self._extension = extension
         self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
         self._policy: Policy = make_policy(policy, latency_classes) if beside is None else beside._policy
+        self._policy_of = _by_what(policy, latency_classes)
         self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
@@ -175,6 +194,36 @@ class Scheduler:
         )
         self._oom_recovery = OomRecovery(self._planner, self.table, pool, self._loads, self.counters)
 
+    def change(self, asked: Adjustable, beside: "Scheduler | None" = None) -> None:
+        """Holds for the plans from now on, and for requests that arrive. What runs goes on, also if it is more than may
+        run now. `beside`: as of `Scheduler`; it has changed already."""
+        assert asked.max_num_seqs <= self.max_num_seqs and asked.max_num_batched_tokens <= self.max_num_batched_tokens
+        self.admission = Admission(self.max_model_len, asked.max_queued_requests, asked.max_queued_tokens)
+        self.table.max_rows = asked.max_num_seqs
+        if (by := _by_what(asked.policy, asked.latency_classes)) != self._policy_of:
+            self._policy_of = by
+            self._policy = make_policy(*by) if beside is None else beside._policy
+            self._follow()
+        self._planner.change(self._policy, asked.max_num_batched_tokens, asked.itl_target_ms, asked.speculate)
+
+    def _follow(self) -> None:
+        """The policy is another one. It orders the open requests as if they had arrived under it."""
+        expected = {}
+        for request in self.table.requests.values():
+            num = request.num_prompt + request.num_resumed
+            expected[request.rid] = Expected(*self._cost.of_request(num, max(0, request.max_len - num)))
+        self.table.follow(self._policy, lambda one: self._policy.place(one.asked, one.arrived_ms, expected[one.rid]))
+        self.latest_starts = Deadlines()
+        for request in self.table.waiting:
+            if not request.opened:
+                self._watch_start(request, expected[request.rid])
+
+    def _watch_start(self, request: Request, expected: Expected) -> None:
+        """Notes when it must begin to meet the target of its class, if it has one."""
+        latest = self._policy.latest_start_ms(request, expected)
+        if latest < float("inf"):
+            self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal(self, message: Enqueue) -> Failed | None:
@@ -198,6 +247,7 @@ class Scheduler:
                 message,
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
+                arrived_ms=1e3 * now,
                 queue_key=self._policy.join(message),
                 place=place,
                 max_model_len=self.max_model_len,
@@ -210,9 +260,7 @@ class Scheduler:
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
                 keys = request.block_keys(num_prompt // self.block_size, self.block_size)
             self.table.join(request)
-            latest = self._policy.latest_start_ms(request, expected)
-            if latest < float("inf"):
-                self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+            self._watch_start(request, expected)
             if message.limits.queue_timeout_s is not None:
                 self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.table.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
