@@ -68,6 +68,7 @@ class EngineState(Struct, frozen=True):
     trouble: str | None
     since_s: float  # seconds since `ready` changed
     open: int  # requests
+    loaded: tuple[str, ...] = ()  # names of models that it has loaded, or is loading
 
 
 class Engine(Member):
@@ -110,7 +111,8 @@ class Engine(Member):
 
     def state(self) -> EngineState:
         trouble = "It is leaving." if self.is_leaving else self.trouble
-        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open)
+        loaded = tuple(name for name, presence in self.models.items() if presence is Presence.LOADED)
+        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open, loaded)
 
     @contextlib.contextmanager
     def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:

@@ -443,7 +443,7 @@ class Choice(Generic[M]):
         self._is_candidate = set(self._candidates)
         names = {name for member in self._candidates for name in member.models}
         self._has_all_models = all(
-            member.models.get(name) is Presence.LOADED for member in self._candidates for name in names
+            member.models.get(name) is Presence.LOADED for member in self._candidates for name in names if member.models
         )
         self._first_model = next((name for member in self._candidates for name in member.models), None)
         self._total = 0

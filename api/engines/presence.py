@@ -40,7 +40,8 @@ def best_for(model: str, hosts: Sequence[H], takes: Callable[[H], bool]) -> list
     no more to do than its share, and a little."""
     where: dict[Presence, list[H]] = {presence: [] for presence in Presence}
     for host in hosts:
-        if (presence := host.models.get(model)) is not None:
+        presence = host.models.get(model) if host.models else Presence.LOADED  # one that says nothing is asked
+        if presence is not None:
             where[presence].append(host)
     loaded, fits = where[Presence.LOADED], where[Presence.FITS]
     if any(takes(host) for host in loaded):

@@ -24,7 +24,7 @@ def best(hosts: list[Host], *, busy: tuple[str, ...] = ()) -> list[str]:
 
 @pytest.mark.parametrize("worse", [FITS, UNLOADED, FAILED])
 def test_the_engines_that_have_it_are_the_only_ones(worse: Presence) -> None:
-    hosts = [Host("a", {"m": worse}), Host("b", {"m": LOADED}), Host("c", {"m": LOADED}), Host("d", {})]
+    hosts = [Host("a", {"m": worse}), Host("b", {"m": LOADED}), Host("c", {"m": LOADED}), Host("d", {"n": LOADED})]
     assert best(hosts) == best(hosts, busy=("b",)) == ["b", "c"]
 
 
@@ -43,7 +43,12 @@ def test_a_model_goes_where_nobody_works_and_not_where_it_failed() -> None:
     hosts = [Host("a", {"m": UNLOADED}, load=1), Host("b", {"m": UNLOADED}), Host("c", {"m": FAILED})]
     assert best(hosts) == ["b"]
     assert best(hosts[2:]) == ["c"], "it says why"
-    assert best([Host("d", {})]) == best([]) == []
+    assert best([Host("d", {"n": LOADED})]) == best([]) == []
+
+
+def test_an_engine_that_says_nothing_of_models_counts_as_one_that_has_it() -> None:
+    hosts = [Host("a", {}), Host("b", {"m": LOADED}), Host("c", {"m": FITS})]
+    assert best(hosts) == ["a", "b"]
 
 
 def test_routers_agree_on_one_engine_and_models_are_spread() -> None:
