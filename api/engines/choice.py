@@ -146,7 +146,7 @@ class Choice(Generic[M]):
         self._apart: set[M] = set()  # engines of that role, while others get the streams
         self._is_candidate: set[M] = set()
         self._has_all_models = True  # each candidate has all models that any of them has
-        self._first_model: str | None = None
+        self._models: dict[str, None] = {}  # of all candidates
         self._total = 0  # load of the candidates
         self._last_started: M | None = None
         self._ring: list[M] = []
@@ -278,7 +278,7 @@ class Choice(Generic[M]):
         """The engine for a request whose prompt has so many tokens, as `choose`, and the one that computes the prompt
         for it; None: it does so itself. `model`: that the request names; empty: the first; None: it is for none."""
         self._select()
-        model = self._first_model if model == "" else model
+        model = None if model is None else self._known(model)
         avoid = self._without(model, now, avoid)
         met = {**self._prefixes.matches(blocks), **self._prefilled.matches(blocks)} if self._prefillers else {}
         chosen = self.choose(blocks, conversation, now, avoid, key_of)
@@ -295,6 +295,12 @@ class Choice(Generic[M]):
         num_others = len(self._candidates) - 1
         mean = (self._total - member.load) / max(1, num_others)
         return not num_others or member.pressure(now) <= mean + SPREAD * math.sqrt(mean) + slack
+
+    def _known(self, model: str) -> str:
+        """The name by which engines know a model."""
+        if not model:
+            return next(iter(self._models), "")
+        return model if model in self._models else model.removesuffix(":latest")  # as Ollama's clients call it
 
     def _without(self, model: str | None, now: float, avoid: Collection[M]) -> Collection[M]:
         """`avoid`, and the engines that should not get a request for this model."""
@@ -441,11 +447,13 @@ class Choice(Generic[M]):
         if 2 * len(self._candidates) < len(staying):
             self._candidates = [member for member in staying if member.condition is not Condition.OUT]
         self._is_candidate = set(self._candidates)
-        names = {name for member in self._candidates for name in member.models}
+        self._models = dict.fromkeys(name for member in self._candidates for name in member.models)
         self._has_all_models = all(
-            member.models.get(name) is Presence.LOADED for member in self._candidates for name in names if member.models
+            member.models.get(name) is Presence.LOADED
+            for member in self._candidates
+            for name in self._models
+            if member.models
         )
-        self._first_model = next((name for member in self._candidates for name in member.models), None)
         self._total = 0
         for member in self._candidates:
             member.counted = member.load
