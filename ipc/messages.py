@@ -871,7 +871,7 @@ class Ping(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → all, twice a second. The loop that does the work answers, so that a hang is noticed."""
 
     late_beats: dict[str, int] = {}  # of each follower, those that came when half of its lease was over
-    waits_for: str = ""  # what a replacement waits for outside of this machine, a clause; empty: nothing
+    waits_for: str = ""  # what the engine waits for outside of this machine, a clause; empty: nothing
 
 
 class Loading(Struct, frozen=True, array_like=True, tag=True):

@@ -113,7 +113,6 @@ class ApiActor:
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
-        self._waits_for = ""  # what a replacement waits for on other machines
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
         self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
@@ -239,7 +238,7 @@ class ApiActor:
                 leaving.add_done_callback(self._leaving.discard)
             case Ping():
                 self._served[0].gateway.late_beats = message.late_beats
-                self._waits_for = message.waits_for
+                self._served[0].gateway.waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
             case Replaced():
@@ -268,9 +267,12 @@ class ApiActor:
         return (rid >> RID_BITS) // self._http.service.api_processes % len(self._models), message
 
     def _note_states(self, message: ModelStates) -> None:
+        loaded = [state for state in message.models if state.state in ("loading", "loaded", "leaving")]
+        left_bytes = message.budget_bytes - sum(state.need_bytes for state in loaded)
         for served, state in zip(self._served, message.models, strict=True):
             assert served.residence is not None
             served.residence.state = state
+            served.residence.fits = state not in loaded and state.need_bytes <= left_bytes
             served.gateway.hinder(state.problem if state.state == "failed" else None)
 
     def _heard(self) -> None:
@@ -357,7 +359,8 @@ class ApiActor:
         now = time.monotonic()
         if (outage := engine.outage) is not None:
             for_s = now - outage.since
-            still = f" It is {self._waits_for}." if self._waits_for else ""
+            waits_for = self._served[0].gateway.waits_for
+            still = f" It is {waits_for}." if waits_for else ""
             return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced.{still}"
         silent = now - heard_at[engine.number]
         if silent > SILENT_LIMIT_S:

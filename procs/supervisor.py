@@ -600,8 +600,11 @@ class Supervisor:
         """The actors to replace when this one has ended."""
         return lost_with(name, self._config.num_ranks)
 
-    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
-        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place."""
+    async def _begin(
+        self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int, *, is_planned: bool = False
+    ) -> None:
+        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place.
+        `is_planned`: nothing has failed, so no request is suspected."""
         now = time.monotonic()
         for name in lost:
             child = self._children[name]
@@ -612,12 +615,12 @@ class Supervisor:
             self._faults.pop(name, None)
             self._lost_at.setdefault(name, now)
         self._epoch, self._device_epoch = epoch, device_epoch
-        self._tell_reset(lost, reason)
+        self._tell_reset(lost, reason, is_planned=is_planned)
         await self._spawn(lost)
 
-    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+    def _tell_reset(self, lost: Sequence[str], reason: str, *, is_planned: bool = False) -> None:
         """Tells all but the lost actors of the epoch that has begun."""
-        reset = Reset(self._epoch, self._device_epoch, tuple(lost), reason, self._engine)
+        reset = Reset(self._epoch, self._device_epoch, () if is_planned else tuple(lost), reason, self._engine)
         for name in (name for name in self._actors if name in self._children):
             if name not in lost:
                 self._outboxes[name].send(reset)

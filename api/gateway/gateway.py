@@ -123,6 +123,7 @@ class Gateway:
         self._idle.set()
         self._drain_rate = DrainRate(clock())
         self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
+        self.waits_for = ""  # the same
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
         self.stats = Stats(latency_classes)
 
