@@ -54,6 +54,7 @@ _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
 _MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
 _LAG_S = 0.5  # by which a rank may run a plan later than the first rank, which said what there is
+_PROMISE_S = 1.0  # within which one that was told that blocks are coming asks for them
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
 
@@ -110,7 +111,8 @@ class Server:
         self._digest = self._layout.digest
         self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
         self._waiting: list[_Waiting] = []
-        self._awaited: tuple[frozenset[bytes], ...] = ()  # names of lookups that wait, and of wants
+        self._promised: list[tuple[float, frozenset[bytes]]] = []  # until when (monotonic s), names that are coming
+        self._awaited: tuple[frozenset[bytes], ...] = ()  # names that peers wait for
         self._swept_at = time.monotonic()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -166,7 +168,7 @@ class Server:
         with self._socket, self._ended:
             while True:
                 num_changes = self._store.num_changes
-                is_waiting = bool(self._waiting) or any(asker.wants for asker in self._askers.values())
+                is_waiting = bool(self._awaited)
                 ready = dict(poller.poll(1 if is_waiting else None))
                 if self._ended in ready:
                     return
@@ -178,8 +180,14 @@ class Server:
                 for sender in list(self._askers):
                     self._serve(sender)
                 self._sweep()
-                wants = [want for asker in self._askers.values() for want in asker.wants.values()]
-                self._awaited = (*(one.names for one in self._waiting), *(want.wanted for want in wants))
+                self._note_awaited()
+
+    def _note_awaited(self) -> None:
+        now = time.monotonic()
+        self._promised = [one for one in self._promised if now < one[0]]
+        awaited = [one.names for one in self._waiting] + [names for _, names in self._promised]
+        awaited += [want.wanted for asker in self._askers.values() for want in asker.wants.values()]
+        self._awaited = tuple(awaited)
 
     # ── what askers say ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -230,6 +238,8 @@ class Server:
         if reply.is_coming and not is_late and not is_half:
             return False
         num_coming = reply.num_coming if progresses else 0
+        if num_coming:
+            self._promised.append((time.monotonic() + _PROMISE_S, one.names))
         self._send(one.sender, Found(reply.id, reply.num, False, reply.names, reply.states, num_coming))
         return True
 

@@ -282,7 +282,7 @@ def test_layers_of_many_blocks_come_in_several_pieces(
     asker.hears_nothing()
 
 
-def test_the_server_says_which_blocks_are_awaited(folder: Path) -> None:
+def test_the_server_says_which_blocks_are_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = BlockStore(FACTS)
     server = Server(f"ipc://{folder}/kv", store, FACTS, None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -299,6 +299,11 @@ def test_the_server_says_which_blocks_are_awaited(folder: Path) -> None:
     assert not server.awaits(KEYS[6:])
     asker.tell(Done(1))
     until(lambda: not server.awaits(KEYS[5:]), "the want is done")
+    store.keep(KEYS[:2], BLOCKS[:2])
+    assert asker.hear() == Found(3, 2, num_coming=2)
+    assert server.awaits(KEYS[3:]), "it is about to ask for them"
+    monkeypatch.setattr(p2p_server, "time", type("Clock", (), {"monotonic": staticmethod(lambda: 1e9)}))
+    until(lambda: not server.awaits(KEYS[3:]), "it did not")
     asker.socket.close()
     context.destroy(linger=0)
     server.close()
