@@ -140,10 +140,6 @@ class Scheduler:
         self.model_key = model_key
         self._keys_by_args = keys_by_args
         self.connector = connector
-        self._chunks: ChunkConnector | None = None
-        behind: object = connector  # of which mypy does not know that it can be both
-        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
-            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -515,6 +511,8 @@ class Scheduler:
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:
                 self.connector.blocks_evicted(evicted)
+            if self.table.chunks is not None and builder.chunked:
+                self._tell_chunks(builder, self.table.chunks)
             kv = self.connector.build_connector_meta()
             if not self._reports_kv_events:
                 self.connector.take_events()  # or they would pile up
@@ -535,6 +533,14 @@ class Scheduler:
             extension = self._extension.extend(self.step, [r.rid for r in requests], counts, starts)
         after_fault, self._oom_recovery.is_untold = self._oom_recovery.is_untold, False
         return builder.finish(self.step, kv, extension, after_fault)
+
+    def _tell_chunks(self, builder: PlanBuilder, chunks: ChunkConnector) -> None:
+        """Which blocks the plan's chunks fill."""
+        size = self.block_size
+        for request, count in zip(builder.others, builder.counts, strict=True):
+            last = min(request.num_planned, len(request.ids)) // size
+            if count > 1 and last > (first := (request.num_planned - count) // size):
+                chunks.filling(request, self.prefix.blocks_of(request, first, last))
 
     # ── how results are applied ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -597,8 +603,9 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
-            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
-                self._chunks.filled(request, self.prefix.held_by(request))
+            chunks = self.table.chunks
+            if chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -190,6 +190,16 @@ class TracedConnector:
     def wants_chunks(self) -> bool:
         return isinstance(self._connector, ChunkConnector) and self._connector.wants_chunks
 
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.filling(request, held)
+
+    def spoiled(self, request: KvRequest) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.spoiled(request)
+
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """It has no answer, so nothing is recorded."""
         assert isinstance(self._connector, ChunkConnector), self._connector

@@ -72,6 +72,7 @@ class HostModel:
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
     plugin: PluginGuard | None = None  # the runner plugin
+    by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
     graphs = 0
     head_major = False
 
@@ -118,6 +119,7 @@ def load_model(
     opened = open_plugin(config, served, torch_device, group)
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
+    by_layer: ByLayer | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
     if served.program is not None:
         options = Options(
@@ -129,9 +131,8 @@ def load_model(
         else:
             fill(packing)
             loaded = packing.weights
-        by_layer = None
-        if opened is not None and opened.spans:
-            by_layer = ByLayer(served.program, opened.spans, opened.guard)
+        spans, hook = (opened.spans, opened.guard) if opened is not None and opened.spans else ((), None)
+        by_layer = ByLayer(served.program, spans, hook)
         reference = Reference(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group, domain=domain, by_layer=by_layer,
@@ -170,6 +171,7 @@ def load_model(
         replicas=replicas,
         domain=domain,
         plugin=None if opened is None else opened.guard,
+        by_layer=by_layer,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
