@@ -318,6 +318,14 @@ class GroupShape(Struct, frozen=True, array_like=True):
     pages: Annotated[int, Meta(ge=1)]  # of a block; of a state
 
 
+class PassReads(Struct, frozen=True, array_like=True):
+    """Bytes of its weights that a rank reads in a step."""
+
+    fixed: int = 0  # whatever the step computes: all but experts, and tables of which it reads some rows
+    experts: int = 0  # of all its experts, of which a step reads those that its tokens choose
+    expert_share: float = 0.0  # of the experts of a layer, that one token chooses
+
+
 class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
     """worker → core: how much cache memory this rank has room for.
 
@@ -333,6 +341,7 @@ class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
     groups: tuple[GroupShape, ...] = ()
     failed_kernels: tuple[str, ...] = ()  # that slower ones replace
     keys_by_args: bool = False  # only requests with equal `Sampling.extra_args` may share KV
+    reads: PassReads = PassReads()
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
@@ -525,6 +534,28 @@ class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
 
     layer: int
     slots: tuple[tuple[int, ...], ...]  # of each rank: the expert of each slot; -1: none
+
+
+class ProcessUsage(Struct, frozen=True, array_like=True):
+    """What a process takes of its machine, as the system counts it; all 0: unknown."""
+
+    cpu_s: float = 0.0  # processor time of all its threads since its start
+    num_threads: int = 0
+    anonymous_bytes: int = 0  # resident memory of its own,
+    file_bytes: int = 0  # of mapped files,
+    shared_bytes: int = 0  # and of shared memory, such as packed weights; every process that maps it counts it
+
+
+class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core, about once a second: what the rank takes of its machine and its device."""
+
+    rank: int
+    process: ProcessUsage
+    memory: dict[str, int]  # kind → bytes of the device; `kv_cache` with what is free of it
+    bandwidth: float = 0.0  # of the device's memory, bytes per second; 0: unknown
+    bandwidth_source: Literal["", "measured", "nominal"] = ""  # nominal: clock × width of the bus, by NVML
+    gpu: dict[str, float] = {}  # what NVML says of the device, by its name in /metrics
+    available_bytes: int = 0  # of the host's memory, that its machine or cgroup can still give; 0: unknown
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -732,6 +763,7 @@ class Pulse(Struct, frozen=True, array_like=True, tag=True):
     loop_lag_s: HistogramCounts  # delay of the loop's timers
     num_stale: int = 0  # frames of earlier epochs that it has dropped
     engine: int = 0  # of the process, if the launch has several
+    usage: ProcessUsage = ProcessUsage()
 
 
 class TierSnapshot(Struct, frozen=True, array_like=True):
@@ -764,6 +796,15 @@ class StageSnapshot(Struct, frozen=True, array_like=True):
     plan_s: float  # it waited for a plan,
     input_s: float  # for the stage before, with a plan at hand,
     ids_s: float  # and for the ids that the last stage samples; only the first stage
+
+
+class WorkerSnapshot(Struct, frozen=True, array_like=True):
+    """One rank: its last report, and what the core knows besides."""
+
+    usage: WorkerUsage
+    memory: dict[str, int]  # kind → bytes; that of the KV cache by its use: kv_used, kv_cached, kv_free, host_tier
+    read_bytes: int = 0  # that its steps so far had to read: weights, and KV of their contexts
+    roof_ratio: float = 0.0  # in the last seconds: the time to read these bytes once / the time of steps; 0: unknown
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
@@ -802,6 +843,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
     num_failed_calls: int = 0  # of the runner plugin
     num_slow_calls: int = 0
+    workers: tuple[WorkerSnapshot, ...] = ()  # by rank, of those that have reported
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1034,7 +1076,7 @@ class Replaced(Struct, frozen=True, array_like=True, tag=True):
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop | Settings
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Leave | Stop | ExpertLoad | Settings
+    | Ping | Reset | Leave | Stop | ExpertLoad | Settings | WorkerUsage
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop | Settings
 ToWorker = (

@@ -226,6 +226,10 @@ class Domains:
     def take_kv_events(self) -> list[KvCacheEvent]:
         return list(chain.from_iterable(scheduler.take_kv_events() for scheduler in self._schedulers))
 
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """As of a scheduler: of the domain of this rank."""
+        return self._schedulers[rank].pages_of(rank)
+
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """Pages of all domains; the schedulers share the counts of found tokens."""
         each = zip(*(scheduler.groups() for scheduler in self._schedulers), strict=True)

@@ -67,6 +67,16 @@ class Groups:
             total += num * self.sizes[group]
         return total
 
+    def pages_read(self, ends: Sequence[int], block_size: int) -> float:
+        """What a step reads of the cache for rows that end at these positions, in pages: each position that their
+        last one needs, and each row's state, once."""
+        total = float(self.state_pages * len(ends))
+        for group in range(self.num_tables):
+            span = self.shapes[group].span
+            positions = sum([min(end, span) for end in ends]) if span else sum(ends)
+            total += positions * self.sizes[group] / block_size
+        return total
+
     def longest(self, num_pages: int, limit: int, block_size: int) -> int:
         """The most positions, up to `limit`, of a row that has a pool of `num_pages` for itself."""
         return bisect_right(range(1, limit + 1), num_pages, key=lambda end: self.num_pages(0, end, 1, block_size))

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -341,6 +342,8 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
+        if flight.decodes or flight.others:
+            self.counters.passed(len(flight.decodes) + result.num_draft_tokens + sum(flight.counts), flight.pages_read)
         odd: set[int] = set()  # rids of decode rows whose output is not just tokens
         single = tokens  # of the rows without draft tokens
         if nums:
@@ -462,6 +465,10 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+        return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""
         hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
@@ -525,7 +532,9 @@ class Scheduler:
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
-        self._in_flight.append(builder.sent(self.step, learns))
+        ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
+        pages_read = self.pool.groups.pages_read(ends, self.block_size)
+        self._in_flight.append(builder.sent(self.step, learns, pages_read))
         extension = b""
         if self._extension is not None:
             requests, counts = builder.decodes + builder.others, [1] * len(builder.decodes) + builder.counts

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...config.config import EngineConfig
 from ...errors import ConfigError
+from ...ipc.messages import PassReads
 from ..attention.cache_groups import CacheGroups
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec
@@ -35,6 +36,7 @@ from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .plugin import open_plugin, tell_model
+from .reads import reads_of
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights, segment_key
 from .stages import part_of_stage
@@ -63,6 +65,7 @@ class HostModel:
     backend: Backend
     kv_shape: KvShape
     weights: int  # bytes
+    reads: PassReads  # of its weights, in each step
     workspace: int  # bytes, estimated
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
@@ -142,6 +145,7 @@ def load_model(
             read = partial(_read, config, served)
             replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
         weights = loaded.num_bytes
+        reads = reads_of(served.program, loaded.bytes_of, sum(vector.nbytes for vector in loaded.vectors.values()))
         # A domain has a whole head, and samples by itself.
         vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
         model = backend.model(reference, vocabulary, served.kv_shape)
@@ -156,6 +160,7 @@ def load_model(
             is_certain=served.is_certain,
         )  # fmt: skip
         model.kv_shape = replace(model.kv_shape, dtype=DTYPES[config.kv_cache_dtype])
+        reads = PassReads(weights)
     if opened is not None:
         tell_model(opened, config, served, torch_device, group)
     return HostModel(
@@ -172,6 +177,7 @@ def load_model(
         domain=domain,
         plugin=None if opened is None else opened.guard,
         by_layer=by_layer,
+        reads=reads,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -266,6 +272,7 @@ def _on_device(
         fill(loaded)
     else:
         kept.load(segment_key(config, rank_info.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
+    reads = reads_of(program, loaded.bytes_of, sum(vector.nbytes for vector in loaded.vectors.values()))
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
@@ -322,6 +329,7 @@ def _on_device(
         temporary=temporary,
         attention=attention,
         handover=handover,
+        reads=reads,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
     )
