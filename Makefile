@@ -75,7 +75,7 @@ test-clients: $(VENV)/.dev
 	$(BIN)/python -m pytest -m clients -rs $(ARGS)
 
 test-agents: $(VENV)/.dev
-	cd tests/e2e/agents && npm ci --ignore-scripts
+	cd tests/e2e/agents && npm install --no-save --ignore-scripts  # npm ci asks for packages of all other systems
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv && .venv/bin/pip install -r ../requirements-agents.txt
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-aider && .venv-aider/bin/pip install aider-chat
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
