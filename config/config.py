@@ -574,14 +574,15 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     service: ServiceOptions = ServiceOptions()
 
 
-class ModelVersion(Struct, frozen=True):
-    """A model that the server serves or has served."""
+class ModelVersion(Struct, frozen=True, omit_defaults=True):
+    """A model that the server serves, has served, or could not load after open requests had ended for it."""
 
     version: int  # from 1, in the order of their loading
     root: str  # its folder
     name: str
     created: int  # when it was loaded, in seconds since 1970
-    state: Literal["serving", "retired"]
+    state: Literal["serving", "retired", "failed"]
+    problem: str | None = None  # why it could not be loaded
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):

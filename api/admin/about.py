@@ -168,7 +168,8 @@ class AboutEndpoints:
 
     def _card(self, service: Service, name: str) -> ModelCard:
         # Folders are the administrators' affair.
-        versions = tuple(replace(one, root=Path(one.root).name) for one in service.http.versions)
+        served = [one for one in service.http.versions if one.state != "failed"]
+        versions = tuple(replace(one, root=Path(one.root).name) for one in served)
         found = None if service.residence is None else service.residence.state
         return ModelCard(
             id=name,
