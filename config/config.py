@@ -407,7 +407,7 @@ class KeyOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What administrators may do."""
 
-    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace the model (POST /admin/models)")] = (
+    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace a model (POST /admin/models)")] = (
         False
     )
     enable_sleep_mode: Annotated[
@@ -520,8 +520,8 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _Positive | None,
         _doc(
             "server",
-            "memory that the loaded ones of several models may take together, such as 24G (default: four fifths of "
-            "what is free at the start)",
+            "host's memory that the loaded ones of several models may take together, such as 24G (default: four "
+            "fifths of what is free at the start); of GPUs they take what --gpu-memory-utilization says",
         ),
     ] = None
     model_wait: Annotated[
