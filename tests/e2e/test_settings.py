@@ -379,3 +379,43 @@ def test_changes_survive_processes_and_servers_and_files_are_read_again(
 
 def _runs(server: Server) -> bool:
     return bool(httpx.get(f"{server.url}/load", headers=LOAD, timeout=60).json()["num_running"])
+
+
+@pytest.mark.long
+def test_engines_that_share_the_requests_change_together_and_stay_so_when_they_restart(tmp_path: Path) -> None:
+    flags = ["--admin-api-key", "admin", "--data-parallel-size", "2", "--max-num-seqs", "4", "--kv-cache-memory", "64M"]
+    flags += ["--enable-model-swap", "--state", str(tmp_path / "state")]
+    server = Server(tmp_path / "server", *flags)
+    try:
+        server.wait_ready()
+        alone = Load(server.url)
+        for number in range(NUM_STREAMS):
+            alone.stream(number)
+        with Load(server.url) as load:
+            effects = Effects(server, load)
+            until(lambda: effects.running() > 2, "both engines run two", 60)
+            patch(server, max_num_seqs=1)
+            ended = load.num_ended
+            until(lambda: load.num_ended > ended + 2 * NUM_STREAMS, "what ran has ended", 60)
+            assert all(effects.running() <= 2 for _ in range(10))
+            os.kill(server.process.pid, signal.SIGHUP)
+            until(lambda: "every engine was restarted" in server.log.read_text(), "the engines restart", 300)
+            assert all(effects.running() <= 2 for _ in range(10)) and values(server)["max_num_seqs"] == 1
+            # What is loaded in their place has the settings, too, and room for no more.
+            swapped = httpx.post(f"{server.url}/admin/models", json={"dtype": "float32"}, headers=ADMIN, timeout=300)
+            assert swapped.status_code in (200, 202), swapped.text
+        until(lambda: _answers(server), "another engine serves", 300)
+        found = {one["name"]: one for one in settings(server)["data"]}["max_num_seqs"]
+        assert (found["value"], found["within"], found["kept"]) == (1, 1, True)
+        assert [past["new"] for past in settings(server)["history"]] == [1]
+        assert load.complaints == []
+    finally:
+        server.close()
+
+
+def _answers(server: Server) -> bool:
+    try:
+        cards = httpx.get(f"{server.url}/admin/models", headers=ADMIN, timeout=60).json()["data"]
+    except httpx.HTTPError:
+        return False
+    return len(cards) == 2 and cards[-1]["state"] == "serving"
