@@ -288,6 +288,7 @@ def make_scheduler(
         speculate=num_draft_tokens(config.speculative),
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
+        decoder_start_ids=config.model.decoder_start_ids,
         beside=beside,
     )
 

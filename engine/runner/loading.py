@@ -17,7 +17,7 @@ from ..executors.base import Model
 from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
-from ..executors.reference import Reference
+from ..executors.reference import Reference, ReferenceModel
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
@@ -72,6 +72,7 @@ class HostModel:
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
     plugin: PluginGuard | None = None  # the runner plugin
+    encoder: Model | None = None  # that the model reads
     graphs = 0
     head_major = False
 
@@ -119,6 +120,7 @@ def load_model(
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
+    encoder: Model | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -144,6 +146,12 @@ def load_model(
         # A domain has a whole head, and samples by itself.
         vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
         model = backend.model(reference, vocabulary, served.kv_shape)
+        if (whole := served.program.encoder) is not None:
+            reading = Reference(
+                whole, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
+                device=torch_device, group=group,
+            )  # fmt: skip
+            encoder = ReferenceModel(reading, vocabulary, served.kv_shape)
         if replicas is not None and isinstance(model, NativeModel):
             replicas.native = model
     else:
@@ -170,6 +178,7 @@ def load_model(
         replicas=replicas,
         domain=domain,
         plugin=None if opened is None else opened.guard,
+        encoder=encoder,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
