@@ -641,6 +641,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
+    # Of a model with an encoder, whose prompts the encoder reads: what its decoder's text begins with. Empty: others.
+    decoder_start_ids: tuple[int, ...] = ()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
     infill: Infill | None = None  # None: the tokenizer has no tokens for it

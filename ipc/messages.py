@@ -313,7 +313,7 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 class GroupShape(Struct, frozen=True, array_like=True):
     """A cache group: what a row keeps of the layers whose cache lives equally long."""
 
-    kind: Literal["full", "window", "chunk", "state"]
+    kind: Literal["full", "window", "chunk", "state", "cross"]  # cross: of the encoder's result
     span: Annotated[int, Meta(ge=0)]  # positions of a window or a chunk; 0 for the other kinds
     pages: Annotated[int, Meta(ge=1)]  # of a block; of a state
 
@@ -371,11 +371,16 @@ class RowOpen(Struct, frozen=True, array_like=True):
     ends: bytes = b""  # int32, at most MAX_BIASES together with those of `logit_bias`
     pooling: Pooling | None = None  # the step that computes the last position of the prompt returns a vector
     type_ids: bytes = b""  # as in `Enqueue`
-    tables: tuple[GroupTable, ...] = ()  # of each group but `state`, if the `CacheOffer` had groups
+    tables: tuple[GroupTable, ...] = ()  # of each group but `cross` and `state`, if the `CacheOffer` had groups
     state: bytes = b""  # int32, the pages in which its passes keep the row's recurrent state
     state_from: bytes = b""  # int32, the pages that hold it after `num_computed` positions; empty: it is zero
     regime: int = 0  # 1: all its positions are computed as those of sequences beyond the model's `regime_limit`
     rid: int = 0  # of the sequence, for the runner plugin
+    # Of a model with an encoder: int32 pages of the group `cross`, how many tokens of the prompt they are for, and the
+    # ids of the prompt if the encoder is to read it before the plan's pass, else the pages hold its result.
+    cross: bytes = b""
+    num_encoded: int = 0
+    encoder_ids: bytes = b""
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):

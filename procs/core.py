@@ -253,7 +253,7 @@ class CoreActor:
 
     def _ask_grammar(self, message: Enqueue) -> None:
         assert message.constraint is not None
-        tail_ids = message.prompt_ids[-4 * _NUM_TAIL_IDS :]
+        tail_ids = b"" if self._config.model.decoder_start_ids else message.prompt_ids[-4 * _NUM_TAIL_IDS :]
         self._post("grammar", Constrain(message.rid, message.n, message.constraint, tail_ids, message.resume_ids))
 
     def _begin(self, answer: Constrained) -> None:

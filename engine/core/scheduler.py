@@ -36,7 +36,7 @@ from ...ipc.messages import (
 )
 from . import decode_rows
 from .admission import Admission, Queued
-from .block_hash import args_key, root_key
+from .block_hash import args_key, block_key, root_key
 from .block_pool import BlockPool
 from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
@@ -120,12 +120,13 @@ class Scheduler:
         speculate: int = 0,
         is_chunked: bool = True,
         regime_limit: int | None = None,
+        decoder_start_ids: tuple[int, ...] = (),
         beside: "Scheduler | None" = None,
     ) -> None:
         """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
         tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
         `keys_by_args`: only requests with equal `extra_args` share cached KV. `regime_limit`: see `Request`; None: all
-        sequences are in one regime. `beside`: the scheduler of another KV
+        sequences are in one regime. `decoder_start_ids`: see `Request`. `beside`: the scheduler of another KV
         domain, whose policy, counters and queues of output are also this one's (`domains.py`)."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
@@ -134,7 +135,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
         self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
-        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
+        self.decoder_start_ids = decoder_start_ids
+        num_start = len(decoder_start_ids) or None
+        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens, num_start)
         self.max_in_flight = num_stages + depth - 1
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
@@ -253,9 +256,10 @@ class Scheduler:
                 eos_token_ids=self.eos_token_ids,
                 keys=keys,
                 regime_limit=self.regime_limit,
+                decoder_start_ids=self.decoder_start_ids,
             )
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
-                keys = request.block_keys(num_prompt // self.block_size, self.block_size)
+                keys = request.block_keys(request.num_prompt // self.block_size, self.block_size)
             self.table.join(request)
             self._watch_start(request, expected)
             if message.limits.queue_timeout_s is not None:
@@ -276,8 +280,11 @@ class Scheduler:
         return Expected(*self._cost.of_request(num, max(0, num_output)))
 
     def root_of(self, message: Enqueue) -> bytes:
-        """The parent key of its first block, in the first regime."""
+        """The parent key of its first block, in the first regime. What the encoder reads changes all of the decoder's
+        KV."""
         root = root_key(self.model_key, message.salt)
+        if self.decoder_start_ids:
+            root = block_key(root, message.prompt_ids)
         return args_key(root, message.sampling.extra_args) if self._keys_by_args else root
 
     def allow(self, message: Masks) -> None:

@@ -298,6 +298,7 @@ def make_scheduler(
         keys_by_args=keys_by_args,
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
+        decoder_start_ids=config.model.decoder_start_ids,
         beside=beside,
     )
 

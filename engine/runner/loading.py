@@ -18,7 +18,7 @@ from ..executors.base import Model
 from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
-from ..executors.reference import Reference
+from ..executors.reference import Reference, ReferenceModel
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
@@ -76,6 +76,7 @@ class HostModel:
     domain: Domain | None = None  # of this rank; None: there is one domain
     plugin: PluginGuard | None = None  # the runner plugin
     by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
+    encoder: Model | None = None  # that the model reads
     graphs = 0
     head_major = False
 
@@ -124,6 +125,7 @@ def load_model(
     replicas: ExpertReplicas | None = None
     by_layer: ByLayer | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
+    encoder: Model | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -149,6 +151,12 @@ def load_model(
         # A domain has a whole head, and samples by itself.
         vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
         model = backend.model(reference, vocabulary, served.kv_shape)
+        if (whole := served.program.encoder) is not None:
+            reading = Reference(
+                whole, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
+                device=torch_device, group=group,
+            )  # fmt: skip
+            encoder = ReferenceModel(reading, vocabulary, served.kv_shape)
         if replicas is not None and isinstance(model, NativeModel):
             replicas.native = model
     else:
@@ -178,6 +186,7 @@ def load_model(
         plugin=None if opened is None else opened.guard,
         by_layer=by_layer,
         reads=reads,
+        encoder=encoder,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 

@@ -317,6 +317,7 @@ class Runner:
             domain=model.domain,
             agree=(lambda: None) if model.domain is not None else self._group.agree,
             plugin=model.plugin,
+            encoder=model.encoder,
         )
         if config.stages_by_mail:
             self._stage_steps = StageSteps(
