@@ -24,6 +24,7 @@ from .admin.about import AboutEndpoints
 from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
 from .admin.invocations import InvocationsEndpoint
 from .admin.models import ModelEndpoints
+from .admin.settings import Holding, SettingsEndpoints
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .anthropic.message_batches import MessageBatches
@@ -97,8 +98,16 @@ class Served(NamedTuple):
     residence: Residence | None = None  # None: it is the only one
 
 
-def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap: Swap | None = None) -> "Edge":
-    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several."""
+def create_app(
+    served: Sequence[Served],
+    http: HttpConfig,
+    *,
+    version: str,
+    swap: Swap | None = None,
+    holding: Holding | None = None,
+) -> "Edge":
+    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several.
+    `holding`: the settings, if they may change."""
     state = Database(http.reports.state)
     jobs = Jobs(state)
     services = [
@@ -142,7 +151,11 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
             ],
             "Files and batches": batches.routes(),
             "The server": about.routes() + InvocationsEndpoint(service, router).routes(),
-            "Administration": AdminEndpoints(service, served[number].sleeper).routes() + _changing(services, swap),
+            "Administration": [
+                *AdminEndpoints(service, served[number].sleeper).routes(),
+                *_changing(services, swap),
+                *(() if holding is None else SettingsEndpoints(service, holding).routes()),
+            ],
         }
         router.routes[:] = [operation for section in sections.values() for operation in section]
         if number == 0:
@@ -167,6 +180,7 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
         retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),
         state=state,
         replaced=replaced,
+        services=services,
     )
 
 
@@ -205,20 +219,23 @@ class Edge:
         clock: Callable[[], float] = time.monotonic,
         state: Database | None = None,
         replaced: Callable[[int, EngineConfig], None] = _no_model,
+        services: Sequence[Service] = (),
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
         of the rate limits, which are shared through `state`, if that is given. `replaced`: call it when one of several
-        models has another version, with its number."""
+        models has another version, with its number. `services`: that follow changes of settings."""
         self.replaced = replaced
+        self._services = services
         self._app = app
         self._background = background
         self._limits = config.clients
+        self._has_started = False
         self._root_path = config.listen.root_path
         self._stats = stats
         self._retry_after_s = retry_after_s
-        account = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
-        self._keys = Keys(config.api_keys, account, clock)
-        self._admin_keys = Keys(config.admin_keys, account, clock)
+        self._anyone = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
+        self._keys = Keys(config.api_keys, self._anyone, clock)
+        self._admin_keys = Keys(config.admin_keys, self._anyone, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
@@ -227,8 +244,23 @@ class Edge:
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        self._has_started = True
         if self._rates is not None:
             self._rates.start()
+
+    def change(self, engine: EngineConfig, config: HttpConfig, observers: Sequence[Observer]) -> None:
+        """These settings hold for requests from now on."""
+        for service in self._services:
+            service.change(engine, config, observers)
+        self._limits = config.clients
+        self._anyone.change(self._limits.requests_per_minute, self._limits.tokens_per_minute)
+        self._keys.change(config.api_keys)
+        self._admin_keys.change(config.admin_keys)
+        self._origins = Origins(config)
+        if self._rates is not None:
+            self._rates.buckets = self._keys.buckets()
+            if self._has_started:
+                self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -277,6 +309,7 @@ class Edge:
         if scope["path"] not in _OPEN_PATHS:
             caller = self._caller(scope["path"], headers)
             state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
+            state["caller"] = caller.name
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()

@@ -55,6 +55,17 @@ class Several:
         return run(self.call(path, body))
 
 
+def test_load_says_which_models_are_loaded_or_would_fit() -> None:
+    several = Several()
+    first, second = (served.residence for served in several.served)
+    assert first is not None and second is not None
+    second.state = replace(LOADED, state="unloaded", fits=True)
+    a, b = {"state": "loaded", "fits": False}, {"state": "unloaded", "fits": True}
+    assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
+    second.use(True)
+    assert several.ask("/load").json["models"]["b"]["state"] == "loading", "it is next"
+
+
 def said(answer: Answer) -> str:
     assert answer.status == 200, answer.body
     text: str = answer.json["choices"][0]["message"]["content"]

@@ -98,6 +98,7 @@ def test_only_what_takes_the_same_memory_goes() -> None:
     """The host's memory and two GPUs: the model that was used least recently is on the other one."""
     terms = [Terms((1, 0, 8)), Terms((1, 8, 0)), Terms((1, 8, 0)), Terms((3, 0, 0))]
     found = Residency([4, 10, 10], terms, 0.0)
+    assert all(found.fits(number) for number in range(4))
     now = load(found, 1, load(found, 0, 0.0))
     assert found.used() == (2, 8, 8) and found.models[0].terms.need_bytes == 8 and terms[3].need_bytes == 3
     found.use(2, "api", now, is_open=True)
@@ -105,6 +106,7 @@ def test_only_what_takes_the_same_memory_goes() -> None:
     found.has_ended(1, now)
     assert found.decide(now) == [Load(2)]
     found.has_loaded(2, now)
+    assert [found.fits(number) for number in range(4)] == [False, False, False, False]
     found.use(2, "api", now, is_open=False)
     found.use(3, "api", now + 1, is_open=True)
     assert found.decide(now + 1) == [Unload(0)], "one that computes on the host takes its memory"
