@@ -176,6 +176,14 @@ class KVConnector(Protocol):
 
 
 @runtime_checkable
+class Resizable(Protocol):
+    """A core half whose tier may take less room, and again as much as at the start, while requests are served."""
+
+    def resize(self, size: int) -> None:
+        """In bytes, at most the option `size` of the start."""
+
+
+@runtime_checkable
 class HasCheck(Protocol):
     """A connector that can check its options before any process starts."""
 

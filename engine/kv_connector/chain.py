@@ -141,6 +141,11 @@ class ChainCore:
         for part in self._parts:
             part.reset()
 
+    @property
+    def parts(self) -> Sequence[TierConnector]:
+        """Nearest first."""
+        return self._parts
+
     def close(self) -> None:
         for part in self._parts:
             part.close()
