@@ -70,6 +70,10 @@ class AboutEndpoints:
             Metrics(each.gateway, each.config, prefix=prefix, residence=each.residence) for each in services
         ]
 
+    def replaced(self, number: int) -> None:
+        """One of the models has another version."""
+        self._metrics[number].config = self._services[number].config
+
     def routes(self) -> list[Operation]:
         return [
             Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
@@ -164,7 +168,8 @@ class AboutEndpoints:
 
     def _card(self, service: Service, name: str) -> ModelCard:
         # Folders are the administrators' affair.
-        versions = tuple(replace(one, root=Path(one.root).name) for one in service.http.versions)
+        served = [one for one in service.http.versions if one.state != "failed"]
+        versions = tuple(replace(one, root=Path(one.root).name) for one in served)
         found = None if service.residence is None else service.residence.state
         return ModelCard(
             id=name,
