@@ -267,12 +267,9 @@ class ApiActor:
         return (rid >> RID_BITS) // self._http.service.api_processes % len(self._models), message
 
     def _note_states(self, message: ModelStates) -> None:
-        loaded = [state for state in message.models if state.state in ("loading", "loaded", "leaving")]
-        left_bytes = message.budget_bytes - sum(state.need_bytes for state in loaded)
         for served, state in zip(self._served, message.models, strict=True):
             assert served.residence is not None
             served.residence.state = state
-            served.residence.fits = state not in loaded and state.need_bytes <= left_bytes
             served.gateway.hinder(state.problem if state.state == "failed" else None)
 
     def _heard(self) -> None:

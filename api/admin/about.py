@@ -188,4 +188,4 @@ def _load_of(service: Service) -> ModelLoad:
     if residence is None:
         return ModelLoad("loaded", False)
     state = residence.state.state
-    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.fits)
+    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.state.fits)

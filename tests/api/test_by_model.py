@@ -59,7 +59,7 @@ def test_load_says_which_models_are_loaded_or_would_fit() -> None:
     several = Several()
     first, second = (served.residence for served in several.served)
     assert first is not None and second is not None
-    second.state, second.fits = replace(LOADED, state="unloaded"), True
+    second.state = replace(LOADED, state="unloaded", fits=True)
     a, b = {"state": "loaded", "fits": False}, {"state": "unloaded", "fits": True}
     assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
     second.use(True)

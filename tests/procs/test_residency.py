@@ -87,6 +87,15 @@ def test_the_idle_model_that_was_used_least_recently_goes_first() -> None:
     assert found.decide(now + 4) == [Load(3)] and found.used() == (3 * GB,)
 
 
+def test_a_model_fits_that_is_not_loaded_and_needs_no_memory_of_others() -> None:
+    found = models(1, 2, 1, budget=2)
+    assert [found.fits(model) for model in found.models] == [True, True, True]
+    now = load(found, 0, 0.0)
+    assert [found.fits(model) for model in found.models] == [False, False, True]
+    found.use(1, "api", now, is_open=True)
+    assert found.decide(now) == [Unload(0)] and not any(map(found.fits, found.models[:2])), "it is not gone yet"
+
+
 def test_a_model_stays_if_a_larger_one_must_go_anyway() -> None:
     found = models(1, 3, 3, budget=4)
     now = load(found, 1, load(found, 0, 0.0))
