@@ -1060,7 +1060,7 @@ class ModelState(Struct, frozen=True, array_like=True):
     problem: str  # why it failed last; empty: it has not
     progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
     version: int = 1  # one more with each replacement
-    fits: bool = False  # it takes no memory, and can be loaded beside those that do
+    fits: bool = False  # it is not loaded, and can be without unloading another one
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):

@@ -529,7 +529,7 @@ class Models:
                 model.problem,
                 self._progress(model) if model.state == "loading" else None,
                 len(self._versions[model.number]),
-                self._residency.fits(model.number),
+                self._residency.fits(model),
             )
             for model in self._residency.models
         )

@@ -99,9 +99,8 @@ class Residency:
         taking = [each for each in self.models if each.takes_memory and (with_leaving or each.state != "leaving")]
         return _sum(self.budgets, [model.terms for model in taking])
 
-    def fits(self, number: int) -> bool:
-        """Whether a model that takes no memory could be loaded beside those that do."""
-        model = self.models[number]
+    def fits(self, model: Resident) -> bool:
+        """It can be loaded without unloading another one."""
         return not model.takes_memory and _fits(self._lack(model))
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
