@@ -42,7 +42,7 @@ from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
 from .llamacpp.endpoints import LlamaCppEndpoints
-from .ollama.endpoints import OllamaEndpoints
+from .ollama.endpoints import Download, OllamaEndpoints
 from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
@@ -72,6 +72,7 @@ _ABSENT = {
     "/v1/audio": "pagewire serves text models, which neither read nor speak audio",
     "/v1/images": "pagewire serves text models, which make no images",
     "/v1/videos": "pagewire serves text models, which make no videos",
+    "/v1/responses/compact": "conversations are not compacted; leave their oldest items out",
     "/v1/realtime": "pagewire has no realtime sessions; /v1/responses can be streamed",
     "/v1/assistants": "assistants were replaced by /v1/responses and /v1/conversations",
     "/v1/threads": "threads were replaced by /v1/responses and /v1/conversations",
@@ -97,8 +98,18 @@ class Served(NamedTuple):
     residence: Residence | None = None  # None: it is the only one
 
 
-def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap: Swap | None = None) -> "Edge":
-    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several."""
+def create_app(
+    served: Sequence[Served],
+    http: HttpConfig,
+    *,
+    version: str,
+    swap: Swap | None = None,
+    download: Download | None = None,
+) -> "Edge":
+    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several.
+    `download` gets a model from the Hub, for a server whose model may be swapped."""
+    if not http.admin.enable_model_swap:
+        download = None
     state = Database(http.reports.state)
     jobs = Jobs(state)
     services = [
@@ -129,7 +140,7 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
             "Chat and completions": OpenAIEndpoints(service).routes(),
             "Responses": ResponsesEndpoints(service, runs).routes(),
             "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
-            "Ollama's API": OllamaEndpoints(service, services).routes(),
+            "Ollama's API": OllamaEndpoints(service, services, download).routes(),
             "llama-server's API": LlamaCppEndpoints(service).routes(),
             "Embeddings and scores": PoolingEndpoints(service).routes(),
             "Tokens": [
@@ -197,7 +208,7 @@ class Edge:
         self._retry_after_s = retry_after_s
         account = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
         self._keys = Keys(config.api_keys, account, clock)
-        self._admin_keys = Keys(config.admin_keys, account, clock)
+        self._admin_keys = Keys(config.admin_keys, account, clock, are_admins=True)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
@@ -256,6 +267,7 @@ class Edge:
         if scope["path"] not in _OPEN_PATHS:
             caller = self._caller(scope["path"], headers)
             state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
+            state["is_admin"] = caller.is_admin
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
@@ -316,7 +328,7 @@ class Edge:
         """404 or 405; the router stops at the first route of a path, which may have one for each method."""
         matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
-        if not allowed:
+        if not allowed or scope["path"] in _ABSENT:
             return HttpError(404, _absent(scope["path"]), code="not_found")
         return HttpError(405, "This method is not allowed here.", headers=((b"allow", ", ".join(allowed).encode()),))
 

@@ -49,6 +49,7 @@ from ..ipc.messages import (
     Vacated,
 )
 from ..version import __version__
+from .download import download
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class ApiActor:
             self._served = [self._serve(0, self._config, engines)]
         self._heard()
         self._socket = socket.socket(fileno=self._http_fd)
-        self._app = create_app(self._served, self._http, version=__version__, swap=self.swap)
+        self._app = create_app(self._served, self._http, version=__version__, swap=self.swap, download=download)
         self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
         return Facts()
 

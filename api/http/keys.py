@@ -13,7 +13,8 @@ from .rate_limit import Account, Bucket
 class Caller:
     """The owner of a key; without keys all requests have the same one."""
 
-    def __init__(self, salt: bytes, account: Account, entitlement: Entitlement) -> None:
+    def __init__(self, salt: bytes, account: Account, entitlement: Entitlement, *, is_admin: bool = False) -> None:
+        self.is_admin = is_admin  # it has a key of administrators
         self.entitlement = entitlement
         self.salt = salt  # separates owners' prefix caches and stored responses; empty with fewer than two keys
         self.account = account
@@ -22,7 +23,9 @@ class Caller:
 class Keys:
     """The keys of users, or those of administrators."""
 
-    def __init__(self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float], *, are_admins: bool = False
+    ) -> None:
         """`anyone`: the account of all requests if there are no keys."""
         rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
@@ -31,6 +34,7 @@ class Keys:
                 digest[:16] if len(self._digests) > 1 else b"",
                 Account(*rate, clock=clock),
                 Entitlement(key.latency_classes, key.min_priority),
+                is_admin=are_admins,
             )
             for digest, rate, key in zip(self._digests, rates, keys, strict=True)
         ]
