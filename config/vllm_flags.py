@@ -381,7 +381,7 @@ _ROWS = (
     ),
     (
         _LOGS,
-        "--logging-config={} --log-level= --log-config-file= --enable-logging-iteration-details --max-log-len= "
+        "--logging-config={} --log-config-file= --enable-logging-iteration-details --max-log-len= "
         "--enable-log-outputs --enable-log-deltas --log-error-stack --uvicorn-log-level=",
     ),
     (NotNeeded("spans have the stages of a request anyway."), "--collect-detailed-traces=+"),
