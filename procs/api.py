@@ -53,6 +53,7 @@ from ..ipc.messages import (
     Vacated,
 )
 from ..version import __version__
+from .download import download
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class ApiActor:
             self._http,
             version=__version__,
             swap=self.swap,
+            download=download,
             holding=None if self._models else Holding(self._start, lambda: self._settings, self.change),
         )
         self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
