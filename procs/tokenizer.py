@@ -35,6 +35,7 @@ from ..ipc.messages import (
     PairPrompt,
     Ping,
     Reset,
+    Settings,
     Stop,
     Submit,
     TextPrompt,
@@ -113,7 +114,7 @@ class TokenizerActor:
                 case Reset():
                     if self._prompt_sandbox is not None:
                         self._prompt_sandbox.close()  # the api sends again what it still wants
-                case Ping() | Leave() | Stop():
+                case Ping() | Settings() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

@@ -20,7 +20,7 @@ from ..http.http_error import unsupported
 from ..http.operation import Operation
 from ..output.service import Service
 
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/admin/models"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/admin/models", "/admin/settings"})
 EITHER_PATHS = frozenset({"/is_sleeping"})  # routers in front ask with the users' key
 
 

@@ -70,6 +70,16 @@ class Groups:
             total += num * self.sizes[group]
         return total
 
+    def pages_read(self, ends: Sequence[int], block_size: int) -> float:
+        """What a step reads of the cache for rows that end at these positions, in pages: each position that their
+        last one needs, and each row's state, once."""
+        total = float(self.state_pages * len(ends))
+        for group in range(self.num_tables):
+            span = self.shapes[group].span
+            positions = sum([min(end, span) for end in ends]) if span else sum(ends)
+            total += positions * self.sizes[group] / block_size
+        return total
+
     def cross_blocks(self, num_encoded: int, block_size: int) -> int:
         """Blocks of the group `cross` for a prompt of so many tokens; 0 without such a group."""
         return 0 if self.cross is None else -(-num_encoded // block_size)

@@ -27,6 +27,7 @@ class InFlight(NamedTuple):
     num_speculative: int
     speculate: int
     kept: list[tuple[int, bytes]] = []  # block and key of each recurrent state that it keeps  # noqa: RUF012
+    pages_read: float = 0.0  # of the cache
 
     def requests(self) -> Iterator[Request]:
         """Those of its rows, in order."""
@@ -119,13 +120,14 @@ class PlanBuilder:
         self.keep_pages.extend(pages)
         self.kept.append(kept)
 
-    def sent(self, step: int, learns: bool) -> InFlight:
-        """What is to be remembered. `learns`: the cost model learns from this step."""
+    def sent(self, step: int, learns: bool, pages_read: float = 0.0) -> InFlight:
+        """What is to be remembered. `learns`: the cost model learns from this step. `pages_read`: see `InFlight`."""
         work = self.work if learns else None
         kept = [(kept.slot, kept.key) for kept in self.kept]
         return InFlight(
-            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate, kept
-        )
+            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate, kept,
+            pages_read,
+        )  # fmt: skip
 
     def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:
         """The message."""

@@ -79,6 +79,14 @@ class Planner:
         self.break_even = CAUTIOUS  # see `StepPlan`; the scheduler sets it as it learns what steps cost
         self.lateness: Lateness = "never"  # the scheduler sets it
 
+    def change(self, policy: Policy, max_num_batched_tokens: int, itl_target_ms: float | None, speculate: int) -> None:
+        """Fills the plans from now on by these."""
+        assert 0 <= speculate < self.block_size, (speculate, self.block_size)
+        self._policy, self._itl_target_ms, self._speculate = policy, itl_target_ms, speculate
+        is_short = self.budget < self.max_budget  # of memory; it grows again step by step
+        self.max_budget = max_num_batched_tokens
+        self.budget = min(self.budget, max_num_batched_tokens) if is_short else max_num_batched_tokens
+
     def build(self, turn: Turn) -> PlanBuilder:
         """The next step, possibly empty."""
         table = self._table
@@ -419,7 +427,7 @@ class Planner:
                 return  # preempted requests go before it, or their blocks are not free yet
             if ahead_of is not None and not self._goes_before(request, ahead_of):
                 return
-            if not table.free_rows and not self._policy.may_interrupt:
+            if not table.has_free_row and not self._policy.may_interrupt:
                 return
             found = self._prefix.find(request)
             if not builder.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
@@ -428,7 +436,7 @@ class Planner:
             if found.pinned and short + self._pool.num_idle(found.pinned) > 0:
                 found = self._prefix.find(request, copies=False)  # no room to copy from it
                 short = self._short(request, found)
-            if short > 0 or not table.free_rows:
+            if short > 0 or not table.has_free_row:
                 self._interrupt_for(request, short)  # a later plan admits it
                 return
             better = found
@@ -462,7 +470,7 @@ class Planner:
         enough."""
         table = self._table
         if self._policy.may_interrupt:
-            has_row = bool(table.free_rows)
+            has_row = table.has_free_row
             for victim in choose_interrupted(
                 table.running,
                 request,

@@ -380,13 +380,7 @@ class PrefixCache:
         states also the beginning of its last block, its state, and those that it has found and kept."""
         pool, size, num = self._pool, self._block_size, min(request.num_computed, len(request.ids))
         place, rest = divmod(num, size)
-        keys = request.block_keys(place, size)
-        held = []
-        for i in range(place):
-            for group, table in enumerate(request.tables):
-                if i >= table.first:
-                    item = Item(keys[i], i, keys[i - 1] if i else None, group)
-                    held.append(Held(item, tuple(pool.pages([table.blocks[i - table.first]]))))
+        keys, held = request.block_keys(place, size), self.blocks_of(request, 0, place)
         state_group = pool.groups.state
         if state_group is None or request.is_spoiled or not num:
             return held
@@ -402,6 +396,16 @@ class PrefixCache:
                 held.append(Held(kept, tuple(pool.pages([block]))))
         state = Item(key_at(request, num), place, keys[-1] if keys else request.root, state_group, rest)
         return [*held, Held(state, tuple(pool.pages([request.slot])))]
+
+    def blocks_of(self, request: Request, first: int, last: int) -> list[Held]:
+        """Those of its blocks from `first` to before `last`, whose ids are known, that it holds."""
+        keys, held = request.block_keys(last, self._block_size), []
+        for i in range(first, last):
+            for group, table in enumerate(request.tables):
+                if i >= table.first:
+                    item = Item(keys[i], i, keys[i - 1] if i else None, group)
+                    held.append(Held(item, tuple(self._pool.pages([table.blocks[i - table.first]]))))
+        return held
 
     def restorable(self, request: Request, failed: Collection[Item]) -> int | None:
         """How many positions a request with these failed loads can go on from. None: it must be looked up again."""

@@ -68,7 +68,7 @@ class Request:
     """
 
     __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
-        "rid asked arrival queue_key place block_size root is_constrained wants_all stops may_speculate "
+        "rid asked arrival arrived_ms queue_key place block_size root is_constrained wants_all stops may_speculate "
         "ids num_prompt num_resumed max_len num_needed regime_limit regime keys num_allowed mask may_be_late late "
         "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
         "is_taken_back "
@@ -84,6 +84,7 @@ class Request:
         *,
         choice: int,
         arrival: int,
+        arrived_ms: float = 0.0,
         queue_key: Hashable,
         place: float = 0.0,
         max_model_len: int,
@@ -104,8 +105,8 @@ class Request:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
         self.asked = replace(message, sampling=sampling, prompt_ids=b"", resume_ids=b"", constraint=None)
         self.arrival = arrival  # its number among those that arrived, by which requests of the same place are served
-        self.queue_key = queue_key  # of the policy
-        self.place = place  # in its queue; the smallest is served first
+        self.arrived_ms = arrived_ms  # when, on the clock of `Policy.place`
+        self.join(queue_key, place)
         self.block_size = block_size
         self.is_constrained = message.constraint is not None
         # Every position of its prompt has an output, so none may come from a cache.
@@ -265,6 +266,10 @@ class Request:
         if self.slot >= 0 and not self.is_spoiled:
             self.num_after += num
             self.after += tokens
+
+    def join(self, queue_key: Hashable, place: float) -> None:
+        """A policy orders it. `place`: in its queue; the smallest is served first."""
+        self.queue_key, self.place = queue_key, place
 
     def be_late(self, place: float) -> None:
         """It can no longer meet its target, and steps behind."""

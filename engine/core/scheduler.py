@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -73,6 +74,24 @@ class _Extras(NamedTuple):
 _NO_EXTRAS = _Extras()
 
 
+class Adjustable(NamedTuple):
+    """What may change between two steps; as the arguments of `Scheduler`, which say what there is room for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    policy: PolicyName
+    latency_classes: Mapping[str, LatencyClass]
+    itl_target_ms: float | None
+    speculate: int
+
+
+def _by_what(policy: PolicyName, classes: Mapping[str, LatencyClass]) -> tuple[PolicyName, Mapping[str, LatencyClass]]:
+    """What a policy orders requests by."""
+    return policy, classes if policy == "slo" else {}
+
+
 class Scheduler:
     """All requests of one engine core."""
 
@@ -125,10 +144,6 @@ class Scheduler:
         self.model_key = model_key
         self._keys_by_args = keys_by_args
         self.connector = connector
-        self._chunks: ChunkConnector | None = None
-        behind: object = connector  # of which mypy does not know that it can be both
-        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
-            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -139,6 +154,7 @@ class Scheduler:
         self._extension = extension
         self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
         self._policy: Policy = make_policy(policy, latency_classes) if beside is None else beside._policy
+        self._policy_of = _by_what(policy, latency_classes)
         self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
@@ -178,6 +194,36 @@ class Scheduler:
         )
         self._oom_recovery = OomRecovery(self._planner, self.table, pool, self._loads, self.counters)
 
+    def change(self, asked: Adjustable, beside: "Scheduler | None" = None) -> None:
+        """Holds for the plans from now on, and for requests that arrive. What runs goes on, also if it is more than may
+        run now. `beside`: as of `Scheduler`; it has changed already."""
+        assert asked.max_num_seqs <= self.max_num_seqs and asked.max_num_batched_tokens <= self.max_num_batched_tokens
+        self.admission = Admission(self.max_model_len, asked.max_queued_requests, asked.max_queued_tokens)
+        self.table.max_rows = asked.max_num_seqs
+        if (by := _by_what(asked.policy, asked.latency_classes)) != self._policy_of:
+            self._policy_of = by
+            self._policy = make_policy(*by) if beside is None else beside._policy
+            self._follow()
+        self._planner.change(self._policy, asked.max_num_batched_tokens, asked.itl_target_ms, asked.speculate)
+
+    def _follow(self) -> None:
+        """The policy is another one. It orders the open requests as if they had arrived under it."""
+        expected = {}
+        for request in self.table.requests.values():
+            num = request.num_prompt + request.num_resumed
+            expected[request.rid] = Expected(*self._cost.of_request(num, max(0, request.max_len - num)))
+        self.table.follow(self._policy, lambda one: self._policy.place(one.asked, one.arrived_ms, expected[one.rid]))
+        self.latest_starts = Deadlines()
+        for request in self.table.waiting:
+            if not request.opened:
+                self._watch_start(request, expected[request.rid])
+
+    def _watch_start(self, request: Request, expected: Expected) -> None:
+        """Notes when it must begin to meet the target of its class, if it has one."""
+        latest = self._policy.latest_start_ms(request, expected)
+        if latest < float("inf"):
+            self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal(self, message: Enqueue) -> Failed | None:
@@ -201,6 +247,7 @@ class Scheduler:
                 message,
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
+                arrived_ms=1e3 * now,
                 queue_key=self._policy.join(message),
                 place=place,
                 max_model_len=self.max_model_len,
@@ -214,9 +261,7 @@ class Scheduler:
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
                 keys = request.block_keys(request.num_prompt // self.block_size, self.block_size)
             self.table.join(request)
-            latest = self._policy.latest_start_ms(request, expected)
-            if latest < float("inf"):
-                self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+            self._watch_start(request, expected)
             if message.limits.queue_timeout_s is not None:
                 self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.table.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
@@ -304,6 +349,8 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
+        if flight.decodes or flight.others:
+            self.counters.passed(len(flight.decodes) + result.num_draft_tokens + sum(flight.counts), flight.pages_read)
         odd: set[int] = set()  # rids of decode rows whose output is not just tokens
         single = tokens  # of the rows without draft tokens
         if nums:
@@ -425,6 +472,10 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+        return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""
         hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
@@ -474,6 +525,8 @@ class Scheduler:
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:
                 self.connector.blocks_evicted(evicted)
+            if self.table.chunks is not None and builder.chunked:
+                self._tell_chunks(builder, self.table.chunks)
             kv = self.connector.build_connector_meta()
             if not self._reports_kv_events:
                 self.connector.take_events()  # or they would pile up
@@ -486,7 +539,9 @@ class Scheduler:
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
-        self._in_flight.append(builder.sent(self.step, learns))
+        ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
+        pages_read = self.pool.groups.pages_read(ends, self.block_size)
+        self._in_flight.append(builder.sent(self.step, learns, pages_read))
         extension = b""
         if self._extension is not None:
             requests, counts = builder.decodes + builder.others, [1] * len(builder.decodes) + builder.counts
@@ -494,6 +549,14 @@ class Scheduler:
             extension = self._extension.extend(self.step, [r.rid for r in requests], counts, starts)
         after_fault, self._oom_recovery.is_untold = self._oom_recovery.is_untold, False
         return builder.finish(self.step, kv, extension, after_fault)
+
+    def _tell_chunks(self, builder: PlanBuilder, chunks: ChunkConnector) -> None:
+        """Which blocks the plan's chunks fill."""
+        size = self.block_size
+        for request, count in zip(builder.others, builder.counts, strict=True):
+            last = min(request.num_planned, len(request.ids)) // size
+            if count > 1 and last > (first := (request.num_planned - count) // size):
+                chunks.filling(request, self.prefix.blocks_of(request, first, last))
 
     # ── how results are applied ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -556,8 +619,9 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
-            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
-                self._chunks.filled(request, self.prefix.held_by(request))
+            chunks = self.table.chunks
+            if chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -81,11 +81,11 @@ class Reference:
         device: torch.device, group: Group, domain: Domain | None = None, by_layer: ByLayer | None = None,
     ) -> None:  # fmt: skip
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
-        rounded. domain: this rank's; None: there is one domain. by_layer: for a runner plugin that needs to be called
-        between layers."""
+        rounded. domain: this rank's; None: there is one domain. by_layer: with a runner plugin that needs to be
+        called between layers."""
         self.program, self.weights = program, weights
         self._dtype, self._weight_dtype, self._device = dtype, weight_dtype, device
-        self.group, self.domain, self.by_layer = group, domain, by_layer
+        self.group, self.domain, self.by_layer = group, domain, by_layer or ByLayer(program)
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -442,11 +442,7 @@ class ReferenceModel:
                 for register in dropped:
                     registers.drop(register)
 
-        by_layer = self._reference.by_layer
-        if by_layer is None:
-            run(0, len(self._dropped))
-        else:
-            by_layer.run(registers, run)
+        self._reference.by_layer.run(registers, run)
 
 
 def put_received(registers: Registers, program: Program, received: Tensor | None) -> None:

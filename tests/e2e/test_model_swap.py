@@ -143,4 +143,8 @@ def test_the_old_model_is_served_again_if_the_new_one_cannot_be_loaded(start: St
     versions = served(server)["versions"]
     assert [version["state"] for version in versions] == ["retired", "serving"]  # type: ignore[attr-defined]
     assert len({version["root"] for version in versions}) == 1, "the broken model was never served"  # type: ignore[attr-defined]
+    tried = httpx.get(f"{server.url}/admin/models", headers=ADMIN, timeout=60).json()["data"]
+    assert [version["state"] for version in tried] == ["retired", "failed", "serving"]
+    assert [version.get("problem", "") for version in tried] == ["", tried[1]["problem"], ""]
+    assert "lacks" in tried[1]["problem"] or "missing" in tried[1]["problem"], tried
     assert server.stop() == 0

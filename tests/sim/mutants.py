@@ -1,6 +1,6 @@
 """Possible faults of the engine: each is a small change to the real classes that must make some history fail."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -608,13 +608,16 @@ def _nothing(*_: object) -> None:
     """Replaces a method by nothing."""
 
 
-Patch = tuple[object, str, Callable[..., object]]
+Patch = tuple[object, str, object]
 
 MUTANTS: dict[str, Patch] = {
     "a block leaks": (BlockPool, "release", _leak_a_block),
     "a block is owned twice": (BlockPool, "hold", _hold_nothing),
     "row and blocks are reused in flight": (RequestTable, "end", _release_in_flight),
     "blocks of a preempted request are reused in flight": (RequestTable, "preempt", _preempt_in_flight),
+    "more rows are held than may be": (RequestTable, "has_free_row", property(lambda self: bool(self.free_rows))),
+    "requests keep their place under another policy": (RequestTable, "follow", _nothing),
+    "steps do not follow changed settings": (Planner, "change", _nothing),
     "a row leaks": (RequestTable, "release", _keep_the_row),
     "blocks are reused while the connector reads them": (RequestTable, "release", _release_what_is_read),
     "two terminal messages": (RequestTable, "end", _terminal_twice),

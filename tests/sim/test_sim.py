@@ -48,6 +48,7 @@ COVERED = {
     "regimes, cached tokens": 2000,
     "resumed with output": 40,
     "sends": 100,
+    "settings changed": 100,
     "several choices": 1000,
     "several groups": 200,
     "several groups, cached tokens": 1500,
