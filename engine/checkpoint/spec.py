@@ -148,6 +148,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     else:
         purpose = read_purpose(folder, whole.raw, hidden_size=hidden_size, is_described=decoder is not None)
         max_position = max_length(folder, max_position, config.raw)
+    if decoder is not None and decoder.encoder is not None:
+        purpose = replace(purpose, tasks=("generate",))  # its text is not the prompt
     if decoder is not None and decoder.is_recurrent and not any(name in config for name in _POSITIONS):
         max_position = _MOST_RECURRENT
     if decoder is not None and decoder.most_positions is not None:

@@ -72,6 +72,7 @@ def test_completions_and_streams_whose_processes_are_killed(
 
     messages = [{"role": "user", "content": "hello"}]
     assert "chat template" in _refusal(server, "/v1/chat/completions", {"messages": messages})
+    assert "embed" in _refusal(server, "/v1/embeddings", {"input": "a"})
     assert "encoder" in _refusal(server, "/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1})
     assert "640" in _refusal(server, "/v1/completions", {"prompt": [5] * 641})
 
