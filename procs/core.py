@@ -16,10 +16,11 @@ from ..engine.core import trace
 from ..engine.core.domains import AnyScheduler, Domains
 from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.expert_placement import Balancer
+from ..engine.core.kv_connector import TierConnector
 from ..engine.core.planner import Lateness
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
-from ..engine.kv_connector.registry import core_connector
+from ..engine.kv_connector.registry import core_connector, resize
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -40,6 +41,7 @@ from ..ipc.messages import (
     Ping,
     PlaceExperts,
     Reset,
+    Settings,
     Sleep,
     Slept,
     Snapshot,
@@ -74,13 +76,24 @@ _NUM_TAIL_IDS = 64  # of a prompt's end, which say whether it ends within reason
 class CoreActor:
     """Schedules once every worker has offered its KV blocks; requests that arrive before that wait."""
 
-    def __init__(self, config: EngineConfig, *, keys: Keys | None = None, epoch: int = 1) -> None:
-        """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        keys: Keys | None = None,
+        epoch: int = 1,
+        settings: Settings | None = None,
+    ) -> None:
+        """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1. `settings`:
+        that hold instead of `config`, by which the workers have reserved memory."""
         self._config = config
+        self._settings = config if settings is None else settings.engine  # as they hold now
+        self._settings_number = 0 if settings is None else settings.number
         self._keys = keys
         self._epoch = epoch
         self._clients: ClientPort | None = None
         self._scheduler: AnyScheduler | None = None
+        self._connector: TierConnector | None = None  # itself, also if its answers are recorded
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # messages that came before the workers' offers
@@ -131,6 +144,8 @@ class CoreActor:
                 self.scheduler.apply(message)
             elif isinstance(message, ExpertLoad):
                 self._expert_loads.take(message)
+            elif isinstance(message, Settings):
+                self._settle(message)
             elif isinstance(message, WorkerUsage):
                 self._usages[message.rank] = message
             else:
@@ -185,7 +200,7 @@ class CoreActor:
                 self._report()
             case Reset():
                 self._reset(message)
-            case StepResult() | ExpertLoad() | WorkerUsage() | Leave() | Stop():
+            case StepResult() | ExpertLoad() | WorkerUsage() | Settings() | Leave() | Stop():
                 pass
             case _:
                 assert_never(message)
@@ -224,7 +239,7 @@ class CoreActor:
         rids = range(message.rid, message.rid + message.n)
         if any(rid in self._unsure for rid in rids):
             refusal: Failed | None = Failed(message.rid, "internal", "Two requests have the same number.")
-        elif len(self._unsure) + message.n > self._config.max_queued_requests and not message.attempt:
+        elif len(self._unsure) + message.n > self._settings.max_queued_requests and not message.attempt:
             refusal = Failed(message.rid, "queue_full", "Too many grammars wait to be compiled; try again later.")
         else:
             refusal = self.scheduler.refusal(message)
@@ -238,7 +253,7 @@ class CoreActor:
 
     def _ask_grammar(self, message: Enqueue) -> None:
         assert message.constraint is not None
-        tail_ids = message.prompt_ids[-4 * _NUM_TAIL_IDS :]
+        tail_ids = b"" if self._config.model.decoder_start_ids else message.prompt_ids[-4 * _NUM_TAIL_IDS :]
         self._post("grammar", Constrain(message.rid, message.n, message.constraint, tail_ids, message.resume_ids))
 
     def _begin(self, answer: Constrained) -> None:
@@ -317,7 +332,7 @@ class CoreActor:
         if self._scheduler is not None:
             return
         facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1)
-        connector = core_connector(config.kv_connector, facts)
+        self._connector = connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
             path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
@@ -332,10 +347,26 @@ class CoreActor:
         self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
         self._scheduler.counters.expert_share = max(other.reads.expert_share for other in self._offers.values())
         self._record(trace.Opened(config, num_pages, groups, by_args))
+        if self._settings != config:
+            self._change(self._scheduler)
         early, self._early = self._early, []
         self.handle(list(early))
         if self._clients is not None:
             self._clients.open(self._scheduler.max_model_len, self.hear_clients)
+
+    def _settle(self, settings: Settings) -> None:
+        """Follows other settings, unless they were sent to a process before this one."""
+        if settings.number > self._settings_number:
+            self._settings, self._settings_number = settings.engine, settings.number
+            if self._scheduler is not None:
+                self._change(self._scheduler)
+
+    def _change(self, scheduler: AnyScheduler) -> None:
+        """The settings hold from the next plan on."""
+        self._record(trace.Changed(self._settings))
+        scheduler.change(trace.adjustable(self._settings))
+        if self._connector is not None:
+            resize(self._connector, self._settings.kv_connector)
 
     @property
     def _has_workers(self) -> bool:

@@ -31,6 +31,7 @@ from ..ipc.messages import (
     PlaceExperts,
     Reset,
     SampledIds,
+    Settings,
     Sleep,
     Slept,
     StepPlan,
@@ -39,6 +40,7 @@ from ..ipc.messages import (
     Wake,
     WorkerUsage,
 )
+from .log_lines import set_log_level
 from .process_usage import available_bytes, process_usage
 from .topology import next_stage, workers
 
@@ -338,6 +340,8 @@ def _take(
         case Reset():
             if "core" in message.lost:
                 worker.reset()
+        case Settings():
+            set_log_level(message.engine.log_level)
         case Leave():
             post("supervisor", message)
         case Stop():

@@ -21,19 +21,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from ..api.admin.endpoints import Sleeper
+from ..api.admin.settings import Holding
 from ..api.app import Served, create_app
 from ..api.gateway.gateway import Gateway
 from ..api.gateway.metrics import GPU_METRICS, Metrics
 from ..api.gateway.residence import Residence
 from ..api.gateway.stats import Stats
 from ..cli import build_parser
-from ..config.config import ServerConfig
+from ..config.config import EngineConfig, HttpConfig, ServerConfig
 from ..config.flags import make_config
 from ..config.latency_classes import LatencyClass
+from ..config.live import LIVE
 from ..ipc.messages import (
     GroupSnapshot,
     ProcessUsage,
     Pulse,
+    Settings,
     Snapshot,
     StageSnapshot,
     Swapped,
@@ -90,6 +93,9 @@ def flags() -> str:
             if group.title not in ("positional arguments", "options"):
                 lines += ["", f"### {name}: {group.title}"]
             lines += ["", *_table(("flag", "value", "default", "meaning"), (_flag(one) for one in actions))]
+    live = [(_code(one.flag), "any" if one.live == "any" else "up to that of the start") for one in LIVE]
+    lines += ["", "## Settings that may change while a server runs", "", "By `PATCH /admin/settings`, or SIGHUP."]
+    lines += ["", *_table(("flag", "value"), live)]
     return "\n".join([*lines, ""])
 
 
@@ -122,8 +128,12 @@ def openapi() -> Json:
     async def swap(changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         raise AssertionError("nothing is asked for")
 
+    async def change(changes: bytes, who: str) -> Swapped:
+        raise AssertionError("nothing is asked for")
+
     served = Served(Gateway(lambda message: None), config().engine, Sleeper(lambda message: None), healthy=lambda: None)
-    app = create_app([served], config().http, version=__version__, swap=swap)
+    holding = Holding(config().engine, lambda: Settings(0, config().engine, config().http), change)
+    app = create_app([served], config().http, version=__version__, swap=swap, holding=holding)
     parts: list[Message] = []
 
     async def receive() -> Message:
@@ -357,14 +367,14 @@ def _families(families: Iterable[Metric]) -> Iterator[str]:
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    """Every message that a mailbox accepts, then every struct that is used in a field."""
+    """Every message that a mailbox accepts, then every struct that is used in a field, but for the configurations."""
     ways = (*topology.EDGES.values(), *topology.FROM_SUPERVISOR.values(), topology.TO_SUPERVISOR)
     sent = dict.fromkeys(kind for kinds in (*ways, topology.FROM_CLIENT, topology.TO_CLIENT) for kind in kinds)
     found: dict[type, None] = {}
 
     def walk(kind: types.Type) -> None:
         if isinstance(kind, types.StructType):
-            if kind.cls in found:
+            if kind.cls in found or kind.cls in (EngineConfig, HttpConfig):
                 return
             found[kind.cls] = None
             for field in kind.fields:

@@ -33,7 +33,7 @@ from .kv_events import KvCacheEvent
 from .output_buffer import Item
 from .planner import Lateness
 from .request import Request
-from .scheduler import Scheduler
+from .scheduler import Adjustable, Scheduler
 from .stats import Counters
 
 Plans = tuple[StepPlan, ...]
@@ -59,6 +59,12 @@ class Domains:
         self.step = 0  # of the last plans
 
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def change(self, asked: Adjustable) -> None:
+        """As of a `Scheduler`."""
+        self._first.change(asked)
+        for scheduler in self._schedulers[1:]:
+            scheduler.change(asked, beside=self._first)
 
     def refusal(self, message: Enqueue) -> Failed | None:
         """Why the message cannot be taken, if so. The bound of the queue is that of all domains together."""

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
+from ...config.config import parse_size
 from ...config.plugins import Options, find_class, split_spec
 from ...errors import ConfigError
 from ..core.kv_connector import TierConnector
-from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
+from .base import ConnectorFacts, HasCheck, KVConnector, Resizable, WorkerConnector
 from .guard import Guarded, tier_connector
 from .options import DEFAULT_SIZE, size_of
 
@@ -18,6 +19,7 @@ ENTRY_POINTS = "pagewire.kv_connectors"
 Half = TypeVar("Half", TierConnector, WorkerConnector)
 
 _FLAG = "--kv-connector"
+_RESIZABLE = ("host", "disk")
 _BUILT_IN = {
     "host": f"{__package__}.host:HostConnector",
     "disk": f"{__package__}.disk:DiskConnector",
@@ -77,6 +79,32 @@ def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> TierConnector
     from .chain import ChainCore
 
     return ChainCore(opened)
+
+
+def check_smaller(start: Sequence[str], specs: Sequence[str]) -> None:
+    """Raises ConfigError for specs that differ from those of the start in more than smaller sizes of tiers that can be
+    changed while requests are served."""
+    check(specs)
+    same = [spec.partition(",")[0] for spec in specs] == [spec.partition(",")[0] for spec in start]
+    for before, after in zip(start, specs, strict=False) if same else ():
+        name, old = split_spec(_FLAG, before)
+        new = split_spec(_FLAG, after)[1]
+        if {**old, "size": ""} != {**new, "size": ""} or (old != new and name not in _RESIZABLE):
+            same = False
+        elif "size" in old and parse_size(new["size"]) > parse_size(old["size"]):
+            raise ConfigError(f"kv_connector {after}: the start was given {before}; more needs a restart.")
+    if not same:
+        raise ConfigError(
+            f"kv_connector needs a restart, but for the size of {' and '.join(_RESIZABLE)}, up to that of the start."
+        )
+
+
+def resize(connector: TierConnector, specs: Sequence[str]) -> None:
+    """Gives the tiers the sizes of these specs, which `check_smaller` has accepted. connector: of `core_connector`."""
+    parts = getattr(connector, "parts", [connector])
+    for part, spec in zip(parts, specs, strict=True):
+        if isinstance(part, Resizable):
+            part.resize(parse_size(split_spec(_FLAG, spec)[1]["size"]))
 
 
 def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:

@@ -18,7 +18,7 @@ from ..executors.base import Model
 from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
-from ..executors.reference import Reference
+from ..executors.reference import Reference, ReferenceModel
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
@@ -75,6 +75,8 @@ class HostModel:
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
     plugin: PluginGuard | None = None  # the runner plugin
+    by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
+    encoder: Model | None = None  # that the model reads
     graphs = 0
     head_major = False
 
@@ -121,7 +123,9 @@ def load_model(
     opened = open_plugin(config, served, torch_device, group)
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
+    by_layer: ByLayer | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
+    encoder: Model | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -132,9 +136,8 @@ def load_model(
         else:
             fill(packing)
             loaded = packing.weights
-        by_layer = None
-        if opened is not None and opened.spans:
-            by_layer = ByLayer(served.program, opened.spans, opened.guard)
+        spans, hook = (opened.spans, opened.guard) if opened is not None and opened.spans else ((), None)
+        by_layer = ByLayer(served.program, spans, hook)
         reference = Reference(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group, domain=domain, by_layer=by_layer,
@@ -148,6 +151,12 @@ def load_model(
         # A domain has a whole head, and samples by itself.
         vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
         model = backend.model(reference, vocabulary, served.kv_shape)
+        if (whole := served.program.encoder) is not None:
+            reading = Reference(
+                whole, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
+                device=torch_device, group=group,
+            )  # fmt: skip
+            encoder = ReferenceModel(reading, vocabulary, served.kv_shape)
         if replicas is not None and isinstance(model, NativeModel):
             replicas.native = model
     else:
@@ -175,7 +184,9 @@ def load_model(
         replicas=replicas,
         domain=domain,
         plugin=None if opened is None else opened.guard,
+        by_layer=by_layer,
         reads=reads,
+        encoder=encoder,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -40,7 +41,7 @@ from ..device.report import DeviceReport
 from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
 from ..extension import load_extension
-from ..kv_connector.base import ConnectorFacts, WorkerConnector
+from ..kv_connector.base import ConnectorFacts, LayerConnector, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
@@ -66,6 +67,13 @@ log = logging.getLogger(__name__)
 
 _ALONE = RankInfo()
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers under way
+
+
+@dataclass
+class _Transfer:
+    """What the connector is told of a pass."""
+
+    is_dropped: bool = False  # it may not have written its KV
 
 
 class Runner:
@@ -309,6 +317,7 @@ class Runner:
             domain=model.domain,
             agree=(lambda: None) if model.domain is not None else self._group.agree,
             plugin=model.plugin,
+            encoder=model.encoder,
         )
         if config.stages_by_mail:
             self._stage_steps = StageSteps(
@@ -336,30 +345,38 @@ class Runner:
         plans that the core made before it knew."""
         self._has_run = True
         with torch.inference_mode():
-            with self._transferring(plan):
+            with self._transferring(plan) as transfer:
                 self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
                 self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
                     plan, lambda: self._opened().launch(plan)
                 )
+                transfer.is_dropped = self._is_faulted
                 self._order.append(_out_of_memory(plan) if self._is_faulted else None)
             if plan.late_rows and not self._is_faulted:
                 self._waiting = plan
                 self._sample()
 
     @contextmanager
-    def _transferring(self, plan: StepPlan) -> Iterator[None]:
+    def _transferring(self, plan: StepPlan) -> "Iterator[_Transfer]":
         """Around the pass over a plan, which may not be run at all: what its `kv` asks of the connector."""
-        connector = self._connector if plan.kv else None
+        transfer, connector = _Transfer(), self._connector if plan.kv else None
         if connector is None:
-            yield
+            yield transfer
             return
         self._device.synchronize()  # the connector reads blocks that earlier steps write
         connector.bind_connector_metadata(plan.kv)
         connector.start_load_kv()
-        self._for_layers(connector.wait_for_layer_load)
-        yield
+        num_tiles = len(self._model.kv_shape.layers)
+        for tile in range(num_tiles):
+            connector.wait_for_layer_load(tile)
+        by_layer = self._model.by_layer if isinstance(self._model, HostModel) else None
+        if by_layer is not None and isinstance(connector, LayerConnector) and (stops := connector.layer_stops):
+            by_layer.listen(stops, connector.save_kv_layer)
+        yield transfer
         self._device.synchronize()
-        self._for_layers(connector.save_kv_layer)
+        num_told = 0 if by_layer is None else by_layer.end()
+        for tile in () if transfer.is_dropped else range(num_told, num_tiles):
+            connector.save_kv_layer(tile)
         connector.wait_for_save()
 
     def tell(self, message: LateMasks) -> None:
@@ -407,8 +424,9 @@ class Runner:
         there is no memory for the step, here or in an earlier stage, or if the plan was made before the core knew of
         such a step. hidden: from the stage before; None in the first stage. The caller knows the times."""
         self._has_run = True
-        with torch.inference_mode(), self._transferring(plan):
+        with torch.inference_mode(), self._transferring(plan) as transfer:
             found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
+            transfer.is_dropped = found is None
         if isinstance(found, Passed):
             return found.message(plan.step, self._output)
         if found is not None:
@@ -573,10 +591,6 @@ class Runner:
             self._connector.close()
             self._connector = None
         self._device.close()
-
-    def _for_layers(self, call: Callable[[int], None]) -> None:
-        for tile in range(len(self._model.kv_shape.layers)):
-            call(tile)
 
     def _stages(self) -> StageSteps:
         assert self._stage_steps is not None, "one stage, or a plan before open_cache"

@@ -34,6 +34,7 @@ from pagewire.ipc.messages import (
     ProcessUsage,
     Reset,
     Sampled,
+    Settings,
     Snapshot,
     StepPlan,
     StepResult,
@@ -92,6 +93,39 @@ def test_a_model_with_several_groups_is_served_and_its_trace_replays(tmp_path: P
     with (tmp_path / "steps").open("rb") as file:
         num_plans, difference = trace.replay(trace.read(file))
     assert num_plans > 20 and difference is None
+
+
+@pytest.mark.parametrize("is_next", [False, True])
+def test_a_change_of_settings_is_replayed_and_holds_in_the_next_core(tmp_path: Path, is_next: bool) -> None:
+    """is_next: a core that takes the place of one which was told."""
+    start = config_of(record_trace=str(tmp_path / "steps"), speculative="ngram,tokens=2")
+    small = replace(start, max_num_seqs=2, max_num_batched_tokens=9, scheduling_policy="priority", speculative=None)
+    change = Settings(7, small, None)
+    core = CoreActor(start, settings=change if is_next else None)
+    worker = FakeWorker(num_blocks=150, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    plans: list[StepPlan] = []
+    core.start(lambda receiver, message: plans.append(message) if isinstance(message, StepPlan) else None)
+    core.handle([CacheOffer(0, 150, block_bytes=64)])
+    for rid in range(8):
+        core.handle([enqueue(rid, [*range(20), rid], max_tokens=20, priority=-rid, seed=rid, ignore_eos=True)])
+    done, first = 0, 0
+    while done < len(plans):
+        if done == 3 and not is_next:
+            core.handle([change, Settings(6, start, None)])  # the second one was sent to the core before this one
+            first = len(plans)
+        core.handle([worker.run(plans[done])])
+        done += 1
+    sizes = [sum(bytes_to_ids(plan.counts)) for plan in plans]
+    assert max(sizes[first:]) <= 9 and (is_next or max(sizes[:first]) > 9), sizes
+    assert not any(plan.speculate for plan in plans[first:])
+    asyncio.run(core.stop(0.0))
+    with (tmp_path / "steps").open("rb") as file:
+        events = list(trace.read(file))
+    assert trace.replay(events) == (len(plans), None)
+    changed = [i for i, event in enumerate(events) if isinstance(event, trace.Changed)]
+    assert len(changed) == 1 and (changed == [1]) == is_next
+    del events[changed[0]]
+    assert "differs" in (trace.replay(events)[1] or "")
 
 
 def test_the_smallest_offer_of_the_ranks_is_opened_once_all_have_come() -> None:
