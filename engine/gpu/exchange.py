@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.triton.moe import MoeWorkspace
-from ..core.expert_placement import deal
+from ..models.expert_places import dealt_holders
 from ..models.program import Mixture
 from ..parallel.collectives import Group
 from .experts import Experts
@@ -59,11 +59,9 @@ class ExpertExchange:
         self._widths = self._num_numbers * dtype.itemsize, 4 * top_k, 4 * top_k
         self._row = -(-sum(self._widths) // _ALIGNED) * _ALIGNED
         # By the expert; the last entry is that of -1.
-        ranks, slots = [-1] * args.num_experts, [-1] * args.num_experts
-        for rank, experts_of in enumerate(deal(args.num_experts, group.size)):
-            for slot, expert in enumerate(experts_of):
-                ranks[expert] = rank
-                slots[expert] = slot if rank == group.rank else -1
+        holders = dealt_holders(args.num_experts, group.size, 0)
+        ranks = [rank for _, rank, *_ in holders]
+        slots = [slot if rank == group.rank else -1 for _, rank, slot, *_ in holders]
         others = range(args.router.zero_experts)  # without weights: computed where the token is
         device = workspace.experts.device
         self._ranks = torch.tensor([*ranks, *[group.rank for _ in others], -1], device=device)
