@@ -138,7 +138,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if config.source.models:
         from .procs.models import Models, prepare_models
 
-        return uvloop.run(Models(*prepare_models(config, prepare_server)).run())
+        return uvloop.run(Models(*prepare_models(config, prepare_server), prepare=prepare_server).run())
     if config.service.backend == "ray":
         from .ray.lead import serve
 
@@ -152,7 +152,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--join-address is for engines on several machines: say how many with --nnodes.")
     from .procs.generations import Generations
 
-    return uvloop.run(Generations(config, prepare_server).run())
+    return uvloop.run(Generations(config, prepare_server, lambda: read_settings(arguments)[0]).run())
 
 
 def _route(arguments: argparse.Namespace) -> int:

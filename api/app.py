@@ -24,6 +24,7 @@ from .admin.about import AboutEndpoints
 from .admin.endpoints import ADMIN_PATHS, EITHER_PATHS, AdminEndpoints, Sleeper
 from .admin.invocations import InvocationsEndpoint
 from .admin.models import ModelEndpoints
+from .admin.settings import Holding, SettingsEndpoints
 from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .anthropic.message_batches import MessageBatches
@@ -42,7 +43,7 @@ from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
 from .llamacpp.endpoints import LlamaCppEndpoints
-from .ollama.endpoints import OllamaEndpoints
+from .ollama.endpoints import Download, OllamaEndpoints
 from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
@@ -72,6 +73,7 @@ _ABSENT = {
     "/v1/audio": "pagewire serves text models, which neither read nor speak audio",
     "/v1/images": "pagewire serves text models, which make no images",
     "/v1/videos": "pagewire serves text models, which make no videos",
+    "/v1/responses/compact": "conversations are not compacted; leave their oldest items out",
     "/v1/realtime": "pagewire has no realtime sessions; /v1/responses can be streamed",
     "/v1/assistants": "assistants were replaced by /v1/responses and /v1/conversations",
     "/v1/threads": "threads were replaced by /v1/responses and /v1/conversations",
@@ -97,8 +99,20 @@ class Served(NamedTuple):
     residence: Residence | None = None  # None: it is the only one
 
 
-def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap: Swap | None = None) -> "Edge":
-    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several."""
+def create_app(
+    served: Sequence[Served],
+    http: HttpConfig,
+    *,
+    version: str,
+    swap: Swap | None = None,
+    holding: Holding | None = None,
+    download: Download | None = None,
+) -> "Edge":
+    """The application of one api process. `swap` asks the supervisor for another model, or to load one of several.
+    `holding`: the settings, if they may change. `download` gets a model from the Hub, for a server whose model may be
+    swapped."""
+    if not http.admin.enable_model_swap:
+        download = None
     state = Database(http.reports.state)
     jobs = Jobs(state)
     services = [
@@ -123,13 +137,16 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
     batches = BatchEndpoints(services[0], calls)
     message_batches = MessageBatches(services[0], calls)
     runs = BackgroundRuns(state, jobs)
-    about = AboutEndpoints(services).routes()
-    for router, service, sleeper in zip(routers, services, (each.sleeper for each in served), strict=True):
+    about = AboutEndpoints(services)
+
+    def fill(number: int) -> None:
+        """Makes the routes of a model."""
+        router, service = routers[number], services[number]
         sections = {
             "Chat and completions": OpenAIEndpoints(service).routes(),
             "Responses": ResponsesEndpoints(service, runs).routes(),
             "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
-            "Ollama's API": OllamaEndpoints(service, services).routes(),
+            "Ollama's API": OllamaEndpoints(service, services, download).routes(),
             "llama-server's API": LlamaCppEndpoints(service).routes(),
             "Embeddings and scores": PoolingEndpoints(service).routes(),
             "Tokens": [
@@ -138,16 +155,28 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
                 *GenerateEndpoints(service).routes(),
             ],
             "Files and batches": batches.routes(),
-            "The server": about + InvocationsEndpoint(service, router).routes(),
-            "Administration": AdminEndpoints(service, sleeper).routes() + _changing(services, swap),
+            "The server": about.routes() + InvocationsEndpoint(service, router).routes(),
+            "Administration": [
+                *AdminEndpoints(service, served[number].sleeper).routes(),
+                *_changing(services, swap),
+                *(() if holding is None else SettingsEndpoints(service, holding).routes()),
+            ],
         }
-        router.routes += [operation for section in sections.values() for operation in section]
-        if router is routers[0]:
+        router.routes[:] = [operation for section in sections.values() for operation in section]
+        if number == 0:
             description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
             router.routes += [
                 Route("/openapi.json", Description(description), methods=["GET"]),
                 *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
             ]
+
+    def replaced(number: int, config: EngineConfig) -> None:
+        services[number].config = config
+        about.replaced(number)
+        fill(number)
+
+    for number in range(len(served)):
+        fill(number)
     return Edge(
         app,
         jobs,
@@ -155,13 +184,21 @@ def create_app(served: Sequence[Served], http: HttpConfig, *, version: str, swap
         stats=services[0].gateway.stats,
         retry_after_s=lambda: max(service.gateway.retry_after_s for service in services),
         state=state,
+        replaced=replaced,
+        services=services,
     )
 
 
 def _changing(services: Sequence[Service], swap: Swap | None) -> list[Operation]:
     if swap is None:
         return []
-    return SwapEndpoints(services[0], swap).routes() if len(services) == 1 else ModelEndpoints(services, swap).routes()
+    if services[0].residence is None:
+        return SwapEndpoints(services[0], swap).routes()
+    return ModelEndpoints(services, swap).routes()
+
+
+def _no_model(model: int, config: EngineConfig) -> None:
+    raise AssertionError(f"there is no model {model}")
 
 
 class Background(Protocol):
@@ -186,18 +223,24 @@ class Edge:
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
         state: Database | None = None,
+        replaced: Callable[[int, EngineConfig], None] = _no_model,
+        services: Sequence[Service] = (),
     ) -> None:
         """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
-        of the rate limits, which are shared through `state`, if that is given."""
+        of the rate limits, which are shared through `state`, if that is given. `replaced`: call it when one of several
+        models has another version, with its number. `services`: that follow changes of settings."""
+        self.replaced = replaced
+        self._services = services
         self._app = app
         self._background = background
         self._limits = config.clients
+        self._has_started = False
         self._root_path = config.listen.root_path
         self._stats = stats
         self._retry_after_s = retry_after_s
-        account = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
-        self._keys = Keys(config.api_keys, account, clock)
-        self._admin_keys = Keys(config.admin_keys, account, clock)
+        self._anyone = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
+        self._keys = Keys(config.api_keys, self._anyone, clock)
+        self._admin_keys = Keys(config.admin_keys, self._anyone, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._rates = None if state is None else SharedRates(state, self._keys.buckets())
         self._origins = Origins(config)
@@ -206,8 +249,23 @@ class Edge:
     def start(self) -> None:
         """Starts the background work, when the engine is ready."""
         self._background.start()
+        self._has_started = True
         if self._rates is not None:
             self._rates.start()
+
+    def change(self, engine: EngineConfig, config: HttpConfig, observers: Sequence[Observer]) -> None:
+        """These settings hold for requests from now on."""
+        for service in self._services:
+            service.change(engine, config, observers)
+        self._limits = config.clients
+        self._anyone.change(self._limits.requests_per_minute, self._limits.tokens_per_minute)
+        self._keys.change(config.api_keys)
+        self._admin_keys.change(config.admin_keys)
+        self._origins = Origins(config)
+        if self._rates is not None:
+            self._rates.buckets = self._keys.buckets()
+            if self._has_started:
+                self._rates.start()
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -256,6 +314,8 @@ class Edge:
         if scope["path"] not in _OPEN_PATHS:
             caller = self._caller(scope["path"], headers)
             state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
+            state["caller"] = caller.name
+            state["is_admin"] = caller in self._admin_keys
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
@@ -316,7 +376,7 @@ class Edge:
         """404 or 405; the router stops at the first route of a path, which may have one for each method."""
         matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
-        if not allowed:
+        if not allowed or scope["path"] in _ABSENT:
             return HttpError(404, _absent(scope["path"]), code="not_found")
         return HttpError(405, "This method is not allowed here.", headers=((b"allow", ", ".join(allowed).encode()),))
 

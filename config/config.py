@@ -28,8 +28,14 @@ ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash-attn": "flash-at
 BatchInvariance = Literal["exact", "float32", "none"]
 
 
-def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
-    return Meta(description=text, extra={"group": group}, ge=ge, le=le)
+Live = Literal["any", "within"]
+"""How a setting may change while the server runs (`PATCH /admin/settings`): to any value, or within what the start has
+reserved for it."""
+
+
+def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None, live: Live | None = None) -> Meta:
+    """`live`: None: it needs a restart."""
+    return Meta(description=text, extra={"group": group, "live": live}, ge=ge, le=le)
 
 
 _OR_SHOWN = "or module:FAMILY; auto: what its chat template shows"
@@ -174,10 +180,16 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
-    max_num_seqs: Annotated[int, _doc("engine", "maximum number of sequences that run at once", ge=1, le=65536)] = 256
+    max_num_seqs: Annotated[
+        int, _doc("engine", "maximum number of sequences that run at once", ge=1, le=65536, live="within")
+    ] = 256
     max_num_batched_tokens: Annotated[
         _Positive | None,
-        _doc("engine", "maximum tokens of a step; long prompts are chunked (default: 2048, CPU 512, encoders 4 times)"),
+        _doc(
+            "engine",
+            "maximum tokens of a step; long prompts are chunked (default: 2048, CPU 512, encoders 4 times)",
+            live="within",
+        ),
     ] = None
     kv_cache_memory: Annotated[
         _Positive | None,
@@ -201,6 +213,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "engine",
             "order of requests: by arrival, by their priority, fair shares for tenants, the shortest first, or by the "
             "deadlines of --latency-classes; under the last two nobody waits for newcomers for ever",
+            live="any",
         ),
     ] = "fcfs"
     latency_classes: Annotated[
@@ -209,14 +222,19 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "engine",
             "targets of classes of requests, in JSON, which requests name as service_tier: "
             '{"interactive": {"ttft_ms": 500, "itl_ms": 50}, "batch": {"share": 0.5}}',
+            live="any",
         ),
     ] = None
     itl_target_ms: Annotated[
         _PositiveFloat | None,
-        _doc("engine", "longest delay of a stream's next token by a prompt's chunk, in ms (default: no bound)"),
+        _doc(
+            "engine",
+            "longest delay of a stream's next token by a prompt's chunk, in ms (default: no bound)",
+            live="any",
+        ),
     ] = None
     max_queued_requests: Annotated[
-        int, _doc("engine", "maximum number of waiting requests; further ones get 429", ge=1)
+        int, _doc("engine", "maximum number of waiting requests; further ones get 429", ge=1, live="any")
     ] = 10_000
     max_queued_tokens: Annotated[
         int,
@@ -224,6 +242,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "engine",
             "maximum tokens of waiting requests, prompt + longest output; further ones get 429; 4M is 4194304",
             ge=1,
+            live="any",
         ),
     ] = 16_777_216
     kv_eviction: Annotated[
@@ -236,6 +255,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "engine",
             "where KV is kept beyond the device, nearest first: host, disk, shared, redis, p2p or module:Class, each "
             "with its options, such as host,size=4G disk,path=DIR,size=20G",
+            live="within",
         ),
     ] = ()
     kv_peers: Annotated[
@@ -292,7 +312,11 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     speculative: Annotated[
         str | None,
-        _doc("engine", "ngram: draft tokens from earlier text of the request; ngram,tokens=4: at most 4 in a step"),
+        _doc(
+            "engine",
+            "ngram: draft tokens from earlier text of the request; ngram,tokens=4: at most 4 in a step",
+            live="within",
+        ),
     ] = None
     deterministic: Annotated[
         bool, _doc("engine", "slower: a request's output does not depend on other requests, bit by bit")
@@ -305,6 +329,10 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "if a CUDA graph cannot be recorded",
         ),
     ] = False
+    log_level: Annotated[
+        Literal["info", "warning", "error"],
+        _doc("server", "least important lines that the processes log", live="any"),
+    ] = "info"
     client_address: Annotated[
         str | None,
         _doc("engine", "address for programs that send token ids (`EngineClient`): ipc:///path or tcp://host:port"),
@@ -380,7 +408,7 @@ class KeyOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What administrators may do."""
 
-    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace the model (POST /admin/models)")] = (
+    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace a model (POST /admin/models)")] = (
         False
     )
     enable_sleep_mode: Annotated[
@@ -393,19 +421,28 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     requests_per_minute: Annotated[
         _Positive | None,
-        _doc("access", "maximum requests per minute of each key, or of all clients if there are no keys"),
+        _doc("access", "maximum requests per minute of each key, or of all clients if there are no keys", live="any"),
     ] = None
     tokens_per_minute: Annotated[
         _Positive | None,
-        _doc("access", "maximum prompt + output tokens per minute of each key, or of all clients if there are no keys"),
+        _doc(
+            "access",
+            "maximum prompt + output tokens per minute of each key, or of all clients if there are no keys",
+            live="any",
+        ),
     ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
-        _doc("access", "origins of web pages that may use this server: https://host, or * for any (CORS)"),
+        _doc("access", "origins of web pages that may use this server: https://host, or * for any (CORS)", live="any"),
     ] = ()
     max_body_size: Annotated[
         int,
-        _doc("limits", "maximum size of a request's body in bytes, up to 128M; 16M is 16777216", ge=1, le=134217728),
+        _doc(
+            "limits",
+            "maximum size of a request's body in bytes, up to 128M; 16M is 16777216",
+            ge=1,
+            le=134217728,
+        ),
     ] = 16777216
     max_head_size: Annotated[
         int,
@@ -422,9 +459,12 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc("limits", "how long an idle connection is kept, in seconds; should be longer than a proxy keeps it", ge=1),
     ] = 75
     request_timeout_s: Annotated[
-        _PositiveFloat | None, _doc("limits", "maximum duration of a request, in seconds (default: no bound)")
+        _PositiveFloat | None,
+        _doc("limits", "maximum duration of a request, in seconds (default: no bound)", live="any"),
     ] = None
-    access_log: Annotated[bool, _doc("network", "log a line for each request, without prompts and keys")] = True
+    access_log: Annotated[
+        bool, _doc("network", "log a line for each request, without prompts and keys", live="any")
+    ] = True
 
 
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -442,7 +482,7 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc("server", "prefix of metric names in /metrics; vllm: for dashboards made for vLLM"),
     ] = "pagewire"
     enable_log_requests: Annotated[
-        bool, _doc("server", "log a line for each finished request: tokens and times, never texts")
+        bool, _doc("server", "log a line for each finished request: tokens and times, never texts", live="any")
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -453,13 +493,20 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How processes are started, watched, replaced and ended."""
 
-    start_timeout_s: Annotated[float, _doc("server", "how long a process may take to start, in seconds", ge=1)] = 600.0
+    start_timeout_s: Annotated[
+        float, _doc("server", "how long a process may take to start, in seconds", ge=1, live="any")
+    ] = 600.0
     hang_timeout_s: Annotated[
-        float, _doc("server", "a process that does not respond for this many seconds is replaced", ge=1)
+        float, _doc("server", "a process that does not respond for this many seconds is replaced", ge=1, live="any")
     ] = 10.0
     outage_wait: Annotated[
         float,
-        _doc("network", "how long new requests wait for a process to be replaced, in seconds, before a 503", ge=0),
+        _doc(
+            "network",
+            "how long new requests wait for a process to be replaced, in seconds, before a 503",
+            ge=0,
+            live="any",
+        ),
     ] = 30.0
     api_processes: Annotated[
         int,
@@ -474,8 +521,8 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _Positive | None,
         _doc(
             "server",
-            "memory that the loaded ones of several models may take together, such as 24G (default: four fifths of "
-            "what is free at the start)",
+            "host's memory that the loaded ones of several models may take together, such as 24G (default: four "
+            "fifths of what is free at the start); of GPUs they take what --gpu-memory-utilization says",
         ),
     ] = None
     model_wait: Annotated[
@@ -484,7 +531,12 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 300.0
     drain_timeout: Annotated[
         float,
-        _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
+        _doc(
+            "network",
+            "how long open requests may go on after SIGTERM, in seconds; a second signal ends them",
+            ge=0,
+            live="any",
+        ),
     ] = 60.0
     nnodes: Annotated[
         int,
@@ -523,14 +575,15 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     service: ServiceOptions = ServiceOptions()
 
 
-class ModelVersion(Struct, frozen=True):
-    """A model that the server serves or has served."""
+class ModelVersion(Struct, frozen=True, omit_defaults=True):
+    """A model that the server serves, has served, or could not load after open requests had ended for it."""
 
     version: int  # from 1, in the order of their loading
     root: str  # its folder
     name: str
     created: int  # when it was loaded, in seconds since 1970
-    state: Literal["serving", "retired"]
+    state: Literal["serving", "retired", "failed"]
+    problem: str | None = None  # why it could not be loaded
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
@@ -589,6 +642,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
+    # Of a model with an encoder, whose prompts the encoder reads: what its decoder's text begins with. Empty: others.
+    decoder_start_ids: tuple[int, ...] = ()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
     infill: Infill | None = None  # None: the tokenizer has no tokens for it
@@ -599,6 +654,14 @@ class NumaNode(Struct, frozen=True):
 
     number: int
     cores: tuple[tuple[int, ...], ...]  # the CPUs (hardware threads) of each core, as Linux numbers them
+
+
+class GpuFacts(Struct, frozen=True, kw_only=True):
+    """A GPU that this process may use."""
+
+    name: str  # as CUDA_VISIBLE_DEVICES takes it in any order of the devices: GPU-…
+    total_bytes: int
+    free_bytes: int  # when it was looked at
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -618,6 +681,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_sockets: int = 1  # that this process may use
     attention_packages: tuple[str, ...] = ()  # values of --attention-backend whose package is installed
     cpu_quota: int | None = None  # whole CPUs whose time the control groups grant
+    gpus: tuple[GpuFacts, ...] = ()  # that this process may use; empty: unknown
 
     @property
     def usable_levels(self) -> tuple[str, ...]:
@@ -638,8 +702,9 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    engine_number: int = 0  # among those of `data_parallel_size`, or among the models of one launch
-    is_one_of_models: bool = False  # other models are served by the same api processes
+    gpus: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
+    engine_number: int = 0  # among all that the launch's api processes serve
+    number_in_model: int | None = None  # among the engines of one of several models; None: there is one model
     system_prompt: str = ""  # of conversations that have none
     block_size: int
     # Narrowed: what the user may leave open is decided here.
@@ -755,11 +820,21 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     versions: tuple[ModelVersion, ...] = ()
 
 
+class Said(Struct, frozen=True, kw_only=True):
+    """What a `ServerConfig` was decided from, to decide again when settings change. It holds keys."""
+
+    config: Config
+    machine: MachineFacts
+    keys: tuple[ApiKey, ...] = ()  # of --api-key-file, without the rates of other flags
+    admin_keys: tuple[ApiKey, ...] = ()  # of --admin-api-key-file
+
+
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """What a supervisor is given. It gives `engine` to each of its processes, and `http` to those that serve HTTP."""
 
     engine: EngineConfig
     http: HttpConfig
+    said: Said | None = None  # None: settings cannot change while it runs
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

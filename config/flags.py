@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 import msgspec
 
 from ..errors import ConfigError
-from .config import Config, parse_size
+from .config import Config, Live, parse_size
 
 _SIZES = frozenset(  # settings that may be written 2G or 8k
     {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}
@@ -33,6 +33,7 @@ class Setting(NamedTuple):
     kind: object  # its type
     default: object
     help: str
+    live: Live | None  # how it may change while the server runs; None: it needs a restart
 
     @property
     def flag(self) -> str:
@@ -46,8 +47,8 @@ def _settings() -> dict[str, Setting]:
         for field in msgspec.structs.fields(struct):
             kind, meta = get_args(hints[field.name])[:2]
             assert field.name not in found, f"two settings are called {field.name}"
-            group = meta.extra["group"]
-            found[field.name] = Setting(field.name, section, group, kind, field.default, meta.description)
+            group, live = meta.extra["group"], meta.extra["live"]
+            found[field.name] = Setting(field.name, section, group, kind, field.default, meta.description, live)
     return found
 
 

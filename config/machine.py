@@ -17,7 +17,7 @@ from ..kernels.cpu.build import compiler, shipped_levels
 from ..kernels.cpu.levels import cpu_features, levels_here
 from .config import ATTENTION_PACKAGES, MachineFacts, NumaNode
 from .cpus import cpu_quota, num_sockets, numa_nodes, online_cpus
-from .gpu import lowest_capability
+from .gpu import lowest_capability, visible_gpus
 
 OVERRIDES = "PAGEWIRE_MACHINE"
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # Linux
@@ -85,6 +85,7 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
         num_sockets=num_sockets(cpus),
         attention_packages=tuple(name for name, package in ATTENTION_PACKAGES.items() if _version(package)),
         cpu_quota=quota,
+        gpus=visible_gpus(environment) if has_gpu else (),
     )
 
 

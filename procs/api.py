@@ -16,9 +16,10 @@ import msgspec
 import uvicorn
 
 from ..api.admin.endpoints import Sleeper
+from ..api.admin.settings import Holding
 from ..api.app import Served, create_app
 from ..api.gateway.engine import Engine
-from ..api.gateway.gateway import FromEngine, Gateway
+from ..api.gateway.gateway import Bounds, FromEngine, Gateway
 from ..api.gateway.request_end import Observer, log_request
 from ..api.gateway.residence import Residence
 from ..api.http.server import HttpServer, UvicornConfig
@@ -28,16 +29,19 @@ from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import (
     RID_BITS,
+    Change,
     Demand,
     Facts,
     Leave,
     ModelStates,
     Ping,
     Pulse,
+    Replaced,
     Reset,
     Restored,
     Serve,
     Serving,
+    Settings,
     Slept,
     Snapshot,
     Stop,
@@ -49,6 +53,7 @@ from ..ipc.messages import (
     Vacated,
 )
 from ..version import __version__
+from .download import download
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -87,24 +92,28 @@ class ApiActor:
         index: int = 0,
         engines: Sequence[Post] = (),
         models: Sequence[EngineConfig] = (),
+        settings: Settings | None = None,
     ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
         bits of its rids. `engines`: what sends to each of several engines; `start` is given what sends to one.
-        `models`: of each of these engines, if they serve different models."""
+        `models`: those that they serve, if there are several; the engines of each follow each other. `settings`: that
+        hold instead of `config`."""
         self._name = name
         self._engines = engines
         self._models = models
-        self._config = config
+        self._start = config
+        self._settings = Settings(0, config, http) if settings is None else settings
+        self._config = self._settings.engine
         self._http = http
         self._http_fd = http_fd
         self._index = index
         self._serving: asyncio.Task[None] | None = None
         self._served: list[Served] = []  # the models
+        self._places: list[tuple[int, int]] = []  # of each of several models' engines: its model, its number there
         self._heard_at: list[list[float]] = []  # for each model each core's last report
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
-        self._waits_for = ""  # what a replacement waits for on other machines
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
         self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
@@ -118,47 +127,71 @@ class ApiActor:
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         engines = self._engines or (post,)
         if self._models:
-            self._served = [
-                self._serve(number, config, [engine])
-                for number, (config, engine) in enumerate(zip(self._models, engines, strict=True))
-            ]
+            for model, config in enumerate(self._models):
+                first = len(self._places)
+                self._places += [(model, number) for number in range(config.data_parallel_size)]
+                self._served.append(self._serve(model, config, engines[first : len(self._places)]))
+            assert len(self._places) == len(engines), (self._places, engines)
         else:
             self._served = [self._serve(0, self._config, engines)]
         self._heard()
         self._socket = socket.socket(fileno=self._http_fd)
-        self._app = create_app(self._served, self._http, version=__version__, swap=self.swap)
+        self._app = create_app(
+            self._served,
+            self._http,
+            version=__version__,
+            swap=self.swap,
+            download=download,
+            holding=None if self._models else Holding(self._start, lambda: self._settings, self.change),
+        )
         self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
         return Facts()
 
     def _serve(self, number: int, config: EngineConfig, engines: Sequence[Post]) -> Served:
         """What serves one of the models, by these engines."""
         residence: Residence | None = None
-        index, wait_s = self._index, self._http.service.outage_wait
+        index = self._index
         if self._models:
             residence = Residence(partial(self._demand, number))
             epoch, rest = divmod(self._index, self._http.service.api_processes)
             index = (epoch * len(self._models) + number) * self._http.service.api_processes + rest
-            wait_s = self._http.service.model_wait
         gateway = Gateway(
             *(partial(engine, "tokenizer") for engine in engines),
             api_index=index,
-            outage_wait_s=wait_s,
-            max_held=len(engines) * config.max_queued_requests,
-            max_open=len(engines) * (config.max_num_seqs + config.max_queued_requests),
+            **self._bounds(config, len(engines)),
             has_siblings=self._http.service.api_processes > 1,
             on_use=(lambda _: None) if residence is None else residence.use,
-            latency_classes=with_default(config.latency_classes),
         )
         if residence is not None:  # until it is said to be there
-            gateway.handle([Reset(1, 1, (), f"{config.served_model_names[0]} is not loaded.")])
+            why = f"{config.served_model_names[0]} is not loaded."
+            gateway.handle([Reset(1, 1, (), why, engine.number) for engine in gateway.engines])
         return Served(
             gateway,
             config,
             Sleeper(*(partial(engine, "core") for engine in engines)),
             healthy=partial(self._complaint_of_model, number),
-            observers=self._observers(config),
+            observers=self._observers(self._trace(config)),
             residence=residence,
         )
+
+    def _bounds(self, config: EngineConfig, num_engines: int) -> Bounds:
+        """Those of a gateway."""
+        service = self._http.service
+        return {
+            "outage_wait_s": service.model_wait if self._models else service.outage_wait,
+            "max_held": num_engines * config.max_queued_requests,
+            "max_open": num_engines * (config.max_num_seqs + config.max_queued_requests),
+            "latency_classes": with_default(config.latency_classes),
+        }
+
+    def _settle(self, settings: Settings) -> None:
+        """Follows other settings, unless they were sent to a process before this one."""
+        if settings.number <= self._settings.number or settings.http is None:
+            return
+        self._settings, self._config, self._http = settings, settings.engine, settings.http
+        for served in () if self._models else self._served:
+            served.gateway.change(self._bounds(self._config, len(served.gateway.engines)))
+        self._app.change(self._config, self._http, self._observers(self._tracings))
 
     def _demand(self, model: int, is_open: bool, keep_alive_s: float | None) -> None:
         self._post("supervisor", Demand(self._name, model, is_open, keep_alive_s))
@@ -167,8 +200,10 @@ class ApiActor:
         outputs: list[list[FromEngine]] = [[] for _ in self._served]
         for message in messages:
             match message:
-                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Leave():
+                case Serve() | Swapped() | Stop() | Vacate() | Ping() | ModelStates() | Replaced() | Leave():
                     self._obey(message)
+                case Settings():
+                    self._settle(message)
                 case Slept():
                     number, slept = self._of_model(message)
                     self._served[number].sleeper.hear(slept)
@@ -183,7 +218,7 @@ class ApiActor:
             if of_model:
                 served.gateway.handle(of_model)
 
-    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Leave) -> None:
+    def _obey(self, message: Serve | Swapped | Stop | Vacate | Ping | ModelStates | Replaced | Leave) -> None:
         """What the supervisor says."""
         match message:
             case Serve() if self._serving is None:
@@ -205,21 +240,28 @@ class ApiActor:
                 leaving.add_done_callback(self._leaving.discard)
             case Ping():
                 self._served[0].gateway.late_beats = message.late_beats
-                self._waits_for = message.waits_for
+                self._served[0].gateway.waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
+            case Replaced():
+                config = msgspec.json.decode(message.config, type=EngineConfig)
+                why = f"Another version of {config.served_model_names[0]} has taken its place."
+                gateway = self._served[message.model].gateway
+                gateway.change(self._bounds(config, len(gateway.engines)))
+                gateway.replaced(why)
+                self._app.replaced(message.model, config)
             case Serve() | Leave():
                 pass
 
     def _of_model(self, message: M) -> tuple[int, M]:
-        """The number of the model that a message is about, and the message as the gateway of that model takes it: its
-        only engine has number 0."""
+        """The number of the model that a message is about, and the message as the gateway of that model takes it: it
+        counts only its own engines."""
         if not self._models:
             return 0, message
         match message:
             case Snapshot() | Pulse() | Reset() | Restored() | Slept():
-                number = message.engine if message.engine < len(self._models) else 0
-                return number, msgspec.structs.replace(message, engine=0)
+                own = self._places[message.engine] if message.engine < len(self._places) else (0, 0)
+                return own[0], msgspec.structs.replace(message, engine=own[1])
             case TextBatch(chunks=chunks):
                 rid = chunks[0].rid if chunks else 0
             case _:
@@ -259,34 +301,44 @@ class ApiActor:
 
     async def swap(self, changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         """Asks the supervisor to replace the model; see `Swap`."""
+        return await self._ask(lambda number: Swap(self._name, number, changes, version, must_drain))
+
+    async def change(self, changes: bytes, who: str) -> Swapped:
+        """Asks the supervisor for other settings; see `Change`."""
+        return await self._ask(lambda number: Change(self._name, number, changes, who))
+
+    async def _ask(self, message: Callable[[int], Swap | Change]) -> Swapped:
+        """Asks the supervisor. `message`: of this number."""
         self._num_swaps += 1
         number = self._num_swaps
         answer: asyncio.Future[Swapped] = asyncio.get_running_loop().create_future()
         self._swaps[number] = answer
-        self._post("supervisor", Swap(self._name, number, changes, version, must_drain))
+        self._post("supervisor", message(number))
         return await answer
 
     async def _vacate(self, engine: int) -> None:
-        if self._models:
-            await self._served[engine].gateway.vacated(0)
-        else:
-            await self._served[0].gateway.vacated(engine)
+        model, number = self._places[engine] if self._models else (0, engine)
+        await self._served[model].gateway.vacated(number)
         self._post("supervisor", Vacated(self._name, engine))
 
-    def _observers(self, config: EngineConfig) -> list[Observer]:
-        """What is called at the end of each request. Raises ConfigError."""
+    def _observers(self, tracings: "Sequence[Tracing]") -> list[Observer]:
+        """What is called at the end of each request."""
         observers: list[Observer] = [log_request] if self._http.reports.enable_log_requests else []
-        if (endpoint := self._http.reports.otlp_traces_endpoint) is not None:
-            try:
-                from ..api.gateway.tracing import Tracing
-            except ModuleNotFoundError as error:
-                raise ConfigError(
-                    "--otlp-traces-endpoint needs packages that are not installed: pip install 'pagewire[otel]'."
-                ) from error
-            tracing = Tracing(endpoint, model=config.served_model_names[0], version=__version__)
-            self._tracings.append(tracing)
-            observers.append(tracing.observe)
-        return observers
+        return [*observers, *(tracing.observe for tracing in tracings)]
+
+    def _trace(self, config: EngineConfig) -> "list[Tracing]":
+        """What sends spans of the requests of a model, if that was asked for. Raises ConfigError."""
+        if (endpoint := self._http.reports.otlp_traces_endpoint) is None:
+            return []
+        try:
+            from ..api.gateway.tracing import Tracing
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "--otlp-traces-endpoint needs packages that are not installed: pip install 'pagewire[otel]'."
+            ) from error
+        tracing = Tracing(endpoint, model=config.served_model_names[0], version=__version__)
+        self._tracings.append(tracing)
+        return [tracing]
 
     def _on_listening(self) -> None:
         self._post("supervisor", Serving(shown_address(self._http.listen, self._socket)))
@@ -306,7 +358,8 @@ class ApiActor:
         now = time.monotonic()
         if (outage := engine.outage) is not None:
             for_s = now - outage.since
-            still = f" It is {self._waits_for}." if self._waits_for else ""
+            waits_for = self._served[0].gateway.waits_for
+            still = f" It is {waits_for}." if waits_for else ""
             return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced.{still}"
         silent = now - heard_at[engine.number]
         if silent > SILENT_LIMIT_S:

@@ -35,14 +35,16 @@ from ..ipc.messages import (
     Pong,
     Pulse,
     Ready,
+    Settings,
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext
 from .lifeline import tie_life_to
 from .liveness import dump_stacks_on_quit, volunteer
-from .log_lines import escaped, write_log_lines
+from .log_lines import escaped, set_log_level, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
+from .process_usage import process_usage
 from .topology import ACTORS, index, kind
 
 _TELL_S = 0.25  # between two reports of how much of the weights is read
@@ -57,7 +59,7 @@ class EngineMailboxes(Struct, frozen=True):
     addresses: dict[str, str]  # of its mailboxes
     epoch: int
     device_epoch: int
-    config: EngineConfig | None = None  # if it serves another model than the others
+    config: EngineConfig | None = None  # of the first engine of one of several models; the next ones serve it as well
 
 
 class Launch(Struct, frozen=True):
@@ -84,10 +86,27 @@ class Launch(Struct, frozen=True):
     broken_kernels: tuple[str, ...] = ()  # GPU kernels whose check broke the device of an earlier worker
     mailbox_fd: int = -1  # a listening socket for its mailbox, which outlives it; -1: it binds its address itself
     engines: tuple[EngineMailboxes, ...] = ()  # for api processes of several engines, by number
+    settings: Settings | None = None  # that hold instead of those above; None: nothing was changed since the start
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
-        return self if kind(name) == "api" else structs.replace(self, http=None, http_fd=-1)
+        if kind(name) == "api":
+            return self
+        settings = None if self.settings is None else settings_of(name, self.settings)
+        return structs.replace(self, http=None, http_fd=-1, settings=settings)
+
+
+def settings_of(name: str, settings: Settings) -> Settings:
+    """What this actor may know of them."""
+    return settings if kind(name) == "api" else structs.replace(settings, http=None, history=())
+
+
+def shown_engine(engine: EngineConfig) -> str:
+    """For operators: one of several."""
+    if engine.number_in_model is None:
+        return f"engine {engine.engine_number}"
+    several = f", engine {engine.number_in_model}" if engine.data_parallel_size > 1 else ""
+    return f"{engine.served_model_names[0]}{several}"
 
 
 def exit_code(error: BaseException) -> int:
@@ -168,8 +187,9 @@ async def run_actor(
     inbox: Inbox[object],
     post: Post,
     on_ready: Callable[[Facts], None],
+    settings: int = 0,
 ) -> None:
-    """Hands an actor its messages, until `Stop`."""
+    """Hands an actor its messages, until `Stop`. `settings`: the number of those that it was given."""
     woken = asyncio.Event()
     on_ready(actor.start(post))
     inbox.subscribe(asyncio.get_running_loop(), woken.set)
@@ -186,12 +206,15 @@ async def run_actor(
         for message in messages:
             if isinstance(message, Ping):
                 num_handled += 1
-                post("supervisor", Pong(name, epochs.chain, num_handled))
-                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine)
+                post("supervisor", Pong(name, epochs.chain, num_handled, settings=settings))
+                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine, process_usage())
                 if kind(name) == "api":
                     actor.handle([pulse])  # a process has no outbox to itself
                 else:
                     post("api", pulse)
+            elif isinstance(message, Settings) and message.number > settings:
+                settings = message.number
+                set_log_level(message.engine.log_level)
             elif isinstance(message, Leave):
                 post("supervisor", message)
             elif isinstance(message, Stop):
@@ -217,7 +240,7 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config, keys=launch.keys, epoch=counter_of(launch.epoch))
+            actor = CoreActor(config, keys=launch.keys, epoch=counter_of(launch.epoch), settings=launch.settings)
         case "grammar":
             from .grammar import GRAMMAR_BYTES, GrammarActor
 
@@ -239,7 +262,14 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
             first_rid = api_index(index(name), counter_of(launch.epoch), launch.num_apis)
             models = [each.config for each in launch.engines if each.config is not None]
             actor = ApiActor(
-                config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid, engines=engines, models=models
+                config,
+                launch.http,
+                http_fd=launch.http_fd,
+                name=name,
+                index=first_rid,
+                engines=engines,
+                models=models,
+                settings=launch.settings,
             )
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
@@ -264,12 +294,12 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
     dump_stacks_on_quit()
     volunteer(_OOM_SCORES.get(kind(name), 0))
     number = NO_ENGINE if launch.engines else launch.config.engine_number
-    is_one_of_several = launch.config.data_parallel_size > 1 and not launch.engines
-    shown = f"{name} of engine {number}" if is_one_of_several else name
-    if launch.config.is_one_of_models and not launch.engines:
-        shown = f"{name} of {launch.config.served_model_names[0]}"
+    has_others = launch.config.data_parallel_size > 1 or launch.config.number_in_model is not None
+    is_one_of_several = has_others and not launch.engines
+    shown = f"{name} of {shown_engine(launch.config)}" if is_one_of_several else name
     _set_title(shown)
     write_log_lines(shown)
+    set_log_level((launch.config if launch.settings is None else launch.settings.engine).log_level)
     epochs = Epochs(launch.epoch, launch.device_epoch, engine=number)
     context = ZmqContext(launch.keys, epochs)
 
@@ -311,7 +341,8 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
         else:
             import uvloop
 
-            uvloop.run(run_actor(name, make_actor(name, launch, engines), epochs, inbox, post, on_ready))
+            number = 0 if launch.settings is None else launch.settings.number
+            uvloop.run(run_actor(name, make_actor(name, launch, engines), epochs, inbox, post, on_ready, number))
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, PagewireError):

@@ -21,6 +21,7 @@ from ..ipc.messages import (
     PromptEcho,
     Reset,
     RowLogprobs,
+    Settings,
     Stop,
     StopHit,
     TextBatch,
@@ -172,7 +173,7 @@ class DetokenizerActor:
                         self._post("api", message)
                 case Reset():
                     self._outputs.clear()
-                case Ping() | Leave() | Stop():
+                case Ping() | Settings() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

@@ -21,10 +21,11 @@ from msgspec.structs import replace
 from ..config.config import EngineConfig, ServerConfig
 from ..config.machine import machine_facts
 from ..errors import ConfigError
-from ..ipc.messages import Reset, Swap, Swapped
+from ..ipc.messages import Change, Reset, Settings, Swap, Swapped
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
-from .child import EngineMailboxes
+from .child import EngineMailboxes, shown_engine
 from .listening import Listening
+from .live_settings import LiveSettings
 from .shared_apis import SharedApis
 from .supervisor import Supervisor
 from .template import Templates
@@ -52,18 +53,16 @@ class EnginePart(Supervisor):
         weight_fds: Sequence[int],
         templates: Templates | None = None,
         on_loading: Callable[[], None] = _nothing,
+        settings: LiveSettings | None = None,
     ) -> None:
         """`config`: of this engine. `folder`: for its mailboxes. `apis`: the addresses of the api processes. `epochs`:
         in which it begins, of the chain and of the device; unless they are 1, the api processes wait for it.
-        `templates`: as of `Supervisor`. `on_loading`: called when `loaded_share` has changed."""
-        super().__init__(config, quiet=True, weight_fds=weight_fds, templates=templates)
+        `templates`, `settings`: as of `Supervisor`. `on_loading`: called when `loaded_share` has changed."""
+        super().__init__(config, quiet=True, weight_fds=weight_fds, templates=templates, settings=settings)
         self._on_loading = on_loading
         self._actors = [name for name in self._names if kind(name) != "api"]
         self._is_owned = True
-        is_model = config.engine.is_one_of_models
-        self._shown = (
-            f"{config.engine.served_model_names[0] if is_model else f'engine {config.engine.engine_number}'}: "
-        )
+        self._shown = f"{shown_engine(config.engine)}: "
         self._given_folder = folder
         self._other_apis = apis
         self._epoch, self._device_epoch = epochs
@@ -98,14 +97,6 @@ class EnginePart(Supervisor):
             self._epoch += 1
             self._tell_reset(lost, self._why_lost)
 
-    def _environment_of(self, name: str) -> dict[str, str]:
-        environment = super()._environment_of(name)
-        if kind(name) == "worker" and self._config.device == "cuda":
-            num, number = self._config.num_ranks, self._engine
-            visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[number * num : (number + 1) * num])
-        return environment
-
 
 class Engines:
     """The engines of one launch and its api processes. `run` is called once; the other methods are those of a
@@ -120,9 +111,10 @@ class Engines:
         listening: Listening,
         on_swap: Callable[[Swap], None] | None = None,
         weight_fds: Sequence[int] = (),
+        settings: LiveSettings | None = None,
     ) -> None:
-        """`weight_fds`: as of `Supervisor`; all engines share them. Raises ConfigError for settings that only a single
-        engine can have."""
+        """`weight_fds`, `settings`: as of `Supervisor`; all engines share them. Raises ConfigError for settings that
+        only a single engine can have."""
         engine = config.engine
         alone = {"--client-address": engine.client_address, "--record-trace": engine.record_trace}
         asked = [flag for flag, value in alone.items() if value]
@@ -134,6 +126,8 @@ class Engines:
         self._on_swap = on_swap
         self._weight_fds = list(weight_fds)
         self._service = config.http.service
+        self.settings = LiveSettings(config) if settings is None else settings
+        self._answering: set[asyncio.Task[None]] = set()  # a task for each `Change`
         self._num = engine.data_parallel_size
         self.is_ready = asyncio.Event()  # every process is ready
         self.failure: str | None = None  # why it ended, unless it was stopped
@@ -176,6 +170,22 @@ class Engines:
             for part in self._parts:
                 part.on_signal(signum)
 
+    async def apply(self, settings: Settings) -> None:
+        """Tells every process, and those that start later. Returns when the settings hold in all engines."""
+        assert settings.http is not None, "all is told"
+        self._service = settings.http.service
+        parts = [part for part in self._parts if not self._running[part].done()]
+        await asyncio.gather(self._apis.apply(settings), *(part.apply(settings) for part in parts))
+
+    def _on_change(self, change: Change) -> None:
+        """An api process asks for changed settings."""
+        task = asyncio.ensure_future(self._answer_change(change))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer_change(self, change: Change) -> None:
+        self.answer(change.name, await self.settings.answer(change, self.apply))
+
     def on_hangup(self) -> None:
         """Restarts the engines one after another."""
         if self._is_open and not self._is_stopping and (self._restarting is None or self._restarting.done()):
@@ -197,6 +207,8 @@ class Engines:
                 on_lost=self._on_lost_apis,
                 on_swap=self._on_swap,
                 notes=self._notes,
+                on_change=self._on_change,
+                settings=self.settings,
             )
             for number in range(self._num):
                 self._parts.append(self._begin(number))
@@ -224,6 +236,7 @@ class Engines:
             apis=self._apis.addresses,
             epochs=self._epochs[number],
             weight_fds=[os.dup(fd) for fd in self._weight_fds],
+            settings=self.settings,
         )
         self._run(part)
         return part
@@ -347,10 +360,17 @@ def of_engine(engine: EngineConfig, number: int) -> EngineConfig:
         engine,
         engine_number=number,
         device="cuda" if has_gpu else engine.device,
+        gpus=_gpus(engine)[number * size : (number + 1) * size] if has_gpu else (),
         cpu_sets=engine.cpu_sets[number * size : (number + 1) * size],
         kv_events=_beside(engine.kv_events, number),
         kv_events_replay=_beside(engine.kv_events_replay, number),
     )
+
+
+def _gpus(engine: EngineConfig) -> tuple[str, ...]:
+    """Those of all engines."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return engine.gpus or (tuple(visible.split(",")) if visible else tuple(map(str, range(1024))))
 
 
 def _beside(address: str | None, number: int) -> str | None:

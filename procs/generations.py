@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,17 @@ from msgspec import structs
 
 from ..config.config import Config, EngineConfig, ModelVersion, ServerConfig
 from ..config.flags import from_options
+from ..config.live import RELOADABLE
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
+from .child import process_age_s
 from .engines import Engines
+from .kept_settings import SettingsFile
 from .listening import Listening
+from .live_settings import LiveSettings
+from .prepare import read_keys
 from .supervisor import Supervisor, with_state
 
 Generation = Supervisor | Engines
@@ -30,21 +36,6 @@ Generation = Supervisor | Engines
 
 _KV_BYTES = 4 << 30  # a worker's KV cache at most, if --kv-cache-memory is not given
 _PROCESSES_BYTES = 1 << 30  # of the processes themselves
-_SWAPPABLE = frozenset(
-    {
-        "model",
-        "revision",
-        "served_model_name",
-        "dtype",
-        "quantization",
-        "max_model_len",
-        "max_num_seqs",
-        "kv_cache_memory",
-        "chat_template",
-        "tool_call_parser",
-        "reasoning_parser",
-    }
-)
 
 
 class Generations:
@@ -54,16 +45,22 @@ class Generations:
         self,
         config: Config,
         prepare: Callable[[Config], ServerConfig],
+        read_again: Callable[[], Config] | None = None,
     ) -> None:
-        """`prepare` may take long; from its second call on it runs on a thread."""
+        """`prepare` may take long; from its second call on it runs on a thread. `read_again`: reads flags and files
+        once more, on SIGHUP (default: nothing but the files of keys is read)."""
         self._prepare = prepare
+        self._read_again = read_again
         self._config = config
         self._configs: dict[int, Config] = {}  # by version
         self._versions: tuple[ModelVersion, ...] = ()
         self._engine: Generation
         self._running: dict[Generation, asyncio.Task[int]] = {}  # also one that drains or starts
         self._swap: asyncio.Task[None] | None = None
+        self._settings: LiveSettings | None = None  # of the engine that was started last
+        self._reading: asyncio.Task[None] | None = None  # because of SIGHUP
         self._signals: list[signal.Signals] = []
+        self._asked_at_s = 0.0  # age of this process when the last swap was asked for
 
     async def run(self) -> int:
         """From start to stop. The exit code is that of the engine that served last."""
@@ -71,15 +68,21 @@ class Generations:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         prepared = self._prepare(self._config)
-        if prepared.engine.data_parallel_size > 1:
-            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         self._listening = Listening(prepared.http.listen)
         self._folder = make_run_folder()
+        state = prepared.http.reports.state
+        file = None if state is None else SettingsFile(state)
+        self._settings = LiveSettings(prepared, file=file)
         try:
+            for line in await self._settings.restore():
+                self._print(line)
             self._begin(self._config, prepared)
             self._engine.serve()
             return await self._watch()
         finally:
+            if file is not None:
+                file.close()
             self._listening.close()
             remove_run_folder(self._folder)
 
@@ -101,25 +104,60 @@ class Generations:
             engine.on_signal(signum)
 
     def _on_hangup(self) -> None:
-        if isinstance(self._engine, Engines) and self._swap is None:
-            self._engine.on_hangup()
+        if self._swap is None and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.ensure_future(self._follow_files())
+
+    async def _follow_files(self) -> None:
+        """Takes over what the file of settings and those of keys say now. Several engines restart one by one."""
+        engine, settings = self._engine, self._engine.settings
+        try:
+            config = self._config if self._read_again is None else await asyncio.to_thread(self._read_again)
+            keys, admin_keys = read_keys(config)
+            found, others = settings.read_again(config, keys, admin_keys, "SIGHUP", time.time())
+        except ConfigError as error:
+            self._print(f"SIGHUP: {error} Nothing was changed.")
+        else:
+            if found is not None:
+                await engine.apply(found)
+                if problem := await settings.keep():
+                    self._print(problem)
+            last = () if found is None else [one for one in found.history if one.at == found.history[-1].at]
+            for one in last:
+                self._print(f"SIGHUP: {one.name} is {msgspec.json.encode(one.new).decode()} now.")
+            for name in others:
+                self._print(f"SIGHUP: {name} needs a restart.")
+            if not last and not others:
+                self._print("SIGHUP: no setting has changed.")
+        if isinstance(engine, Engines) and engine is self._engine and self._swap is None:
+            engine.on_hangup()
+
+    def _print(self, text: str) -> None:
+        print(f"pagewire: {text}", file=sys.stderr, flush=True)
 
     def _begin(self, config: Config, prepared: ServerConfig, weight_fds: Sequence[int] = ()) -> Generation:
         """Starts an engine, which does not listen yet. weight_fds: packed weights of another one."""
         number = len(self._versions) + 1
         self._configs[number] = config
-        retired = tuple(structs.replace(version, state="retired") for version in self._versions)
+        retired = tuple(
+            version if version.state == "failed" else structs.replace(version, state="retired")
+            for version in self._versions
+        )
         model, name = prepared.engine.model, prepared.engine.served_model_names[0]
         version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
         http = structs.replace(prepared.http, versions=self._versions)
         prepared = structs.replace(prepared, http=with_state(http, self._folder))
-        make = Engines if prepared.engine.data_parallel_size > 1 else Supervisor
+        assert self._settings is not None
+        if number > 1:
+            self._settings = self._settings.after(prepared)
+        one = partial(Supervisor, asked_at_s=self._asked_at_s)  # several have no timeline
+        make: Callable[..., Generation] = Engines if prepared.engine.data_parallel_size > 1 else one
         engine: Generation = make(
             prepared,
             listening=self._listening,
             on_swap=lambda swap: self._on_swap(engine, swap),
             weight_fds=weight_fds,
+            settings=self._settings,
         )
         self._running[engine] = asyncio.ensure_future(engine.run())
         self._engine = engine
@@ -131,15 +169,20 @@ class Generations:
             detail = "Another model is being loaded or has taken over, or the server stops."
             engine.answer(swap.name, Swapped(swap.number, 409, detail))
             return
+        engine.settings.hindrance = "Another model is being loaded; change settings when that is over."
+        if (said := engine.settings.now.said) is not None:  # with what was changed meanwhile
+            self._config = self._configs[len(self._versions)] = said.config
         self._swap = asyncio.ensure_future(self._replace(engine, swap))
         self._swap.add_done_callback(self._swapped)
 
     def _swapped(self, task: asyncio.Task[None]) -> None:
         self._swap = None
+        self._engine.settings.hindrance = ""
         task.result()  # the loop logs an exception
 
     async def _replace(self, old: Generation, swap: Swap) -> None:
         """Replaces `old`, or keeps it if the new engine does not start."""
+        self._asked_at_s = process_age_s()
         try:
             config = self._changed(swap)
             prepared = await asyncio.to_thread(self._prepare, config)
@@ -155,6 +198,7 @@ class Generations:
             if not await self._try(config, prepared, weight_fds) and not self._signals:
                 failed = self._engine
                 print("pagewire: going back to the model before.", file=sys.stderr)
+                self._asked_at_s = process_age_s()
                 if await self._try(before, await asyncio.to_thread(self._prepare, before)):
                     del self._running[failed]  # its exit code is not the server's
             return
@@ -177,7 +221,9 @@ class Generations:
         versions = self._versions
         engine = self._begin(config, prepared, weight_fds)
         if not await self._is_up(engine):
-            self._versions = versions
+            (*_, version) = self._versions
+            problem = engine.failure or "It was stopped."
+            self._versions = (*versions, structs.replace(version, state="failed", problem=problem))
             return False
         self._config = config
         engine.serve()
@@ -200,8 +246,8 @@ class Generations:
 
 def changed(config: Config, changes: dict[str, object]) -> Config:
     """`config` with the settings that a request of an administrator changes. Raises ConfigError."""
-    if unknown := sorted(changes.keys() - _SWAPPABLE):
-        raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(_SWAPPABLE))} can.")
+    if unknown := sorted(changes.keys() - RELOADABLE):
+        raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(RELOADABLE))} can.")
     for name in ("tool_call_parser", "reasoning_parser"):
         if ":" in str(changes.get(name, "")):  # importing a module runs its code
             raise ConfigError(f"{name} must be the name of a family here; only the command line may name a module.")

@@ -27,6 +27,7 @@ from ..ipc.messages import (
     Ping,
     Reset,
     Sampled,
+    Settings,
     Stop,
     ToGrammar,
     bytes_to_ids,
@@ -114,7 +115,7 @@ class GrammarActor:
                         self._go_on(rid, [token], answer)
                 case Reset():
                     self._forget()
-                case Ping() | Leave() | Stop():
+                case Ping() | Settings() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

@@ -26,6 +26,11 @@ def write_log_lines(name: str) -> None:
     logging.getLogger("pagewire").setLevel(logging.INFO)
 
 
+def set_log_level(level: str) -> None:
+    """`level`: as of --log-level. Of libraries it lets errors alone pass, as always."""
+    logging.getLogger("pagewire").setLevel(level.upper())
+
+
 class LineFormatter(logging.Formatter):
     def __init__(self, name: str) -> None:
         super().__init__(f"%(asctime)s {name}: %(message)s", "%H:%M:%S")

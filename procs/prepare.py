@@ -1,13 +1,14 @@
 """From what a user says to what processes are given: finds the checkpoint, reads its config and the files of keys."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ..api.http.tls import tls_context
 from ..api.output.parsers import registry as parsers
-from ..config.access import check_key_classes, read_key_file
-from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
+from ..config.access import ApiKey, check_key_classes, read_key_file
+from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, Said, ServerConfig
 from ..config.latency_classes import with_default
 from ..config.machine import machine_facts
 from ..config.plugins import check_module
@@ -34,19 +35,30 @@ def prepare(config: Config) -> EngineConfig:
 def prepare_server(config: Config) -> ServerConfig:
     """Finds the model, which is downloaded if need be, and decides what the user left open. Raises ConfigError, also
     for what only the engine's processes will open."""
-    engine = resolve(config, *examine(config))
-    http = prepare_http(config)
+    model, machine = examine(config)
+    engine = resolve(config, model, machine)
+    keys, admin_keys = read_keys(config)
+    said = Said(config=config, machine=machine, keys=keys, admin_keys=admin_keys)
+    http = _http_of(config, keys, admin_keys)
     check_key_classes(http.api_keys, with_default(engine.latency_classes))
-    return ServerConfig(engine=engine, http=http)
+    return ServerConfig(engine=engine, http=http, said=said)
+
+
+def read_keys(config: Config) -> tuple[tuple[ApiKey, ...], tuple[ApiKey, ...]]:
+    """What the files of users' and administrators' keys hold. Raises ConfigError."""
+    keys = config.keys
+    user_keys = () if keys.api_key_file is None else read_key_file(Path(keys.api_key_file))
+    file = keys.admin_api_key_file
+    return user_keys, () if file is None else read_key_file(Path(file), "--admin-api-key-file")
 
 
 def prepare_http(config: Config) -> HttpConfig:
     """Reads the files of keys and looks into those of certificates. Raises ConfigError."""
-    keys = config.keys
-    user_keys = () if keys.api_key_file is None else read_key_file(Path(keys.api_key_file))
-    file = keys.admin_api_key_file
-    admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")
-    http = resolve_http(config, user_keys, admin_keys)
+    return _http_of(config, *read_keys(config))
+
+
+def _http_of(config: Config, keys: Sequence[ApiKey], admin_keys: Sequence[ApiKey]) -> HttpConfig:
+    http = resolve_http(config, keys, admin_keys)
     tls_context(http.listen)
     return http
 

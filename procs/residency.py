@@ -1,8 +1,9 @@
 """Which of several models are loaded: a pure decision, which `procs/models.py` carries out.
 
 Knows each model's need of memory, who has open requests for it, and when it was used last. Reads no clock: every call
-is given the time in seconds on any clock. A model's memory counts from the decision to load it until its processes have
-ended, so the sum of the needs never exceeds the budget.
+is given the time in seconds on any clock. There is the host's memory, and that of each GPU if there are some; each has
+a budget. A model's memory counts from the decision to load it until its processes have ended, so the sum of the needs
+never exceeds a budget.
 
 Models are loaded one at a time, in the order in which they were asked for. If memory is short, the models that were
 used least recently are unloaded: at once if they are idle, and after `PATIENCE_S` also if they are busy. Loads for
@@ -30,9 +31,14 @@ State = Literal["unloaded", "loading", "loaded", "leaving", "failed"]
 class Terms(Struct, frozen=True):
     """What is known of a model before it is loaded."""
 
-    need_bytes: int
+    needs: tuple[int, ...]  # bytes of each memory
     is_pinned: bool = False  # loaded at the start, and never unloaded
     keep_alive_s: float = math.inf  # it is unloaded when it was idle for so long
+
+    @property
+    def need_bytes(self) -> int:
+        """Of the memory in which it computes: the GPUs', or the host's."""
+        return sum(self.needs[1:]) or self.needs[0]
 
 
 class Load(Struct, frozen=True):
@@ -78,19 +84,24 @@ class Resident(Struct):
 class Residency:
     """The models of one launch."""
 
-    def __init__(self, budget_bytes: int, terms: Sequence[Terms], now: float) -> None:
-        """Each model must fit into the budget beside those that are pinned (`misfits`)."""
-        self.budget_bytes = budget_bytes
+    def __init__(self, budgets: Sequence[int], terms: Sequence[Terms], now: float) -> None:
+        """`budgets`: bytes of each memory. Each model must fit into them beside those that are pinned (`misfits`)."""
+        self.budgets = tuple(budgets)
         self.models = [Resident(number, each, each.keep_alive_s, since=now) for number, each in enumerate(terms)]
         for model in self.models:
             model.wanted_since = now if model.terms.is_pinned else None
         self._debt_s = 0.0  # of loads for which others had to go, beyond their share of the time
         self._debt_at = now
 
-    @property
-    def used_bytes(self) -> int:
-        """The needs of all models that take memory."""
-        return sum(model.terms.need_bytes for model in self.models if model.takes_memory)
+    def used(self, *, with_leaving: bool = True) -> tuple[int, ...]:
+        """What the models that take memory need of each, in bytes. Without `with_leaving`: when those that leave have
+        ended."""
+        taking = [each for each in self.models if each.takes_memory and (with_leaving or each.state != "leaving")]
+        return _sum(self.budgets, [model.terms for model in taking])
+
+    def fits(self, model: Resident) -> bool:
+        """It can be loaded without unloading another one."""
+        return not model.takes_memory and _fits(self._lack(model))
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -111,7 +122,7 @@ class Residency:
         if terms.is_pinned and is_loaded is False:
             return "The model is pinned; unpin it to unload it."
         others = [terms if each is model else each.terms for each in self.models]
-        if is_pinned and misfits(self.budget_bytes, others):
+        if is_pinned and misfits(self.budgets, others):
             return "The other models would not fit into memory beside it; it cannot be pinned."
         model.terms = terms
         if is_loaded:
@@ -122,6 +133,22 @@ class Residency:
             model.keep_alive_s = 0.0
         self._want(model, now)
         return ""
+
+    def leave(self, number: int, now: float) -> None:
+        """A loaded model ends because another version takes its place, pinned or not; `has_ended` follows."""
+        assert self.models[number].state == "loaded", self.models[number]
+        self._enter(self.models[number], "leaving", now)
+
+    def replaced(self, number: int, needs: tuple[int, ...], now: float, *, is_wanted: bool) -> None:
+        """A model that takes no memory has another version with these needs. `is_wanted`: it is to be loaded though
+        nobody uses it."""
+        model = self.models[number]
+        assert not model.takes_memory, model
+        model.terms = replace(model.terms, needs=needs)
+        model.num_failures, model.problem = 0, ""
+        model.retry_at = now
+        model.is_asked = model.is_asked or is_wanted
+        self._want(model, now)
 
     def forget(self, user: str, now: float) -> None:
         """`user` is gone, and its requests with it."""
@@ -165,10 +192,10 @@ class Residency:
         wanted = self._first_wanted()
         if wanted is None or any(model.state == "loading" for model in self.models):
             return actions
-        if self._lack(wanted) <= 0:
+        if _fits(self._lack(wanted)):
             self._enter(wanted, "loading", now)
             actions.append(Load(wanted.number))
-        elif self._lack(wanted, with_leaving=False) > 0 and self._may_evict_at(now) <= now:
+        elif not _fits(self._lack(wanted, with_leaving=False)) and self._may_evict_at(now) <= now:
             for victim in self._victims(wanted, now):
                 wanted.evicts = True
                 actions.append(self._unload(victim, now))
@@ -207,10 +234,10 @@ class Residency:
         self._enter(model, "leaving", now)
         return Unload(model.number)
 
-    def _lack(self, wanted: Resident, *, with_leaving: bool = True) -> int:
-        """Bytes that are missing for this model. Without `with_leaving`: after those that leave have ended."""
-        leaving = sum(model.terms.need_bytes for model in self.models if model.state == "leaving")
-        return self.used_bytes - (0 if with_leaving else leaving) + wanted.terms.need_bytes - self.budget_bytes
+    def _lack(self, wanted: Resident, *, with_leaving: bool = True) -> tuple[int, ...]:
+        """Bytes of each memory that are missing for this model; less than 0: there are more than enough."""
+        each = zip(self.used(with_leaving=with_leaving), wanted.terms.needs, self.budgets, strict=True)
+        return tuple(used + need - budget for used, need, budget in each)
 
     def _victims(self, wanted: Resident, now: float) -> list[Resident]:
         """The models to unload for this one; none, if those that may go are not enough."""
@@ -227,14 +254,12 @@ class Residency:
         may_go.sort(key=lambda model: (bool(model.users), model.last_used))
         chosen: list[Resident] = []
         for model in may_go:
-            if sum(each.terms.need_bytes for each in chosen) < lack:
+            if any(short > 0 and need for short, need in zip(_less(lack, chosen), model.terms.needs, strict=True)):
                 chosen.append(model)
-        freed = sum(model.terms.need_bytes for model in chosen)
-        if freed < lack:
+        if not _fits(_less(lack, chosen)):
             return []
         for model in reversed(chosen[:-1]):  # what a larger one has made superfluous stays
-            if freed - model.terms.need_bytes >= lack:
-                freed -= model.terms.need_bytes
+            if _fits(_less(lack, [each for each in chosen if each is not model])):
                 chosen.remove(model)
         return chosen
 
@@ -252,11 +277,29 @@ class Residency:
         return now + max(0.0, self._debt(now) - LOAD_BURST_S) / LOAD_SHARE
 
 
-def misfits(budget_bytes: int, terms: Sequence[Terms]) -> list[int]:
-    """The models that can never be loaded: more than the budget leaves beside the pinned ones."""
-    pinned = sum(each.need_bytes for each in terms if each.is_pinned)
+def misfits(budgets: Sequence[int], terms: Sequence[Terms]) -> list[int]:
+    """The models that can never be loaded: more than the budgets leave beside the pinned ones."""
+    pinned = [each for each in terms if each.is_pinned]
     return [
         number
         for number, each in enumerate(terms)
-        if pinned + (0 if each.is_pinned else each.need_bytes) > budget_bytes
+        if any(
+            need > budget
+            for need, budget in zip(_sum(budgets, pinned if each.is_pinned else [*pinned, each]), budgets, strict=True)
+        )
     ]
+
+
+def _sum(budgets: Sequence[int], terms: Sequence[Terms]) -> tuple[int, ...]:
+    """What these need of each memory together."""
+    return tuple(sum(each.needs[place] for each in terms) for place in range(len(budgets)))
+
+
+def _less(lack: Sequence[int], models: Sequence[Resident]) -> tuple[int, ...]:
+    """What is missing when these are gone."""
+    freed = _sum(lack, [model.terms for model in models])
+    return tuple(short - less for short, less in zip(lack, freed, strict=True))
+
+
+def _fits(lack: Sequence[int]) -> bool:
+    return max(lack) <= 0

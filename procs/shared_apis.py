@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ..config.config import ServerConfig
 from ..ipc.epochs import NO_ENGINE
-from ..ipc.messages import Demand, ModelStates, Reset, Swap, Vacate, Vacated
+from ..ipc.messages import Change, Demand, ModelStates, Replaced, Reset, Swap, Vacate, Vacated
 from .child import EngineMailboxes
 from .listening import Listening
+from .live_settings import LiveSettings
 from .supervisor import Supervisor
 from .topology import apis
 
@@ -33,17 +34,20 @@ class SharedApis(Supervisor):
         on_swap: Callable[[Swap], None] | None,
         notes: Callable[[], list[str]],
         on_demand: Callable[[Demand], None] | None = None,
+        on_change: Callable[[Change], None] | None = None,
+        settings: LiveSettings | None = None,
     ) -> None:
         """`folder`: for their mailboxes. `engines`: the engines as they are now. `on_lost` is called with the names of
         processes that are replaced, and the reason. `notes`: of the engines, for the announcement. `on_demand`: of
-        several models."""
+        several models. `on_change`: of engines that share the requests; `settings` are theirs."""
         names = apis(config.http.service.api_processes)
-        super().__init__(config, actors=names, listening=listening, on_swap=on_swap)
+        super().__init__(config, actors=names, listening=listening, on_swap=on_swap, settings=settings)
         self._given_folder = folder
         self._engine = NO_ENGINE
         self._mailboxes_of_engines = engines  # type: ignore[method-assign]
         self._on_lost = on_lost
         self._demanded = on_demand
+        self._on_asked_change = on_change
         self._notes_of_engines = notes
         self._vacated: dict[int, set[str]] = {}  # engine → the api processes that have nothing open there
         self.addresses = {name: f"ipc://{folder}/{name}" for name in names}
@@ -56,7 +60,7 @@ class SharedApis(Supervisor):
         self._mark("engines ready")
         super().serve()
 
-    def tell(self, message: Reset | Vacate | ModelStates) -> None:
+    def tell(self, message: Reset | Vacate | ModelStates | Replaced) -> None:
         """Sends it to all of them."""
         if not self._is_over:
             for outbox in self._outboxes.values():
@@ -81,10 +85,14 @@ class SharedApis(Supervisor):
         if self._demanded is not None:
             self._demanded(message)
 
+    def _on_asked(self, change: Change) -> None:
+        if self._on_asked_change is not None:
+            self._on_asked_change(change)
+
     def _on_vacated(self, message: Vacated) -> None:
         self._vacated.setdefault(message.engine, set()).add(message.name)
 
-    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+    def _tell_reset(self, lost: Sequence[str], reason: str, *, is_planned: bool = False) -> None:
         self._on_lost(lost, reason)
 
     def _tell_restored(self) -> None:

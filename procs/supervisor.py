@@ -19,11 +19,13 @@ from pathlib import Path
 import msgspec
 
 from ..config.config import EngineConfig, HttpConfig, ServerConfig
+from ..config.live import with_live_engine, with_live_http
 from ..config.machine import usable_cores
 from ..errors import StartError
 from ..ipc.epochs import Epochs, Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
+    Change,
     Demand,
     Facts,
     Fault,
@@ -36,6 +38,7 @@ from ..ipc.messages import (
     Restored,
     Serve,
     Serving,
+    Settings,
     Stop,
     Swap,
     Swapped,
@@ -45,10 +48,11 @@ from ..ipc.messages import (
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, ZmqOutbox, check_address, make_run_folder, remove_run_folder
 from . import interpreter
 from .announcement import announcement
-from .child import EngineMailboxes, Launch, process_age_s
+from .child import EngineMailboxes, Launch, process_age_s, settings_of
 from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
+from .live_settings import LiveSettings
 from .liveness import Deaths, Liveness
 from .rank_memory import RankMemory
 from .remote import RemoteProcess
@@ -91,6 +95,7 @@ class Child:
         self.liveness: Liveness | None = None  # once ready
         self.loading: Loading | None = None  # the last one of a worker
         self.may_end = False  # it was asked to end
+        self.settings = 0  # number of the `Settings` that hold in it
         self.exited = asyncio.ensure_future(process.wait())
 
 
@@ -109,16 +114,24 @@ class Supervisor:
         on_swap: Callable[[Swap], None] | None = None,
         weight_fds: Sequence[int] = (),
         templates: Templates | None = None,
+        settings: LiveSettings | None = None,
+        asked_at_s: float = 0.0,
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
         `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
 
         With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
         administrator asks for another model. `weight_fds`: shared memory for the ranks' packed weights, which this
-        object closes; it makes its own if there is none. `templates`: those that it shares with other engines."""
+        object closes; it makes its own if there is none. `templates`: those that it shares with other engines.
+        `settings`: that may change meanwhile (default: its own). `asked_at_s`: this process's age when the start was
+        asked for, from which the timeline counts."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
+        self.settings = LiveSettings(config) if settings is None else settings
+        self._told: Settings | None = None  # those that processes were told last
+        self._unsettled: list[tuple[int, asyncio.Future[None]]] = []  # number of `Settings` → done when they hold
+        self._answering: set[asyncio.Task[None]] = set()  # a task for each `Change`
         self._names = names(config.engine.num_ranks, config.http.service.api_processes)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._given = addresses or {}
@@ -145,6 +158,7 @@ class Supervisor:
         self._woken = asyncio.Event()
         self._signals: list[signal.Signals] = []
         self._marks: list[tuple[str, float]] = []  # phase of the start → when it ended
+        self._asked_at_s = asked_at_s
         self._epoch = self._device_epoch = self._restored = 1  # `_restored`: epoch of the last `Restored`
         self._deaths = Deaths()
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
@@ -172,6 +186,8 @@ class Supervisor:
         self._mark("configuration")
         self._run_folder = run_folder = self._given_folder or make_run_folder()
         self._http = with_state(self._http, run_folder)
+        if (settings := self.settings.message) is not None:
+            self._take_over(settings)
         context = ZmqContext(self._keys, Epochs(engine=self._engine))
         self._lifeline, self._lifeline_held = os.pipe()
         if any(kind(name) == "worker" for name in self._actors):
@@ -211,6 +227,7 @@ class Supervisor:
             return max((fault.exit_code for fault in self._faults.values()), default=1)
         finally:
             self._is_over = True
+            self._settle()
             await self._kill()
             for keeper in self._keepers.values():
                 await keeper.end()
@@ -257,6 +274,7 @@ class Supervisor:
             device_epoch=self._device_epoch,
             broken_kernels=tuple(self._broken_kernels),
             engines=self._mailboxes_of_engines(),
+            settings=self._told,
         )
         try:
             for name in actors:
@@ -326,6 +344,7 @@ class Supervisor:
                 env=environment,
             )
         child = self._children[name] = Child(name, process, self._epoch)
+        child.settings = 0 if launch.settings is None else launch.settings.number
         child.exited.add_done_callback(partial(self._on_exit, child))
 
     def _environment_of(self, name: str) -> dict[str, str]:
@@ -434,7 +453,7 @@ class Supervisor:
         print(f"pagewire: {self._shown}{text}", file=sys.stderr, flush=True)
 
     def _mark(self, phase: str) -> None:
-        self._marks.append((phase, process_age_s()))
+        self._marks.append((phase, process_age_s() - self._asked_at_s))
 
     def _announce(self, slowest: Child) -> None:
         if self._quiet:
@@ -444,6 +463,59 @@ class Supervisor:
             self._config, self.notes, self._marks, timings, self._url, has_keys=bool(self._http.api_keys)
         )
         print(text, file=sys.stderr, flush=True)
+
+    # ── settings that change ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def apply(self, settings: Settings) -> None:
+        """Tells every process, and those that start later. Returns when the settings hold in the core and the api
+        processes."""
+        if self._is_over:
+            return
+        told = self._take_over(settings)
+        for name in self._actors:
+            if name in self._children:
+                self._outboxes[name].send(settings_of(name, told))
+                self._outboxes[name].send(self._ping())
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsettled.append((settings.number, held))
+        self._settle()
+        await held
+
+    def _take_over(self, settings: Settings) -> Settings:
+        """Starts processes with these from now on. Returns them as processes are told."""
+        assert settings.http is not None, "a supervisor is told everything"
+        self._http = with_live_http(self._http, settings.http)
+        self._service = self._http.service
+        engine = with_live_engine(self._config, settings.engine)  # of several engines, this one's
+        self._told = told = msgspec.structs.replace(settings, engine=engine, http=self._http)
+        return told
+
+    def _settle(self) -> None:
+        """Notes which settings hold. A process that has ended does not count: its successor is started with them."""
+        if self._unsettled:
+            asked = [
+                child.settings
+                for child in self._children.values()
+                if kind(child.name) in ("core", "api") and not child.may_end and not child.exited.done()
+            ]
+            least = min(asked, default=sys.maxsize)
+            for number, held in self._unsettled:
+                if (number <= least or self._is_over) and not held.done():
+                    held.set_result(None)
+            self._unsettled = [one for one in self._unsettled if not one[1].done()]
+
+    def _on_asked(self, change: Change) -> None:
+        """An api process asks for changed settings."""
+        task = asyncio.ensure_future(self._answer_change(change))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer_change(self, change: Change) -> None:
+        if self._elsewhere:
+            text = "The settings of an engine in several launches cannot be changed while it runs."
+            self.answer(change.name, Swapped(change.number, 409, text))
+        else:
+            self.answer(change.name, await self.settings.answer(change, self.apply))
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -531,8 +603,11 @@ class Supervisor:
         """The actors to replace when this one has ended."""
         return lost_with(name, self._config.num_ranks)
 
-    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
-        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place."""
+    async def _begin(
+        self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int, *, is_planned: bool = False
+    ) -> None:
+        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place.
+        `is_planned`: nothing has failed, so no request is suspected."""
         now = time.monotonic()
         for name in lost:
             child = self._children[name]
@@ -543,12 +618,12 @@ class Supervisor:
             self._faults.pop(name, None)
             self._lost_at.setdefault(name, now)
         self._epoch, self._device_epoch = epoch, device_epoch
-        self._tell_reset(lost, reason)
+        self._tell_reset(lost, reason, is_planned=is_planned)
         await self._spawn(lost)
 
-    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+    def _tell_reset(self, lost: Sequence[str], reason: str, *, is_planned: bool = False) -> None:
         """Tells all but the lost actors of the epoch that has begun."""
-        reset = Reset(self._epoch, self._device_epoch, tuple(lost), reason, self._engine)
+        reset = Reset(self._epoch, self._device_epoch, () if is_planned else tuple(lost), reason, self._engine)
         for name in (name for name in self._actors if name in self._children):
             if name not in lost:
                 self._outboxes[name].send(reset)
@@ -621,6 +696,8 @@ class Supervisor:
                     self._on_swap(message)
                 case Swap():
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
+                case Change():
+                    self._on_asked(message)
                 case Vacated():
                     self._on_vacated(message)
                 case Demand():
@@ -636,7 +713,9 @@ class Supervisor:
                     child = self._children[message.name]
                     if child.liveness is not None and message.epoch >= child.epoch:
                         child.epoch = message.epoch
+                        child.settings = max(child.settings, message.settings)
                         child.liveness.heard(message, time.monotonic())
+        self._settle()
 
     def _on_progress(self) -> None:
         """A worker has read more of its weights."""

@@ -25,7 +25,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake, m.PlaceExperts),
     ("worker", "worker"): (m.Hidden, m.SampledIds),
-    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad, m.WorkerUsage),
     ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
@@ -35,14 +35,27 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("detokenizer", "core"): (m.StopHit,),
 }
 
-FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Leave, m.Stop) for name in ACTORS} | {
-    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Vacate, m.ModelStates, m.Leave, m.Stop)
+_TO_ALL = (m.Ping, m.Reset, m.Settings, m.Leave, m.Stop)
+
+FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: _TO_ALL for name in ACTORS} | {
+    "api": (*_TO_ALL, m.Serve, m.Restored, m.Swapped, m.Vacate, m.ModelStates, m.Replaced)
 }
 """What the supervisor may send to each actor; `Leave` comes from the supervisor of another launch."""
 
-TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Loading, m.Serving, m.Fault, m.Pong, m.Swap, m.Vacated, m.Demand, m.Leave)
-"""What every actor may send to the supervisor (`Serving`, `Swap`, `Vacated` and `Demand` only the api; `Leave` is
-passed on)."""
+TO_SUPERVISOR: tuple[type, ...] = (
+    m.Ready,
+    m.Loading,
+    m.Serving,
+    m.Fault,
+    m.Pong,
+    m.Swap,
+    m.Change,
+    m.Vacated,
+    m.Demand,
+    m.Leave,
+)
+"""What every actor may send to the supervisor (`Serving`, `Swap`, `Change`, `Vacated` and `Demand` only the api;
+`Leave` is passed on)."""
 
 FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)
 TO_CLIENT: tuple[type, ...] = (c.Welcome, c.News, m.Snapshot, c.Goodbye)

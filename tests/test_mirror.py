@@ -24,6 +24,7 @@ _MAX_WITHOUT_A_TEST = 5  # decisions; a module without logic of its own has fewe
 ELSEWHERE = {
     "api.admin.about": "api/test_app.py: over the whole application",
     "api.admin.models": "api/test_by_model.py: over the whole application",
+    "api.admin.settings": "e2e/test_settings.py: needs processes",
     "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
     "api.http.exchange": "api/http/test_server.py: needs a connection",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",

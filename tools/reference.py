@@ -21,16 +21,29 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from ..api.admin.endpoints import Sleeper
+from ..api.admin.settings import Holding
 from ..api.app import Served, create_app
 from ..api.gateway.gateway import Gateway
-from ..api.gateway.metrics import Metrics
+from ..api.gateway.metrics import GPU_METRICS, Metrics
 from ..api.gateway.residence import Residence
 from ..api.gateway.stats import Stats
 from ..cli import build_parser
-from ..config.config import ServerConfig
+from ..config.config import EngineConfig, HttpConfig, ServerConfig
 from ..config.flags import make_config
 from ..config.latency_classes import LatencyClass
-from ..ipc.messages import GroupSnapshot, Pulse, Snapshot, StageSnapshot, Swapped, TierSnapshot
+from ..config.live import LIVE
+from ..ipc.messages import (
+    GroupSnapshot,
+    ProcessUsage,
+    Pulse,
+    Settings,
+    Snapshot,
+    StageSnapshot,
+    Swapped,
+    TierSnapshot,
+    WorkerSnapshot,
+    WorkerUsage,
+)
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
 from ..procs.prepare import prepare_server
@@ -80,6 +93,9 @@ def flags() -> str:
             if group.title not in ("positional arguments", "options"):
                 lines += ["", f"### {name}: {group.title}"]
             lines += ["", *_table(("flag", "value", "default", "meaning"), (_flag(one) for one in actions))]
+    live = [(_code(one.flag), "any" if one.live == "any" else "up to that of the start") for one in LIVE]
+    lines += ["", "## Settings that may change while a server runs", "", "By `PATCH /admin/settings`, or SIGHUP."]
+    lines += ["", *_table(("flag", "value"), live)]
     return "\n".join([*lines, ""])
 
 
@@ -112,8 +128,12 @@ def openapi() -> Json:
     async def swap(changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         raise AssertionError("nothing is asked for")
 
+    async def change(changes: bytes, who: str) -> Swapped:
+        raise AssertionError("nothing is asked for")
+
     served = Served(Gateway(lambda message: None), config().engine, Sleeper(lambda message: None), healthy=lambda: None)
-    app = create_app([served], config().http, version=__version__, swap=swap)
+    holding = Holding(config().engine, lambda: Settings(0, config().engine, config().http), change)
+    app = create_app([served], config().http, version=__version__, swap=swap, holding=holding)
     parts: list[Message] = []
 
     async def receive() -> Message:
@@ -280,8 +300,11 @@ def engine_metrics() -> list[Metric]:
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
+    process = ProcessUsage(1.0, 1)
+    worker = WorkerUsage(0, process, {}, 1.0, "measured", dict.fromkeys(GPU_METRICS, 0.0), 1)
+    core = replace(core, workers=(WorkerSnapshot(worker, {"weights": 0}),))
     gateway.late_beats = {"m": 0}
-    gateway.handle([core, Pulse("core", nothing)])
+    gateway.handle([core, Pulse("core", nothing, usage=process)])
     engine = config().engine
     engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well
     residence = Residence(lambda is_open, keep_alive_s: None)
@@ -344,14 +367,14 @@ def _families(families: Iterable[Metric]) -> Iterator[str]:
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    """Every message that a mailbox accepts, then every struct that is used in a field."""
+    """Every message that a mailbox accepts, then every struct that is used in a field, but for the configurations."""
     ways = (*topology.EDGES.values(), *topology.FROM_SUPERVISOR.values(), topology.TO_SUPERVISOR)
     sent = dict.fromkeys(kind for kinds in (*ways, topology.FROM_CLIENT, topology.TO_CLIENT) for kind in kinds)
     found: dict[type, None] = {}
 
     def walk(kind: types.Type) -> None:
         if isinstance(kind, types.StructType):
-            if kind.cls in found:
+            if kind.cls in found or kind.cls in (EngineConfig, HttpConfig):
                 return
             found[kind.cls] = None
             for field in kind.fields:

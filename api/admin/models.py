@@ -1,11 +1,12 @@
-"""/admin/models of a server of several models: administrators see which are loaded, load, unload and pin them."""
+"""/admin/models of a server of several models: administrators see which are loaded, load, unload, pin and replace
+them."""
 
 import math
 import time
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -17,12 +18,29 @@ from ..output.service import Service
 from .swapping import Swap, SwapAnswer
 
 
+class Replacement(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that are not given stay as they are, or as they were in `version`."""
+
+    model: str | UnsetType = UNSET  # a folder, or a repository's name
+    revision: str | UnsetType = UNSET
+    dtype: str | UnsetType = UNSET
+    quantization: str | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
+    max_num_seqs: int | UnsetType = UNSET
+    kv_cache_memory: int | str | UnsetType = UNSET
+    chat_template: str | UnsetType = UNSET
+    tool_call_parser: str | UnsetType = UNSET
+    reasoning_parser: str | UnsetType = UNSET
+    version: int | UnsetType = UNSET  # one that this model had before
+
+
 class ModelChange(Struct, frozen=True, forbid_unknown_fields=True):
     """What is not given stays as it is."""
 
     model: str  # one of its names
     loaded: bool | None = None  # load it now, or unload it when it is idle
     pinned: bool | None = None
+    replace: Replacement | None = None  # serve something else under its names; alone, and with --enable-model-swap
 
 
 class ModelStatus(Struct, frozen=True):
@@ -37,6 +55,8 @@ class ModelStatus(Struct, frozen=True):
     expires_in_s: float | None  # it is unloaded then if nobody uses it; null: not by itself
     open: int  # requests of this api process, with those that wait for it
     problem: str | None  # why it failed last
+    version: int  # one more with each replacement
+    root: str  # its folder
 
 
 class ModelStatuses(Struct, frozen=True):
@@ -58,7 +78,7 @@ class ModelEndpoints:
             "POST",
             "/admin/models",
             self.change,
-            "Load, unload, pin or unpin a model",
+            "Load, unload, pin, unpin or replace a model",
             takes=ModelChange,
             example={"model": name, "loaded": True},
             gives=SwapAnswer,
@@ -76,12 +96,26 @@ class ModelEndpoints:
             raise HttpError(
                 404, f"The model {asked.model[:200]!r} does not exist.", code="model_not_found", param="model"
             )
-        if asked.loaded is None and asked.pinned is None:
-            raise HttpError(400, "Say what to change: loaded or pinned.", param="loaded")
+        if asked.loaded is None and asked.pinned is None and asked.replace is None:
+            raise HttpError(400, "Say what to change: loaded, pinned or replace.", param="loaded")
+        settings: dict[str, object] | None = None
+        version: int | None = None
+        if asked.replace is not None:
+            if not self._services[0].http.admin.enable_model_swap:
+                raise HttpError(403, "Models are replaced only with --enable-model-swap.", param="replace")
+            if asked.loaded is not None or asked.pinned is not None:
+                raise HttpError(400, "Replace a model first, and then load or pin it.", param="replace")
+            settings = msgspec.to_builtins(asked.replace)
+            settings.pop("version", None)
+            version = None if asked.replace.version is UNSET else asked.replace.version
+            if not settings and version is None:
+                raise HttpError(400, "Name the model, version or other setting to be served.", param="replace")
         if (refusal := self._services[0].gateway.refusal) is not None:
             raise RequestError("unavailable", refusal)
-        change = {"model": named.index(True), "loaded": asked.loaded, "pinned": asked.pinned}
-        answer = await self._swap(msgspec.json.encode(change), None, False)
+        change = {
+            "model": named.index(True), "loaded": asked.loaded, "pinned": asked.pinned, "settings": settings
+        }  # fmt: skip
+        answer = await self._swap(msgspec.json.encode(change), version, False)
         if answer.status >= 400:
             raise HttpError(answer.status, answer.detail)
         await send_body(send, answer.status, msgspec.json.encode(SwapAnswer(answer.detail)))
@@ -103,4 +137,6 @@ def _status(service: Service) -> ModelStatus:
         expires_in_s=None if math.isinf(found.expires_at) else max(0.0, found.expires_at - now),
         open=service.gateway.num_requests,
         problem=found.problem or None,
+        version=found.version,
+        root=service.config.model.path,
     )

@@ -12,6 +12,7 @@ engine, so that they cannot kill one after the other.
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypedDict
 
 from msgspec.structs import replace
 
@@ -50,6 +51,16 @@ from .output_buffer import Consumer, OutputBuffer
 from .stats import Stats
 from .stream import Stream
 from .timeline import EndedSequence, timeline
+
+
+class Bounds(TypedDict):
+    """Arguments of a gateway that may change while it serves."""
+
+    outage_wait_s: float
+    max_held: int
+    max_open: int
+    latency_classes: Mapping[str, LatencyClass]
+
 
 Answer = Tokenized | Detokenized | Described
 FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored | Answer
@@ -112,8 +123,15 @@ class Gateway:
         self._idle.set()
         self._drain_rate = DrainRate(clock())
         self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
+        self.waits_for = ""  # the same
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
         self.stats = Stats(latency_classes)
+
+    def change(self, bounds: Bounds) -> None:
+        """These hold from now on; see the constructor."""
+        self._outage_wait_s, self._max_held = bounds["outage_wait_s"], bounds["max_held"]
+        self._max_open = bounds["max_open"]
+        self.stats.change(bounds["latency_classes"])
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -258,6 +276,13 @@ class Gateway:
                 if asked.engine is None and not asked.answer.done():
                     asked.answer.set_exception(RequestError("unavailable", reason))
 
+    def replaced(self, reason: str) -> None:
+        """The engines have ended, and those that come compute another model: what they had ends with this reason, and
+        what has waited for its first engine goes on waiting."""
+        for request in self._open_requests():
+            if request.was_sent:
+                self._end(request, EngineFailed(reason))
+
     async def drained(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()
@@ -373,7 +398,8 @@ class Gateway:
     def _choose(self, submit: Submit) -> Engine | None:
         """The engine for a request; None: none takes it now."""
         if len(self.engines) == 1:
-            return self.engines[0] if self.engines[0].takes_requests else None
+            only = self.engines[0]
+            return only if only.takes_requests and not only.is_leaving else None
         if not any(engine.is_able for engine in self.engines):
             return None
         prompt = beginning(submit)

@@ -31,6 +31,7 @@ class Attainment:
     """How often the targets of a latency class were met. What had no first or next token does not count."""
 
     def __init__(self, targets: LatencyClass) -> None:
+        self.targets = targets
         self.ttft = Goal(targets.ttft_ms)
         self.itl = Goal(targets.itl_ms)
 
@@ -53,14 +54,17 @@ class Stats:
 
     def __init__(self, classes: Mapping[str, LatencyClass] = {}) -> None:
         """`classes`: the operator's latency classes, if there are any."""
-        self.attainment = {name: Attainment(targets) for name, targets in classes.items()}
+        self.attainment: dict[str, Attainment] = {}
+        self.change(classes)
         self.finished: Counter[str] = Counter({reason: 0 for reason in (*get_args(FinishReason), "error")})  # sequences
         self.aborts: Counter[str] = Counter({"client_gone": 0, "shutting_down": 0})  # sequences, by reason
         self.errors: Counter[str] = Counter({kind: 0 for kind in get_args(ErrorKind)})  # sequences refused or failed
         self.refused: Counter[str] = Counter(
             {"invalid_api_key": 0, "rate_limit_exceeded": 0}
         )  # requests that got an error before a first byte, by its code or status
-        self.lost: Counter[str] = Counter({"core": 0, "worker": 0})  # processes that were replaced, by kind
+        self.lost: Counter[str] = Counter(
+            dict.fromkeys(("worker", "core", "grammar", "tokenizer", "detokenizer"), 0)
+        )  # processes that were replaced, by kind
         self.time_to_first_token_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_latency_s = Histogram(_INTER_TOKEN_S)
         self.request_latency_s = Histogram(_REQUEST_S)
@@ -76,6 +80,14 @@ class Stats:
         self.num_known_chars = 0  # of these pieces
         self.choices = Histogram(_CHOICES)
         self.max_tokens = Histogram(_TOKENS)
+
+    def change(self, classes: Mapping[str, LatencyClass]) -> None:
+        """These are the latency classes from now on. What was counted of one with other targets is dropped."""
+        before, self.attainment = self.attainment, {}
+        for name, targets in classes.items():
+            same = before.get(name)
+            is_same = same is not None and same.targets == targets
+            self.attainment[name] = same if same is not None and is_same else Attainment(targets)
 
     def asked(self, n: int, max_tokens: int | None) -> None:
         """A prompt was submitted."""

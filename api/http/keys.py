@@ -13,7 +13,8 @@ from .rate_limit import Account, Bucket
 class Caller:
     """The owner of a key; without keys all requests have the same one."""
 
-    def __init__(self, salt: bytes, account: Account, entitlement: Entitlement) -> None:
+    def __init__(self, name: str, salt: bytes, account: Account, entitlement: Entitlement) -> None:
+        self.name = name  # for logs and lists: the beginning of the key's SHA-256, in hex
         self.entitlement = entitlement
         self.salt = salt  # separates owners' prefix caches and stored responses; empty with fewer than two keys
         self.account = account
@@ -24,17 +25,27 @@ class Keys:
 
     def __init__(self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float]) -> None:
         """`anyone`: the account of all requests if there are no keys."""
-        rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
+        self._clock = clock
+        self._digests: list[bytes] = []
+        self._callers: list[Caller] = []
+        self._anyone = Caller("anyone", b"", anyone, EVERYTHING)
+        self.change(keys)
+
+    def change(self, keys: Sequence[ApiKey]) -> None:
+        """These are the keys from now on. One that there was keeps what it has taken of its rates."""
+        before = {digest: caller.account for digest, caller in zip(self._digests, self._callers, strict=True)}
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
-        self._callers = [
-            Caller(
-                digest[:16] if len(self._digests) > 1 else b"",
-                Account(*rate, clock=clock),
-                Entitlement(key.latency_classes, key.min_priority),
-            )
-            for digest, rate, key in zip(self._digests, rates, keys, strict=True)
-        ]
-        self._anyone = Caller(b"", anyone, EVERYTHING)
+        self._callers = []
+        for digest, key in zip(self._digests, keys, strict=True):
+            account = before.get(digest) or Account(clock=self._clock)
+            account.change(key.requests_per_minute, key.tokens_per_minute)
+            salt = digest[:16] if len(keys) > 1 else b""
+            entitlement = Entitlement(key.latency_classes, key.min_priority)
+            self._callers.append(Caller(f"key {digest.hex()[:8]}", salt, account, entitlement))
+
+    def __contains__(self, caller: Caller) -> bool:
+        """Whether it has one of these keys."""
+        return any(caller is each for each in self._callers)
 
     def buckets(self) -> dict[str, Bucket]:
         """Of all accounts, by names that do not depend on the other keys."""

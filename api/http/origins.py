@@ -74,7 +74,7 @@ class Origins:
             return None
         wanted = headers.get(b"access-control-request-headers", b"")
         return (
-            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE"),
             *(((b"access-control-allow-headers", wanted),) if _NAMES.fullmatch(wanted) else ()),
             (b"access-control-max-age", b"600"),
         )

@@ -37,6 +37,11 @@ class Bucket:
         self._at = now
         return self._level
 
+    def change(self, per_minute: int) -> None:
+        """Holds so many from now on. What was taken stays taken."""
+        self._level = min(per_minute, self.level + per_minute - self.per_minute)
+        self.per_minute = per_minute
+
     def take(self, amount: float) -> None:
         """A negative amount is given back."""
         self._level = min(self.per_minute, self.level - amount)
@@ -69,8 +74,21 @@ class Account:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
-        self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
+        self._clock = clock
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.change(requests_per_minute, tokens_per_minute)
+
+    def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
+        """Other rates hold from now on. A rate that there was not begins with a full bucket."""
+        self._requests = self._changed(self._requests, requests_per_minute)
+        self._tokens = self._changed(self._tokens, tokens_per_minute)
+
+    def _changed(self, bucket: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if bucket is None or per_minute is None:
+            return None if per_minute is None else Bucket(per_minute, self._clock)
+        bucket.change(per_minute)
+        return bucket
 
     def take_request(self) -> None:
         """Counts a request. Raises HttpError 429, with the time to wait."""
@@ -85,16 +103,16 @@ class Account:
     @contextmanager
     def hold_tokens(self, estimate: int) -> Iterator[Hold]:
         """Around serving a request of about `estimate` tokens. Raises HttpError 429, with the time to wait."""
-        hold = Hold()
-        if self._tokens is None:
+        hold, bucket = Hold(), self._tokens  # the rate may change meanwhile
+        if bucket is None:
             yield hold
             return
-        _check(self._tokens, estimate, "tokens")
-        self._tokens.take(estimate)
+        _check(bucket, estimate, "tokens")
+        bucket.take(estimate)
         try:
             yield hold
         finally:
-            self._tokens.take(hold.num_tokens - estimate)
+            bucket.take(hold.num_tokens - estimate)
 
     @property
     def buckets(self) -> dict[str, Bucket]:

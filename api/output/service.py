@@ -53,6 +53,10 @@ class Service:
         self.jobs = Jobs(self.state) if jobs is None else jobs
         self._observers = observers
 
+    def change(self, config: EngineConfig, http: HttpConfig, observers: Sequence[Observer]) -> None:
+        """These hold for requests from now on."""
+        self.config, self.http, self._observers = config, http, observers
+
     async def answer(
         self, submits: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:

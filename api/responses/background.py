@@ -115,16 +115,16 @@ class BackgroundRuns:
     def __init__(self, state: Database, jobs: Jobs) -> None:
         self._store = ResponseStore(state)
         self._jobs = jobs
-        self._makers: list[tuple[Service, Prepare]] = []
+        self._makers: dict[Service, Prepare] = {}
         self._events = Pieces(state, "response_events", max_bytes=_MAX_EVENT_BYTES)
         self._runs: dict[Key, Run] = {}
         self._scopes: dict[Key, Scope] = {}  # of requests whose jobs begin
         self._jobs.register(_JOB, self._run, most=MAX_RUNS)
 
     def add(self, service: Service, prepare: Prepare) -> None:
-        """Has responses of this model made. `prepare` is given the owner, too, and raises HttpError for a request that
-        this server cannot answer."""
-        self._makers.append((service, prepare))
+        """Has responses of this model made; what was said of it before holds no more. `prepare` is given the owner,
+        too, and raises HttpError for a request that this server cannot answer."""
+        self._makers[service] = prepare
 
     async def begin(self, owner: bytes, id: str, stored: StoredResponse, scope: Scope) -> None:
         """Keeps a new response and makes it; the account in `scope` pays, unless another process makes it. Raises
@@ -173,8 +173,10 @@ class BackgroundRuns:
     async def _make(self, owner: bytes, id: str, stored: StoredResponse, scope: Scope, doing: Doing) -> None:
         earlier = [piece async for _, piece in self._events.read(owner, id)]
         response = msgspec.json.decode(stored.body, type=ResponseBody)
-        makers = (maker for maker in self._makers if response.model in maker[0].config.served_model_names)
-        service, prepare = next(makers, self._makers[0])
+        makers = [*self._makers.items()]
+        service, prepare = next(
+            (one for one in makers if response.model in one[0].config.served_model_names), makers[0]
+        )
         try:
             if stored.is_streamed and (earlier or doing.num_deaths):
                 raise HttpError(500, "The process that made this response has ended, and a stream is not made again.")

@@ -36,14 +36,14 @@ class SharedRates:
     ) -> None:
         """`buckets`: of this process, by names that are the same in every process. `clock`: seconds since 1970."""
         self._store = Store(database, "rate", max_bytes=_MAX_BYTES)
-        self._buckets = buckets
+        self.buckets = buckets  # may be replaced at any time
         self._clock = clock
         self._sharing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self._buckets:
+        if self.buckets and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._share_on())
 
     async def stop(self) -> None:
@@ -58,13 +58,14 @@ class SharedRates:
             await self._share()
 
     async def _share(self) -> None:
-        taken = {name: bucket.taken for name, bucket in self._buckets.items()}
+        buckets = self.buckets
+        taken = {name: bucket.taken for name, bucket in buckets.items()}
         now = self._clock()
         levels: dict[str, Level] = {}
 
         def merge(value: bytes | None) -> bytes | None:
             levels.update({} if value is None else _decoder.decode(value))
-            for name, bucket in self._buckets.items():
+            for name, bucket in buckets.items():
                 full = float(bucket.per_minute)
                 level = levels.pop(name, Level(full, now))
                 amount = min(full, level.amount + max(0.0, now - level.at) * full / 60)
@@ -74,7 +75,7 @@ class SharedRates:
             return msgspec.msgpack.encode(levels) if levels else None
 
         await self._store.change(b"", "levels", merge)
-        for name, bucket in self._buckets.items():
+        for name, bucket in buckets.items():
             level = levels.get(name)
             bucket.adopt(bucket.per_minute if level is None else level.amount, taken[name])
 

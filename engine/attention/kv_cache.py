@@ -117,7 +117,7 @@ class KvCache:
         # Not zeroed, so that the system provides memory only as pages come into use.
         self.storage = torch.empty((self.zero_page + 1, groups.page_bytes), dtype=torch.uint8, device=device)
         if device.type == "cpu":
-            _advise(self.storage, _HUGEPAGE)
+            advise(self.storage, _HUGEPAGE)
         self.storage[self.zero_page].zero_()
         self._num_bytes = self.storage.nbytes
         # Copying words is several times as fast as copying bytes.
@@ -169,7 +169,7 @@ class KvCache:
         On a CPU the addresses stay, because the C kernels hold them, and the system takes the memory behind them. On a
         GPU the addresses change."""
         if self.device.type == "cpu":
-            _advise(self.storage, _DONTNEED)
+            advise(self.storage, _DONTNEED)
         else:
             self.storage.untyped_storage().resize_(0)
 
@@ -194,7 +194,7 @@ class KvCache:
         self.words.index_copy_(0, targets, self.words.index_select(0, sources))
 
 
-def _advise(storage: Tensor, advice: int) -> None:
+def advise(storage: Tensor, advice: int) -> None:
     """Tells the system how the whole system pages in this tensor are used. Does nothing except on Linux."""
     if sys.platform != "linux":
         return

@@ -33,7 +33,7 @@ from .kv_events import KvCacheEvent
 from .output_buffer import Item
 from .planner import Lateness
 from .request import Request
-from .scheduler import Scheduler
+from .scheduler import Adjustable, Scheduler
 from .stats import Counters
 
 Plans = tuple[StepPlan, ...]
@@ -59,6 +59,12 @@ class Domains:
         self.step = 0  # of the last plans
 
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def change(self, asked: Adjustable) -> None:
+        """As of a `Scheduler`."""
+        self._first.change(asked)
+        for scheduler in self._schedulers[1:]:
+            scheduler.change(asked, beside=self._first)
 
     def refusal(self, message: Enqueue) -> Failed | None:
         """Why the message cannot be taken, if so. The bound of the queue is that of all domains together."""
@@ -221,6 +227,10 @@ class Domains:
 
     def take_kv_events(self) -> list[KvCacheEvent]:
         return list(chain.from_iterable(scheduler.take_kv_events() for scheduler in self._schedulers))
+
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """As of a scheduler: of the domain of this rank."""
+        return self._schedulers[rank].pages_of(rank)
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """Pages of all domains; the schedulers share the counts of found tokens."""

@@ -5,13 +5,13 @@ only once a request has ended or been preempted *and* nothing in flight touches 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
 from .constraints import Constraints, allow
-from .kv_connector import Held, TierConnector
+from .kv_connector import ChunkConnector, Held, TierConnector
 from .micro_batches import MicroBatches
 from .output_buffer import OutputBuffer
 from .policy import Policy
@@ -45,6 +45,10 @@ class RequestTable:
         self._outputs = outputs
         self._counters = counters
         self._connector = connector
+        self.chunks: ChunkConnector | None = None  # the same, if it wants to be told of chunks
+        behind: object = connector  # of which mypy does not know that it can be both
+        if isinstance(behind, ChunkConnector) and behind.wants_chunks:
+            self.chunks = behind
         self._micro_batches = micro_batches
         self.constraints = constraints
         self.requests: dict[int, Request] = {}  # every request that has not ended
@@ -54,8 +58,23 @@ class RequestTable:
         self.num_constrained = 0  # of `requests`
         self.held: dict[int, list[int]] = {}  # ended rid → blocks that the connector still reads
         self._num_rows = num_rows
+        self.max_rows = num_rows  # that requests may hold, at most; more do for a while after it was lowered
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._has_ended = False  # a request in running
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether a waiting request may get a row."""
+        return len(self.free_rows) > self._num_rows - self.max_rows
+
+    def follow(self, policy: Policy, place: Callable[[Request], float]) -> None:
+        """Another policy orders the requests from now on. place: the one of a request there. They join as they came."""
+        self._policy = policy
+        self.waiting = Waiting(policy)
+        for request in sorted(self.requests.values(), key=_arrival):
+            request.join(policy.join(request.asked), place(request))
+            if request.state is State.WAITING:
+                self.waiting.add(request)
 
     def join(self, request: Request) -> None:
         """A new request waits."""

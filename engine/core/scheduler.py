@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -35,7 +36,7 @@ from ...ipc.messages import (
 )
 from . import decode_rows
 from .admission import Admission, Queued
-from .block_hash import args_key, root_key
+from .block_hash import args_key, block_key, root_key
 from .block_pool import BlockPool
 from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
@@ -73,6 +74,24 @@ class _Extras(NamedTuple):
 _NO_EXTRAS = _Extras()
 
 
+class Adjustable(NamedTuple):
+    """What may change between two steps; as the arguments of `Scheduler`, which say what there is room for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    policy: PolicyName
+    latency_classes: Mapping[str, LatencyClass]
+    itl_target_ms: float | None
+    speculate: int
+
+
+def _by_what(policy: PolicyName, classes: Mapping[str, LatencyClass]) -> tuple[PolicyName, Mapping[str, LatencyClass]]:
+    """What a policy orders requests by."""
+    return policy, classes if policy == "slo" else {}
+
+
 class Scheduler:
     """All requests of one engine core."""
 
@@ -101,12 +120,13 @@ class Scheduler:
         speculate: int = 0,
         is_chunked: bool = True,
         regime_limit: int | None = None,
+        decoder_start_ids: tuple[int, ...] = (),
         beside: "Scheduler | None" = None,
     ) -> None:
         """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
         tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
         `keys_by_args`: only requests with equal `extra_args` share cached KV. `regime_limit`: see `Request`; None: all
-        sequences are in one regime. `beside`: the scheduler of another KV
+        sequences are in one regime. `decoder_start_ids`: see `Request`. `beside`: the scheduler of another KV
         domain, whose policy, counters and queues of output are also this one's (`domains.py`)."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
@@ -115,17 +135,15 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
         self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
-        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
+        self.decoder_start_ids = decoder_start_ids
+        num_start = len(decoder_start_ids) or None
+        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens, num_start)
         self.max_in_flight = num_stages + depth - 1
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
         self._keys_by_args = keys_by_args
         self.connector = connector
-        self._chunks: ChunkConnector | None = None
-        behind: object = connector  # of which mypy does not know that it can be both
-        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
-            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -136,6 +154,7 @@ class Scheduler:
         self._extension = extension
         self._outputs: OutputBuffer = OutputBuffer() if beside is None else beside._outputs
         self._policy: Policy = make_policy(policy, latency_classes) if beside is None else beside._policy
+        self._policy_of = _by_what(policy, latency_classes)
         self.constraints: Constraints = Constraints() if beside is None else beside.constraints
         self._cost = CostModel()
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
@@ -175,6 +194,36 @@ class Scheduler:
         )
         self._oom_recovery = OomRecovery(self._planner, self.table, pool, self._loads, self.counters)
 
+    def change(self, asked: Adjustable, beside: "Scheduler | None" = None) -> None:
+        """Holds for the plans from now on, and for requests that arrive. What runs goes on, also if it is more than may
+        run now. `beside`: as of `Scheduler`; it has changed already."""
+        assert asked.max_num_seqs <= self.max_num_seqs and asked.max_num_batched_tokens <= self.max_num_batched_tokens
+        self.admission = Admission(self.max_model_len, asked.max_queued_requests, asked.max_queued_tokens)
+        self.table.max_rows = asked.max_num_seqs
+        if (by := _by_what(asked.policy, asked.latency_classes)) != self._policy_of:
+            self._policy_of = by
+            self._policy = make_policy(*by) if beside is None else beside._policy
+            self._follow()
+        self._planner.change(self._policy, asked.max_num_batched_tokens, asked.itl_target_ms, asked.speculate)
+
+    def _follow(self) -> None:
+        """The policy is another one. It orders the open requests as if they had arrived under it."""
+        expected = {}
+        for request in self.table.requests.values():
+            num = request.num_prompt + request.num_resumed
+            expected[request.rid] = Expected(*self._cost.of_request(num, max(0, request.max_len - num)))
+        self.table.follow(self._policy, lambda one: self._policy.place(one.asked, one.arrived_ms, expected[one.rid]))
+        self.latest_starts = Deadlines()
+        for request in self.table.waiting:
+            if not request.opened:
+                self._watch_start(request, expected[request.rid])
+
+    def _watch_start(self, request: Request, expected: Expected) -> None:
+        """Notes when it must begin to meet the target of its class, if it has one."""
+        latest = self._policy.latest_start_ms(request, expected)
+        if latest < float("inf"):
+            self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal(self, message: Enqueue) -> Failed | None:
@@ -198,6 +247,7 @@ class Scheduler:
                 message,
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
+                arrived_ms=1e3 * now,
                 queue_key=self._policy.join(message),
                 place=place,
                 max_model_len=self.max_model_len,
@@ -206,13 +256,12 @@ class Scheduler:
                 eos_token_ids=self.eos_token_ids,
                 keys=keys,
                 regime_limit=self.regime_limit,
+                decoder_start_ids=self.decoder_start_ids,
             )
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
-                keys = request.block_keys(num_prompt // self.block_size, self.block_size)
+                keys = request.block_keys(request.num_prompt // self.block_size, self.block_size)
             self.table.join(request)
-            latest = self._policy.latest_start_ms(request, expected)
-            if latest < float("inf"):
-                self.latest_starts.put(latest / 1e3, request.rid, self.table.requests)
+            self._watch_start(request, expected)
             if message.limits.queue_timeout_s is not None:
                 self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.table.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
@@ -231,8 +280,11 @@ class Scheduler:
         return Expected(*self._cost.of_request(num, max(0, num_output)))
 
     def root_of(self, message: Enqueue) -> bytes:
-        """The parent key of its first block, in the first regime."""
+        """The parent key of its first block, in the first regime. What the encoder reads changes all of the decoder's
+        KV."""
         root = root_key(self.model_key, message.salt)
+        if self.decoder_start_ids:
+            root = block_key(root, message.prompt_ids)
         return args_key(root, message.sampling.extra_args) if self._keys_by_args else root
 
     def allow(self, message: Masks) -> None:
@@ -297,6 +349,8 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
+        if flight.decodes or flight.others:
+            self.counters.passed(len(flight.decodes) + result.num_draft_tokens + sum(flight.counts), flight.pages_read)
         odd: set[int] = set()  # rids of decode rows whose output is not just tokens
         single = tokens  # of the rows without draft tokens
         if nums:
@@ -418,6 +472,10 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+        return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""
         hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
@@ -467,6 +525,8 @@ class Scheduler:
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:
                 self.connector.blocks_evicted(evicted)
+            if self.table.chunks is not None and builder.chunked:
+                self._tell_chunks(builder, self.table.chunks)
             kv = self.connector.build_connector_meta()
             if not self._reports_kv_events:
                 self.connector.take_events()  # or they would pile up
@@ -479,7 +539,9 @@ class Scheduler:
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
-        self._in_flight.append(builder.sent(self.step, learns))
+        ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
+        pages_read = self.pool.groups.pages_read(ends, self.block_size)
+        self._in_flight.append(builder.sent(self.step, learns, pages_read))
         extension = b""
         if self._extension is not None:
             requests, counts = builder.decodes + builder.others, [1] * len(builder.decodes) + builder.counts
@@ -487,6 +549,14 @@ class Scheduler:
             extension = self._extension.extend(self.step, [r.rid for r in requests], counts, starts)
         after_fault, self._oom_recovery.is_untold = self._oom_recovery.is_untold, False
         return builder.finish(self.step, kv, extension, after_fault)
+
+    def _tell_chunks(self, builder: PlanBuilder, chunks: ChunkConnector) -> None:
+        """Which blocks the plan's chunks fill."""
+        size = self.block_size
+        for request, count in zip(builder.others, builder.counts, strict=True):
+            last = min(request.num_planned, len(request.ids)) // size
+            if count > 1 and last > (first := (request.num_planned - count) // size):
+                chunks.filling(request, self.prefix.blocks_of(request, first, last))
 
     # ── how results are applied ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -549,8 +619,9 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
-            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
-                self._chunks.filled(request, self.prefix.held_by(request))
+            chunks = self.table.chunks
+            if chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -19,7 +19,7 @@ from .extension import PlanExtension
 from .groups import PLAIN, Groups
 from .kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .planner import Lateness
-from .scheduler import Scheduler
+from .scheduler import Adjustable, Scheduler
 from .speculation import num_draft_tokens
 
 
@@ -103,6 +103,12 @@ class Emptied(Struct, frozen=True, array_like=True, tag=True):
     """`empty` was called."""
 
 
+class Changed(Struct, frozen=True, array_like=True, tag=True):
+    """`change` was called, with what this configuration says."""
+
+    config: EngineConfig
+
+
 class Mended(Struct, frozen=True, array_like=True, tag=True):
     """`mend` was called, and something was wrong."""
 
@@ -114,6 +120,7 @@ Event = (
     | TookBack
     | Emptied
     | Mended
+    | Changed
     | Matched
     | Answered
     | Stood
@@ -182,6 +189,16 @@ class TracedConnector:
     @property
     def wants_chunks(self) -> bool:
         return isinstance(self._connector, ChunkConnector) and self._connector.wants_chunks
+
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.filling(request, held)
+
+    def spoiled(self, request: KvRequest) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.spoiled(request)
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """It has no answer, so nothing is recorded."""
@@ -266,29 +283,37 @@ def make_scheduler(
     """The scheduler of an engine with this configuration, or of one of its KV domains, pages of cache memory and cache
     groups (default: one full group, whose blocks are pages). beside: see `Scheduler`."""
     return Scheduler(
+        **adjustable(config)._asdict(),
         pool=BlockPool(num_pages=num_pages, groups=Groups(groups) if groups else PLAIN, eviction=config.kv_eviction),
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
         depth=config.pipeline_depth,
         num_stages=config.pipeline_parallel_size,
         eos_token_ids=config.model.eos_token_ids,
         prefix_caching=config.enable_prefix_caching,
-        policy=config.scheduling_policy,
-        latency_classes=config.latency_classes or {},
-        itl_target_ms=config.itl_target_ms,
         model_key=config.kv_model_key,
         connector=connector,
         extension=extension,
         kv_events=config.kv_events is not None,
         keys_by_args=keys_by_args,
-        speculate=num_draft_tokens(config.speculative),
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
+        decoder_start_ids=config.model.decoder_start_ids,
         beside=beside,
+    )
+
+
+def adjustable(config: EngineConfig) -> Adjustable:
+    """What a configuration says about what may change between two steps."""
+    return Adjustable(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        policy=config.scheduling_policy,
+        latency_classes=config.latency_classes or {},
+        itl_target_ms=config.itl_target_ms,
+        speculate=num_draft_tokens(config.speculative),
     )
 
 
@@ -337,6 +362,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.empty()
             case Mended():
                 scheduler.mend()
+            case Changed():
+                scheduler.change(adjustable(event.config))
             case Matched() | Answered() | Stood():
                 connector.answers.append(event)
             case Kept():

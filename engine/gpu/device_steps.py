@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import RowOpen, StepPlan, StepResult
+from ...ipc.messages import PassReads, RowOpen, StepPlan, StepResult
 from ...kernels.states import StateRows
 from ...kernels.triton.copy_pages import fill_choices, fill_copies
 from ...kernels.triton.edit_rows import Edit, fill_edits
@@ -66,6 +66,7 @@ class DeviceModel:
     kv_shape: KvShape
     weights: int  # bytes
     workspace: int  # bytes: buffers already allocated, and what torch's functions take in a step
+    reads: PassReads  # of its weights, in each step
     graphs: int  # bytes that recorded steps take: the same again, and the graphs
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch replaces

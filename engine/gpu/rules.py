@@ -220,6 +220,10 @@ def _lacks(args: Args) -> str:
     match args:
         case AttendLatent() if not _is_power(args.rank) or not _is_power(args.rope_dim):
             return f"have no latent attention of rank {args.rank} with rotated keys of {args.rope_dim} numbers"
+        case Attend(reach=reach) if reach.kind == "cross":
+            return "have no cross-attention"
+        case Attend(relative=relative) if relative is not None:
+            return "have no attention with relative positions"
         case Attend():
             return _lacks_attention(args)
     return ""

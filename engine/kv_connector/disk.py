@@ -18,6 +18,8 @@ from .ledger import Ledger, names_of, parent_name, tail_first
 from .options import check_names, eviction_of, size_of
 from .states import StateIndex
 
+_AT_ONCE = 256  # files that are given up with a plan, about, so that no step is late
+
 
 class DiskConnector:
     """`disk,path=DIR,size=20G[,eviction=lru|lfu|cost]`."""
@@ -47,7 +49,7 @@ class DiskConnector:
 class DiskCore:
     def __init__(self, *, files: BlockFiles, size: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
         self._files = files
-        self._size = size
+        self._size = self._target = size  # `_size` approaches `_target` plan by plan
         self._block_size = facts.block_size
         self._state_group = facts.state
         self._queue = queue  # of the names in `_kept`
@@ -76,6 +78,10 @@ class DiskCore:
         self._plan.load(request.rid, held)
 
     def build_connector_meta(self) -> bytes:
+        if self._target < self._size:
+            num_bytes = min(self._bytes, self._size) - _AT_ONCE * self._files.file_bytes()
+            self._size = max(self._target, num_bytes)
+            self._make_room()
         return self._plan.take()
 
     def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
@@ -121,6 +127,10 @@ class DiskCore:
         remove = list(self._plan.remove)
         self._plan.clear()
         self._plan.remove = remove
+
+    def resize(self, size: int) -> None:
+        """What is too much is evicted plan by plan."""
+        self._target, self._size = size, max(size, self._size)
 
     def close(self) -> None:
         pass

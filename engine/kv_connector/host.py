@@ -47,6 +47,9 @@ def _num_slots(options: Options, facts: ConnectorFacts) -> int:
     return num_blocks_of("host", size_of("host", options), facts.of_engine(facts.block_bytes))
 
 
+_AT_ONCE = 256  # slots that are given up with a plan, so that no step is late
+
+
 class _Kept(NamedTuple):
     item: Item
     slots: list[int]  # one for each of its pages
@@ -56,13 +59,18 @@ class HostCore:
     """A slot is as large as a page of the cache."""
 
     def __init__(self, *, num_slots: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
-        self._num_slots = num_slots
+        self._most = num_slots  # of which the worker half has the memory
+        self._num_slots = num_slots  # that are used, as soon as what is in the others may go
+        self._target = num_slots  # which `_num_slots` approaches plan by plan
+        self._slot_bytes = facts.of_engine(facts.block_bytes)
         self._block_size = facts.block_size
         self._state_group = facts.state
         self._queue = queue  # of the names in `_kept`
         self._kept: dict[bytes, _Kept] = {}
         self._states = StateIndex(facts.state)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._unused: list[int] = []  # slots beyond `_num_slots`, which hold nothing
+        self._returned: list[int] = []  # of them, those of whose memory the worker half is told with the next plan
         self._saves: dict[int, int] = {}  # slot → page, of the plan being made
         self._loads: list[HostLoad] = []  # of the plan being made
         self._ledger = Ledger("host", facts)
@@ -85,10 +93,14 @@ class HostCore:
         self._loads.append(HostLoad(request.rid, ids_to_bytes(slots), ids_to_bytes(blocks)))
 
     def build_connector_meta(self) -> bytes:
-        if not self._saves and not self._loads:
+        if self._target < self._num_slots:
+            self._num_slots = max(self._target, self._num_slots - _AT_ONCE)
+            self._shrink()
+        if not self._saves and not self._loads and not self._returned:
             return b""
         slots, blocks = list(self._saves), list(self._saves.values())
-        meta = HostMeta(ids_to_bytes(blocks), ids_to_bytes(slots), tuple(self._loads))
+        meta = HostMeta(ids_to_bytes(blocks), ids_to_bytes(slots), tuple(self._loads), ids_to_bytes(self._returned))
+        self._returned.clear()
         self._saves.clear()
         self._loads.clear()
         return msgpack.encode(meta)
@@ -118,12 +130,14 @@ class HostCore:
             self._queue.unpin(item.name)
         for item in failed:
             self._drop(item.name)
+        self._shrink()
 
     def take_events(self) -> list[KvEvent]:
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        return (self._ledger.snapshot(self._num_slots - len(self._free), self._num_slots),)
+        num_used = self._most - len(self._free) - len(self._unused)
+        return (self._ledger.snapshot(num_used, self._num_slots),)
 
     def reset(self) -> None:
         for item in self._ledger.forget_loads():
@@ -133,9 +147,30 @@ class HostCore:
             self._queue.removed(name)
         self._kept.clear()
         self._states.clear()
+        self._num_slots = self._target
         self._free = list(range(self._num_slots - 1, -1, -1))
+        self._unused = list(range(self._num_slots, self._most))
+        self._returned.clear()  # the next worker half has not touched them
         self._saves.clear()
         self._loads.clear()
+
+    def resize(self, size: int) -> None:
+        """What is too much is evicted plan by plan, and what is being loaded when its load is over."""
+        self._target = min(self._most, max(1, size // self._slot_bytes))
+        self._num_slots = max(self._num_slots, self._target)
+        while self._most - len(self._unused) < self._num_slots:
+            self._free.append(self._unused.pop())
+        unused = set(self._unused)
+        self._returned = [slot for slot in self._returned if slot in unused]
+
+    def _shrink(self) -> None:
+        """Evicts what is in more slots than may be used, as far as nothing of it is being loaded."""
+        while (num := self._most - len(self._unused) - self._num_slots) > 0:
+            slots = [self._free.pop() for _ in range(min(num, len(self._free)))]
+            self._unused += slots
+            self._returned += slots
+            if len(slots) < num and not self._evict():
+                return
 
     def close(self) -> None:
         pass
@@ -143,15 +178,23 @@ class HostCore:
     def _take_slots(self, num: int) -> list[int] | None:
         """Slots for a new item; None if too many are pinned."""
         while len(self._free) < num:
-            victim = self._queue.evict()
-            if victim is None:
+            if not self._evict():
                 return None
-            self._ledger.evicted(self._kept[victim.key].item)
-            self._release(victim.key)
         return [self._free.pop() for _ in range(num)]
 
+    def _evict(self) -> bool:
+        """Evicts an item. False: all are pinned."""
+        victim = self._queue.evict()
+        if victim is not None:
+            self._ledger.evicted(self._kept[victim.key].item)
+            self._release(victim.key)
+        return victim is not None
+
     def _release(self, name: bytes) -> None:
-        self._free += reversed(self._kept.pop(name).slots)
+        slots = self._kept.pop(name).slots
+        for slot in slots:
+            self._saves.pop(slot, None)  # what is not written yet need not be
+        self._free += reversed(slots)
         self._states.remove(name)
 
     def _drop(self, name: bytes) -> None:

@@ -20,3 +20,4 @@ class HostMeta(Struct, frozen=True, array_like=True):
     save_blocks: bytes  # int32, pages
     save_slots: bytes  # int32, each at most once
     loads: tuple[HostLoad, ...]
+    returned: bytes = b""  # int32: slots that are not used any more, whose memory the system may have

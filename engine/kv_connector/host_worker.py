@@ -1,14 +1,16 @@
 """The host tier's worker half: one tensor of slots in host memory, and copies between it and the KV cache."""
 
+import mmap
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from msgspec import msgpack
 
 from ...ipc.messages import bytes_to_ids
-from ..attention.kv_cache import KvCache
+from ..attention.kv_cache import KvCache, advise
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .host_meta import NO_SLOT, HostMeta
@@ -61,6 +63,7 @@ class HostWorker:
         for rows in self._copier.read(bytes_to_ids(meta.save_blocks)):
             slots.index_copy_(0, to[start : start + len(rows)], rows.view(torch.int64))
             start += len(rows)
+        self._give_back(sorted(bytes_to_ids(meta.returned)))
         for load in meta.loads:
             slots_of, blocks = bytes_to_ids(load.slots), bytes_to_ids(load.blocks)
             there = [i for i, slot in enumerate(slots_of) if slot != NO_SLOT]
@@ -69,6 +72,15 @@ class HostWorker:
             for first in range(0, len(there), self._copier.chunk):
                 part = there[first : first + self._copier.chunk]
                 self._chunks.append(_Chunk(load.rid, [slots_of[i] for i in part], [blocks[i] for i in part]))
+
+    def _give_back(self, slots: Sequence[int]) -> None:
+        """Lets the system have the memory of these slots, in runs of neighbours, unless it is pinned."""
+        first = 0
+        for end in range(1, len(slots) + 1):
+            if end == len(slots) or slots[end] != slots[end - 1] + 1:
+                if not self._slots.is_pinned():
+                    advise(self._slots[slots[first] : slots[end - 1] + 1], mmap.MADV_DONTNEED)
+                first = end
 
     def wait_for_layer_load(self, layer: int) -> None:
         pass

@@ -7,6 +7,9 @@ from ...errors import ConfigError
 from ..core.eviction import RANKINGS, EvictionQueue
 from .base import Options
 
+DEFAULT_SIZE = "1G"
+"""Of the memory in which `p2p` keeps what it serves."""
+
 MAX_WAIT_MS = 600_000
 """The longest time that an option may ask for."""
 

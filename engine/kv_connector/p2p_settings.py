@@ -13,7 +13,7 @@ from msgspec import Struct
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys, read_keys
 from .base import ConnectorFacts, Options
-from .options import check_names, milliseconds_of, num_blocks_of, size_of
+from .options import DEFAULT_SIZE, check_names, milliseconds_of, num_blocks_of, size_of
 
 NAMED = "named"
 """The value of `peer` with which requests name their peers."""
@@ -57,7 +57,7 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
     needs = {"prefill": "serve", "decode": "peer"}.get(role)
     if needs is not None and needs not in options:
         raise ConfigError(f"--kv-connector p2p: role={role} needs {needs}=…, by which the KV travels.")
-    size = size_of("p2p", {"size": "1G", **options})
+    size = size_of("p2p", {"size": DEFAULT_SIZE, **options})
     key_file = options.get("key-file")
     peer = options.get("peer")
     if key_file is not None and not key_file:

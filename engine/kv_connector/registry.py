@@ -1,14 +1,17 @@
 """Opens the connectors of `--kv-connector`: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
 
+import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
+from ...config.config import parse_size
 from ...config.plugins import Options, find_class, split_spec
 from ...errors import ConfigError
 from ..core.kv_connector import TierConnector
-from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
+from .base import ConnectorFacts, HasCheck, KVConnector, Resizable, WorkerConnector
 from .guard import Guarded, tier_connector
+from .options import DEFAULT_SIZE, size_of
 
 ENTRY_POINTS = "pagewire.kv_connectors"
 """The entry point group in which other packages name their connectors."""
@@ -16,6 +19,7 @@ ENTRY_POINTS = "pagewire.kv_connectors"
 Half = TypeVar("Half", TierConnector, WorkerConnector)
 
 _FLAG = "--kv-connector"
+_RESIZABLE = ("host", "disk")
 _BUILT_IN = {
     "host": f"{__package__}.host:HostConnector",
     "disk": f"{__package__}.disk:DiskConnector",
@@ -38,6 +42,35 @@ def check(specs: Sequence[str]) -> None:
             found.check(options)
 
 
+def host_bytes(specs: Sequence[str]) -> int:
+    """The host's memory that the built-in ones of an engine take. Raises ConfigError."""
+    total = 0
+    for spec in specs:
+        name, options = split_spec(_FLAG, spec)
+        if name == "host" or (name == "p2p" and "serve" in options):
+            total += size_of(name, {"size": DEFAULT_SIZE, **options})
+    return total
+
+
+def serve_addresses(specs: Sequence[str], num_ranks: int) -> list[str]:
+    """Where the ranks of an engine with `p2p` answer peers. Raises ConfigError."""
+    from .p2p_settings import rank_address
+
+    options = [options for name, options in (split_spec(_FLAG, spec) for spec in specs) if name == "p2p"]
+    return [rank_address(each["serve"], rank) for each in options if "serve" in each for rank in range(num_ranks)]
+
+
+def in_folder(specs: Sequence[str], name: str) -> tuple[str, ...]:
+    """These with a folder of this name in the folder of `disk`, which belongs to one engine."""
+    found = []
+    for spec in specs:
+        connector, options = split_spec(_FLAG, spec)
+        if connector == "disk" and "path" in options:
+            options["path"] = os.path.join(options["path"], name)
+        found.append(",".join([connector, *(f"{option}={value}" for option, value in options.items())]))
+    return tuple(found)
+
+
 def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> TierConnector | None:
     """The core halves as one; None if there are none. Raises ConfigError."""
     opened = _open(specs, lambda connector, options: tier_connector(connector.core(options, facts), "", facts))
@@ -46,6 +79,32 @@ def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> TierConnector
     from .chain import ChainCore
 
     return ChainCore(opened)
+
+
+def check_smaller(start: Sequence[str], specs: Sequence[str]) -> None:
+    """Raises ConfigError for specs that differ from those of the start in more than smaller sizes of tiers that can be
+    changed while requests are served."""
+    check(specs)
+    same = [spec.partition(",")[0] for spec in specs] == [spec.partition(",")[0] for spec in start]
+    for before, after in zip(start, specs, strict=False) if same else ():
+        name, old = split_spec(_FLAG, before)
+        new = split_spec(_FLAG, after)[1]
+        if {**old, "size": ""} != {**new, "size": ""} or (old != new and name not in _RESIZABLE):
+            same = False
+        elif "size" in old and parse_size(new["size"]) > parse_size(old["size"]):
+            raise ConfigError(f"kv_connector {after}: the start was given {before}; more needs a restart.")
+    if not same:
+        raise ConfigError(
+            f"kv_connector needs a restart, but for the size of {' and '.join(_RESIZABLE)}, up to that of the start."
+        )
+
+
+def resize(connector: TierConnector, specs: Sequence[str]) -> None:
+    """Gives the tiers the sizes of these specs, which `check_smaller` has accepted. connector: of `core_connector`."""
+    parts = getattr(connector, "parts", [connector])
+    for part, spec in zip(parts, specs, strict=True):
+        if isinstance(part, Resizable):
+            part.resize(parse_size(split_spec(_FLAG, spec)[1]["size"]))
 
 
 def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:

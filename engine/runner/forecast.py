@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from msgspec import Struct
+
 from ...config.config import EngineConfig
 from ...kernels.grouped_weight import form
 from ..checkpoint.quantization import GgufScheme, Scheme
 from ..checkpoint.spec import read_spec
-from ..device.base import choose_device
+from ..device.base import Device, choose_device
 from ..executors.weights import shape_of as shape_of_target
 from ..models.program import Matrix, Mixture
 from ..parallel.rank import RankInfo
@@ -35,10 +38,26 @@ class Forecast:
     num_pages: int  # of KV that it would offer
 
 
-def forecast(config: EngineConfig) -> Forecast:
-    """Raises ConfigError and CheckpointError for a model that is not served."""
+class PlannedGpu(Struct, frozen=True):
+    """A GPU before it is opened."""
+
+    num_bytes: int  # that the engine may take
+    capability: int | None  # as of a `Device`
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda")
+
+    def cache_memory(self, *, taken: int, found: int = 0) -> int:
+        return max(0, self.num_bytes + found - taken)
+
+
+def forecast(config: EngineConfig, gpu: PlannedGpu | None = None) -> Forecast:
+    """`gpu`: instead of the device that the worker would open. Raises ConfigError and CheckpointError for a model that
+    is not served."""
     spec = read_spec(Path(config.model.path))
-    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.num_ranks))))
+    device: Device | PlannedGpu
+    device = gpu or choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.num_ranks))))
     served = how_served(
         config, spec, device.torch_device, has_triton=device.torch_device.type == "cuda", capability=device.capability
     )

@@ -1,8 +1,8 @@
 """The memory that models would take, by the memory plan and before anything is loaded: `python -m
 pagewire.engine.runner.needs`.
 
-A process of its own, because the plan needs torch: it reads the configurations of engines as a JSON array from its
-input, and writes a `Need` for each.
+A process of its own, because the plan needs torch: it reads the engines as a JSON array of `Question`s from its input,
+and writes a `Need` for each. It opens no GPU.
 """
 
 import sys
@@ -14,8 +14,14 @@ from ...config.config import EngineConfig
 from ...errors import PagewireError
 
 
+class Question(Struct, frozen=True):
+    config: EngineConfig
+    gpu_bytes: int = 0  # that each rank may take of its GPU; 0: the engine runs on the host
+    capability: int | None = None  # of the GPU; see `MachineFacts`
+
+
 class Need(Struct, frozen=True):
-    """Bytes of one engine, without its processes."""
+    """Bytes of one rank, without its process."""
 
     weights: int = 0
     workspace: int = 0
@@ -23,21 +29,21 @@ class Need(Struct, frozen=True):
     problem: str = ""  # one sentence: why it cannot be served
 
 
-def need(config: EngineConfig) -> Need:
-    """What this engine takes, all ranks together."""
-    from .forecast import forecast
+def need(asked: Question) -> Need:
+    from .forecast import PlannedGpu, forecast
 
+    gpu = PlannedGpu(asked.gpu_bytes, asked.capability) if asked.gpu_bytes else None
     try:
-        found = forecast(config)
+        found = forecast(asked.config, gpu)
     except PagewireError as error:
         return Need(problem=str(error))
-    plan, ranks = found.memory, config.num_ranks
-    return Need(ranks * plan.weights, ranks * plan.workspace, ranks * found.num_pages * plan.page_bytes)
+    plan = found.memory
+    return Need(plan.weights, plan.workspace, found.num_pages * plan.page_bytes)
 
 
 def main() -> None:
-    configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
-    sys.stdout.buffer.write(msgspec.json.encode([need(config) for config in configs]))
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Question])
+    sys.stdout.buffer.write(msgspec.json.encode([need(each) for each in asked]))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Several:
         self.engines = [FakeEngine(["from a"]), FakeEngine(["from b"])]
         self.told: list[tuple[int, bool, float | None]] = []
         self.changes: list[dict[str, object]] = []
+        self.versions: list[int | None] = []
         self.headers: dict[str, str] = {}
         self.served = [self._served(0, ("a", "first"), ""), self._served(1, ("b",), "Be kind.")]
         self.app = create_app(self.served, self.http, version="1", swap=self._swap)
@@ -43,6 +44,7 @@ class Several:
 
     async def _swap(self, changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         self.changes.append(msgspec.json.decode(changes))
+        self.versions.append(version)
         return Swapped(1, 409, "Not now.") if self.changes[-1]["pinned"] else Swapped(1, 202, "It is being done.")
 
     async def call(self, path: str, body: object = None, method: str | None = None) -> Answer:
@@ -51,6 +53,17 @@ class Several:
 
     def ask(self, path: str, body: object = None) -> Answer:
         return run(self.call(path, body))
+
+
+def test_load_says_which_models_are_loaded_or_would_fit() -> None:
+    several = Several()
+    first, second = (served.residence for served in several.served)
+    assert first is not None and second is not None
+    second.state = replace(LOADED, state="unloaded", fits=True)
+    a, b = {"state": "loaded", "fits": False}, {"state": "unloaded", "fits": True}
+    assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
+    second.use(True)
+    assert several.ask("/load").json["models"]["b"]["state"] == "loading", "it is next"
 
 
 def said(answer: Answer) -> str:
@@ -119,6 +132,21 @@ def test_the_models_are_listed_with_their_states() -> None:
     assert several.ask("/api/show", {"model": "b"}).json["template"] == "", "it is not loaded for that"
 
 
+def test_the_engines_of_a_loaded_model_are_listed() -> None:
+    several = Several()
+    pair = several.served[1]._replace(gateway=Gateway(several.engines[1].post, several.engines[1].post))
+    pair.gateway.handle([Reset(2, 2, ("core",), "It died.", 1)])
+    app = create_app([several.served[0], pair], several.http, version="1")
+    found = run(Client(app).call("GET", "/health")).json["engines"]
+    assert [(one["model"], one["engine"], one["ready"], one["trouble"]) for one in found] == [
+        ("b", 0, True, None),
+        ("b", 1, False, "It died."),
+    ]
+    assert pair.residence is not None
+    pair.residence.state = replace(LOADED, state="unloaded")
+    assert "engines" not in run(Client(app).call("GET", "/health")).json, "it has none"
+
+
 def test_one_model_has_no_state() -> None:
     engine = FakeEngine()
     app = create_app([Served(engine.gateway, CONFIG, engine.sleeper, lambda: None)], split_settings({})[1], version="1")
@@ -132,10 +160,42 @@ def test_an_administrator_changes_a_model() -> None:
     assert several.ask("/admin/models", {"model": "b", "loaded": True}).status == 401
     several.headers["authorization"] = "Bearer of-the-administrator"
     answer = several.ask("/admin/models", {"model": "b", "loaded": True})
-    assert answer.status == 202 and several.changes == [{"model": 1, "loaded": True, "pinned": None}]
+    assert answer.status == 202 and several.changes == [{"model": 1, "loaded": True, "pinned": None, "settings": None}]
     assert several.ask("/admin/models", {"model": "first", "pinned": True}).status == 409
     assert several.ask("/admin/models", {"model": "c", "pinned": True}).status == 404
     assert several.ask("/admin/models", {"model": "b"}).error["param"] == "loaded"
+    refused = several.ask("/admin/models", {"model": "b", "replace": {"model": "/x"}})
+    assert refused.status == 403 and "--enable-model-swap" in refused.error["message"]
+
+
+def test_an_administrator_replaces_a_model() -> None:
+    several = Several(admin_keys=(ApiKey("of-the-administrator"),), enable_model_swap=True)
+    several.headers["authorization"] = "Bearer of-the-administrator"
+    settings: dict[str, object] = {"model": "/x", "max_model_len": 64, "kv_cache_memory": "1M"}
+    assert several.ask("/admin/models", {"model": "b", "replace": {**settings, "version": 1}}).status == 202
+    assert several.changes == [{"model": 1, "loaded": None, "pinned": None, "settings": settings}]
+    assert several.versions == [1]
+    assert several.ask("/admin/models", {"model": "b", "replace": {}}).error["param"] == "replace"
+    assert several.ask("/admin/models", {"model": "b", "replace": settings, "loaded": True}).status == 400
+    assert several.ask("/admin/models", {"model": "b", "replace": {"served_model_name": ["c"]}}).status == 400
+    assert len(several.changes) == 1
+
+
+def test_a_model_with_another_version_has_its_endpoints() -> None:
+    """Those of the other model stay as they are."""
+    several = Several()
+    before = [several.ask("/v1/models/" + name).json["max_model_len"] for name in ("a", "b")]
+    for number in (1, 1, 0):
+        config = several.served[number].config
+        model = replace(config.model, path=f"/{number}")
+        several.app.replaced(number, replace(config, max_model_len=32, model=model, system_prompt="Be brief."))
+        after = [several.ask("/v1/models/" + name).json["max_model_len"] for name in ("a", "b")]
+        assert after == [32 if number == 0 else before[0], 32]
+    assert [one["root"] for one in several.ask("/admin/models").json["data"]] == ["/0", "/1"]
+    assert said(several.ask("/v1/chat/completions", {"model": "b", **HI})) == "from b"
+    (submit,) = several.engines[1].submits
+    assert isinstance(submit.prompt, ChatPrompt) and b"Be brief." in submit.prompt.messages
+    assert several.ask("/openapi.json").status == 200
 
 
 def test_the_system_prompt_is_for_conversations_that_have_none() -> None:

@@ -1,6 +1,6 @@
 """One server that is shared by the tests that leave it unchanged, and servers for single tests."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers, which are closed after the test."""
     servers: list[Server] = []
 
-    def start_one(*flags: str, command: Sequence[str] = SERVE) -> Server:
-        servers.append(Server(tmp_path / f"run{len(servers)}", *flags, command=command))
+    def start_one(*flags: str, command: Sequence[str] = SERVE, environment: Mapping[str, str] = {}) -> Server:
+        folder = tmp_path / f"run{len(servers)}"
+        servers.append(Server(folder, *flags, command=command, environment=environment))
         return servers[-1]
 
     yield start_one

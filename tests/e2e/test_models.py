@@ -3,16 +3,23 @@
 import asyncio
 import concurrent.futures
 import json
+import os
+import sys
+import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+import torch
 import vocabulary
 from checkpoints import make_checkpoint
 from waiting import until
 
+from pagewire.config.machine import OVERRIDES
 from pagewire.procs.models import PROCESSES_BYTES
 from pagewire.tools.servers import Server, is_alive
 
@@ -153,5 +160,187 @@ def test_models_are_pinned_and_a_broken_one_is_said(start: Start, tmp_path: Path
     server.children()["api"].kill()
     until(lambda: server.answers("/health") and ask(server, "two").status_code == 200, "the api is replaced", 60)
     assert server.children()["worker of two"].pid == worker
+    admin.close()
+    assert server.stop() == 0, server.log.read_text()
+
+
+def two_tiny(folder: Path, *settings: str) -> str:
+    """A file with two tiny models with other weights, "first" and "second", each with these settings."""
+    tables = []
+    for name, width in (("first", 64), ("second", 96)):
+        made = make_checkpoint(folder / name, "qwen3", num_hidden_layers=1, intermediate_size=width)
+        vocabulary.add_tokenizer(made)
+        tables.append("\n".join(["[[models]]", f'model = "{name}"', *settings]))
+    (folder / "two.toml").write_text("\n".join(tables))
+    return str(folder / "two.toml")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("triton") is None or not hasattr(os, "memfd_create"), reason="no triton or memfd")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory takes the place of a GPU's")
+def test_models_on_a_gpu_take_turns_and_each_has_a_keeper(start: Start, tmp_path: Path) -> None:
+    """On the path of a GPU, as in `test_kept_weights.py`: the kernels run in Triton's interpreter. The GPU has room for
+    one of two models."""
+    tests = Path(__file__).resolve().parents[1]
+    gpu = {"name": "GPU-of-tests", "total_bytes": 2 << 30, "free_bytes": 2 << 30}
+    facts = json.loads(os.environ.get(OVERRIDES, "{}")) | {"has_gpu": True, "gpu_capability": 90, "gpus": [gpu]}
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tests / "kept_site"), str(tests), *sys.path]),
+        OVERRIDES: json.dumps(facts),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    small = ("--max-num-batched-tokens", "32", "--max-num-seqs", "2", "--max-model-len", "64", "--dtype", "float32")
+    server = start(
+        "--models", two_tiny(tmp_path), *small, "--kv-cache-memory", "1M", "--models-memory", "16G",
+        environment=environment,
+    ).wait_ready("/health")  # fmt: skip
+
+    def answer(model: str) -> str:
+        body = {"model": model, "prompt": "one", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+        assert found.status_code == 200, found.text + server.log.read_text()[-3000:]
+        text: str = found.json()["choices"][0]["text"]
+        return text
+
+    def of_model(name: str) -> psutil.Process:
+        """Its worker, which is the only one."""
+        workers = {shown: process for shown, process in server.children().items() if shown.startswith("worker")}
+        assert set(workers) == {f"worker of {name}"}
+        return workers[f"worker of {name}"]
+
+    first = answer("first")
+    worker, (keeper,) = of_model("first"), server.of_kind("weight keeper")
+    assert worker.ppid() == server.supervisor.pid, "a process that has imported torch is not forked for a GPU"
+    assert 1 << 30 < listing(server)["first"]["need_bytes"] < 2 << 30, "of the GPU's memory"
+    second = answer("second")
+    assert second != first and states(server) == {"first": "unloaded", "second": "loaded"}
+    assert not is_alive(worker) and not is_alive(keeper), "both have given back the GPU's memory"
+    (other,) = server.of_kind("weight keeper")
+    assert of_model("second").ppid() == server.supervisor.pid and is_alive(other)
+    processes = server.supervisor.children(recursive=True)
+    assert server.stop() == 0, server.log.read_text()
+    until(lambda: not any(is_alive(process) for process in processes), "no process is left")
+
+
+@pytest.mark.long
+def test_a_model_with_two_engines_and_tiers_of_its_own(start: Start, tmp_path: Path) -> None:
+    """One model has two engines, which load and go together. The other keeps KV on a disk, over its own unloading."""
+    kv = tmp_path / "kv"
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[[models]]\nmodel = "demo"\nserved_model_name = "pair"\nkv_cache_memory = "32M"\ndata_parallel_size = 2\n'
+        '[[models]]\nmodel = "demo"\nserved_model_name = "alone"\nkv_cache_memory = "32M"\n'
+        f'kv_connector = ["disk,path={kv},size=64M"]\n'
+    )
+    budget = 2 * PROCESSES_BYTES + (400 << 20)  # one of them
+    server = start("--models", str(file), "--models-memory", str(budget), "--api-processes", "2").wait_ready("/health")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: answered(server, "pair"), range(16))) == {"1, 2, 3, 4, 5"}
+    names = [name for name in server.children() if name.startswith("worker")]
+    assert sorted(names) == ["worker of pair, engine 0", "worker of pair, engine 1"]
+    until(lambda: states(server)["pair"] == "loaded", "both engines are there", 120)
+    for engine in ("0", "1"):
+        assert sample(server, "engine_ready", f'model_name="pair",engine="{engine}"') == 1
+
+    async def one_engine_loses_its_worker() -> list[str]:
+        """The texts of streams on both engines."""
+        num_events = 0
+
+        async def read(client: httpx.AsyncClient) -> str:
+            nonlocal num_events
+            text = ""
+            body = {"model": "pair", "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 300}
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True, "ignore_eos": True}) as it:
+                async for line in it.aiter_lines():
+                    if line.startswith("data: {"):
+                        num_events += 1
+                        text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            return text
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            reading = [asyncio.ensure_future(read(client)) for _ in range(4)]
+            while num_events < 20:
+                await asyncio.sleep(0)
+            server.children()["worker of pair, engine 1"].kill()
+            return await asyncio.gather(*reading)
+
+    assert len(set(asyncio.run(one_engine_loses_its_worker()))) == 1, "no stream loses or repeats a token"
+
+    prompt = "Count from 1 to 9. " * 8
+    body = {"model": "alone", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    answers = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()]
+    assert states(server) == {"pair": "unloaded", "alone": "loaded"}
+    num_blocks = answers[0]["usage"]["prompt_tokens"] // 16
+    until(lambda: len(list((kv / "alone").glob("*/*/[!.]*.*"))) >= num_blocks > 0, "its KV is in a folder of its own")
+    assert answered(server, "pair") == "1, 2, 3, 4, 5" and states(server)["alone"] == "unloaded"
+    answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json())
+    assert answers[0]["choices"] == answers[1]["choices"]
+    cached = answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0, "the next load of the model finds it"
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.long
+def test_a_model_is_replaced_by_another_version(start: Start, tmp_path: Path) -> None:
+    """Its open requests end with the old one, what comes meanwhile gets the new one, and the other model goes on."""
+    for name in ("tiny", "broken"):
+        vocabulary.add_tokenizer(make_checkpoint(tmp_path / name, "qwen3"))
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")  # which only its processes find
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[[models]]\nmodel = "demo"\nserved_model_name = ["one", "alias"]\nkv_cache_memory = "32M"\n'
+        '[[models]]\nmodel = "demo-hybrid"\nserved_model_name = "two"\nkv_cache_memory = "32M"\npinned = true\n'
+    )
+    budget = 2 * PROCESSES_BYTES + (300 << 20)
+    flags = ("--admin-api-key", "of-the-administrator", "--enable-model-swap", "--drain-timeout", "120")
+    server = start("--models", str(file), "--models-memory", str(budget), *flags).wait_ready("/health")
+    admin = httpx.Client(base_url=server.url, headers={"authorization": "Bearer of-the-administrator"}, timeout=120)
+
+    def status(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(one for one in admin.get("/admin/models").json()["data"] if one["name"] == name)
+        return found
+
+    def change(**replacement: Any) -> httpx.Response:
+        return admin.post("/admin/models", json={"model": "alias", "replace": replacement})
+
+    assert change(model=str(tmp_path / "nothing")).status_code == 400
+    assert change(served_model_name=["other"]).status_code == 400, "clients know it by its names"
+    assert change(version=7).status_code == 400
+    assert answered(server, "one") == "1, 2, 3, 4, 5" and status("one")["version"] == 1
+    other = server.children()["worker of two"].pid
+
+    body = {"model": "one", "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    is_over = threading.Event()
+
+    def keep_asking() -> list[str]:
+        texts = []
+        while not is_over.is_set():
+            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+            assert found.status_code == 200, found.text
+            texts.append(found.json()["choices"][0]["text"])
+        return texts
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asking = [pool.submit(keep_asking) for _ in range(3)]
+        assert change(model=str(tmp_path / "tiny"), max_model_len=256).status_code == 202
+        assert status("one")["state"] in ("leaving", "loading") and change(version=1).status_code == 409
+        until(lambda: status("one")["state"] == "loaded", "the new version is loaded", 120)
+        newest = answered(server, "one")
+        is_over.set()
+        texts = [each.result() for each in asking]
+    assert newest != "1, 2, 3, 4, 5" and {own[-1] for own in texts} != {texts[0][0]}
+    assert {text for own in texts for text in own} == {texts[0][0], texts[0][-1]}, "no answer is of both versions"
+    assert (status("one")["version"], status("one")["root"]) == (2, str(tmp_path / "tiny"))
+    cards = {card["id"]: card["max_model_len"] for card in json.loads(server.get("/v1/models"))["data"]}
+    assert cards["one"] == cards["alias"] == 256 != cards["two"]
+
+    assert change(model=str(tmp_path / "broken")).status_code == 202
+    until(lambda: "going back to the version before" in server.log.read_text(), "it does not load", 120)
+    assert answered(server, "one") == newest and status("one")["version"] == 2
+
+    assert change(version=1).status_code == 202
+    until(lambda: status("one")["state"] == "loaded" and status("one")["version"] == 3, "the first one is back", 120)
+    assert answered(server, "one") == "1, 2, 3, 4, 5"
+    assert server.children()["worker of two"].pid == other and answered(server, "two") == "1, 2, 3, 4, 5"
     admin.close()
     assert server.stop() == 0, server.log.read_text()

@@ -26,7 +26,7 @@ def make_actor(tmp_path: Path, http_fd: int = -1, **settings: object) -> ApiActo
 
 
 def observers(actor: ApiActor) -> list[Observer]:
-    return actor._observers(actor._config)
+    return actor._observers(actor._trace(actor._config))
 
 
 def test_ended_requests_are_logged_only_if_enabled(tmp_path: Path) -> None:

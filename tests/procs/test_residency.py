@@ -37,8 +37,8 @@ GB = 1 << 30
 
 def models(*needs: float, budget: float, pinned: tuple[int, ...] = (), keep_alive_s: float = math.inf) -> Residency:
     """Needs and budget in GB."""
-    terms = [Terms(int(need * GB), i in pinned, keep_alive_s) for i, need in enumerate(needs)]
-    return Residency(int(budget * GB), terms, 0.0)
+    terms = [Terms((int(need * GB),), i in pinned, keep_alive_s) for i, need in enumerate(needs)]
+    return Residency([int(budget * GB)], terms, 0.0)
 
 
 def load(found: Residency, number: int, now: float, *, load_s: float = 1.0, is_used: bool = False) -> float:
@@ -55,7 +55,7 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_stays() -> None:
     found = models(1, 1, budget=2)
     assert found.decide(0.0) == [] and found.decide_again_at(0.0) == math.inf
     now = load(found, 1, 5.0)
-    assert found.models[1].load_s == 1.0 and found.used_bytes == GB
+    assert found.models[1].load_s == 1.0 and found.used() == (GB,)
     assert found.decide(now + 1e6) == [] and found.decide_again_at(now) == math.inf
 
 
@@ -84,7 +84,16 @@ def test_the_idle_model_that_was_used_least_recently_goes_first() -> None:
     found.has_ended(0, now + 3)
     assert found.decide(now + 3) == [], "its memory is not free yet"
     found.has_ended(2, now + 4)
-    assert found.decide(now + 4) == [Load(3)] and found.used_bytes == 3 * GB
+    assert found.decide(now + 4) == [Load(3)] and found.used() == (3 * GB,)
+
+
+def test_a_model_fits_that_is_not_loaded_and_needs_no_memory_of_others() -> None:
+    found = models(1, 2, 1, budget=2)
+    assert [found.fits(model) for model in found.models] == [True, True, True]
+    now = load(found, 0, 0.0)
+    assert [found.fits(model) for model in found.models] == [False, False, True]
+    found.use(1, "api", now, is_open=True)
+    assert found.decide(now) == [Unload(0)] and not any(map(found.fits, found.models[:2])), "it is not gone yet"
 
 
 def test_a_model_stays_if_a_larger_one_must_go_anyway() -> None:
@@ -92,6 +101,25 @@ def test_a_model_stays_if_a_larger_one_must_go_anyway() -> None:
     now = load(found, 1, load(found, 0, 0.0))
     found.use(2, "api", now, is_open=True)
     assert found.decide(now) == [Unload(1)]
+
+
+def test_only_what_takes_the_same_memory_goes() -> None:
+    """The host's memory and two GPUs: the model that was used least recently is on the other one."""
+    terms = [Terms((1, 0, 8)), Terms((1, 8, 0)), Terms((1, 8, 0)), Terms((3, 0, 0))]
+    found = Residency([4, 10, 10], terms, 0.0)
+    assert all(found.fits(model) for model in found.models)
+    now = load(found, 1, load(found, 0, 0.0))
+    assert found.used() == (2, 8, 8) and found.models[0].terms.need_bytes == 8 and terms[3].need_bytes == 3
+    found.use(2, "api", now, is_open=True)
+    assert found.decide(now) == [Unload(1)]
+    found.has_ended(1, now)
+    assert found.decide(now) == [Load(2)]
+    found.has_loaded(2, now)
+    assert [found.fits(model) for model in found.models] == [False, False, False, False]
+    found.use(2, "api", now, is_open=False)
+    found.use(3, "api", now + 1, is_open=True)
+    assert found.decide(now + 1) == [Unload(0)], "one that computes on the host takes its memory"
+    assert misfits([4, 10, 10], [*terms[:3], Terms((1, 0, 8), is_pinned=True)]) == [0]
 
 
 def test_nothing_goes_in_vain() -> None:
@@ -181,9 +209,32 @@ def test_loads_for_which_others_go_wait_when_they_have_taken_their_share() -> No
     assert found.decide(at + PATIENCE_S) != []
 
 
+def test_another_version_takes_the_place_of_a_model() -> None:
+    """It goes although it is pinned, and comes back with other needs; what waits meanwhile waits for that."""
+    found = models(1, 1, budget=3, pinned=(0,))
+    assert found.decide(0.0) == [Load(0)]
+    found.has_loaded(0, 1.0)
+    found.use(0, "api", 2.0, is_open=True)
+    found.leave(0, 3.0)
+    assert found.decide(3.0) == [] and found.models[0].state == "leaving"
+    found.has_ended(0, 4.0)
+    found.replaced(0, (2 * GB,), 4.0, is_wanted=True)
+    assert found.decide(4.0) == [Load(0)] and found.used() == (2 * GB,)
+    assert found.models[0].terms.is_pinned
+
+    found.has_ended(0, 5.0, "It has no weights.")
+    found.replaced(0, (GB,), 5.0, is_wanted=True)
+    assert found.decide(5.0) == [Load(0)], "the version before does not wait"
+    found.has_loaded(0, 6.0)
+    found.replaced(1, (2 * GB,), 6.0, is_wanted=False)
+    assert found.decide(1e6) == [], "nobody uses it"
+    found.ask(1, 7.0, is_loaded=True, is_pinned=None)
+    assert found.decide(7.0) == [Load(1)] and found.used() == (3 * GB,)
+
+
 def test_a_model_that_can_never_be_loaded_is_known_before() -> None:
-    terms = [Terms(4, is_pinned=True), Terms(6), Terms(7), Terms(1)]
-    assert misfits(10, terms) == [2] and misfits(3, terms) == [0, 1, 2, 3]
+    terms = [Terms((4,), is_pinned=True), Terms((6,)), Terms((7,)), Terms((1,))]
+    assert misfits([10], terms) == [2] and misfits([3], terms) == [0, 1, 2, 3]
 
 
 # ── random histories ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,15 +254,16 @@ class World:
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         num = rng.randint(2, 6)
-        needs = [rng.randint(1, 4) for _ in range(num)]
+        num_gpus = rng.choice((0, 0, 1, 2))
+        needs = [(rng.randint(1, 4), *(rng.choice((0, 2, 3, 5)) for _ in range(num_gpus))) for _ in range(num)]
         pinned = rng.random() < 0.3
-        budget = max(needs) + (needs[0] if pinned else 0) + rng.randint(0, 3)
+        self.budgets = [max(of) + (of[0] if pinned else 0) + rng.randint(0, 3) for of in zip(*needs, strict=True)]
         keep_alive_s = [rng.choice((math.inf, math.inf, 20.0, 0.0)) for _ in needs]
         terms = [Terms(n, pinned and i == 0, k) for i, (n, k) in enumerate(zip(needs, keep_alive_s, strict=True))]
         self.load_s = [rng.choice((0.5, 2.0, 10.0, 30.0)) for _ in needs]
         self.fails = rng.choice((0.0, 0.0, 0.2))
         self.now = 0.0
-        self.found = Residency(budget, terms, 0.0)
+        self.found = Residency(self.budgets, terms, 0.0)
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.num_events = 0
         self.waiting: list[list[tuple[float, float]]] = [[] for _ in needs]  # (asked at, seconds that it takes)
@@ -286,8 +338,9 @@ class World:
                     end = self.now + DRAIN_S
                     self.after(0.0, lambda number=number, end=end: self.drain(number, end))  # type: ignore[misc]
         self.present |= {model.number for model in self.found.models if model.state == "loading"}
-        if sum(self.found.models[number].terms.need_bytes for number in self.present) > self.found.budget_bytes:
-            raise Violation("the models need more memory than there is")
+        for place, budget in enumerate(self.budgets):
+            if sum(self.found.models[number].terms.needs[place] for number in self.present) > budget:
+                raise Violation("the models need more memory than there is")
         for model in self.found.models:
             is_idle = model.state == "loaded" and not model.users and not model.terms.is_pinned
             if is_idle and self.now > model.last_used + model.keep_alive_s + 1e-6:
@@ -366,16 +419,26 @@ def test_histories() -> None:
     assert sum(world.num_answered for world in worlds) > 2000
 
 
-def _no_memory(self: Residency, wanted: Resident, *, with_leaving: bool = True) -> int:
-    return 0
+def _no_memory(self: Residency, wanted: Resident, *, with_leaving: bool = True) -> tuple[int, ...]:
+    return (0,)
 
 
 MUTANTS: dict[str, tuple[object, str, object]] = {
     "memory is not looked at": (Residency, "_lack", _no_memory),
     "leaving models count as gone": (
         Residency,
-        "used_bytes",
-        property(lambda self: sum(m.terms.need_bytes for m in self.models if m.state in ("loading", "loaded"))),
+        "used",
+        lambda self, with_leaving=True: residency._sum(
+            self.budgets, [m.terms for m in self.models if m.state in ("loading", "loaded")]
+        ),
+    ),
+    "only the host's memory counts": (
+        Residency,
+        "_lack",
+        lambda self, wanted, with_leaving=True: (
+            self.used(with_leaving=with_leaving)[0] + wanted.terms.needs[0] - self.budgets[0],
+            *[0 for _ in self.budgets[1:]],
+        ),
     ),
     "loads are not charged": (Residency, "_charge", lambda self, model, now: None),
     "loads are never paid off": (Residency, "_debt", lambda self, now: self._debt_s),

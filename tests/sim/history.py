@@ -23,7 +23,7 @@ from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_events import Cleared, Stored
 from pagewire.engine.core.plan_builder import InFlight
 from pagewire.engine.core.request import Request, State
-from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.core.scheduler import Adjustable, Scheduler
 from pagewire.ipc.messages import (
     Cancel,
     Constraint,
@@ -42,7 +42,7 @@ from .oracle import Oracle
 from .patience import Ageing, Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stages import Pipeline, Stage
-from .stores import Address, WorkerHalf, core_half, facts_of, keys_of
+from .stores import Address, WorkerHalf, core_half, facts_of, keys_of, resize_tiers
 
 MAX_EVENTS = 20_000
 _PARTIAL = -1
@@ -59,13 +59,21 @@ Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 class History:
     """A setting, and the events in it."""
 
-    def __init__(self, seed: int, log: Callable[[str], None] | None = None, num_stages: int = 1) -> None:
-        """`log`: gets a line for each event. `num_stages`: of the model's layers, each with a worker of its own."""
+    def __init__(
+        self,
+        seed: int,
+        log: Callable[[str], None] | None = None,
+        num_stages: int = 1,
+        *,
+        has_encoder: bool = False,
+    ) -> None:
+        """`log`: gets a line for each event. `num_stages`: of the model's layers, each with a worker of its own.
+        `has_encoder`: of the model, beside its decoder."""
         self.rng = Random(seed)
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self._log = log
-        self._setting = Setting(self.rng, num_stages)
+        self._setting = Setting(self.rng, num_stages, has_encoder=has_encoder)
         self._passed: dict[Request, int] = {}  # see `FirstInQueue`
         self._oracle = Oracle(self._setting.groups, BLOCK_SIZE, self._setting.regime_limit)
         self._journal = Journal(self._oracle)
@@ -90,7 +98,12 @@ class History:
         setting = self._setting
         stem = [self.rng.randrange(VOCAB) for _ in range(30)]
         self._stems = [stem, stem[:BLOCK_SIZE] + stem[2 * BLOCK_SIZE :]]  # equal blocks after unequal prefixes
+        # Draws of their own, so that what else happens does not depend on them.
+        self._changes, self._changed = Random(-1 - seed), self._as_set()
         self._new_core()
+        if self._changes.random() < 0.3:
+            for _ in range(self._changes.randint(1, 4)):
+                self._later(self._changes.random() * 0.1, self._change)
         for i in range(setting.num_prompts):
             self._later(self.rng.random() * setting.arrival_span_s, lambda rid=i * 8 + 1: self._arrive(rid))
         for _ in range(setting.worker_losses):
@@ -146,6 +159,9 @@ class History:
             earlier = rng.choice(list(self._journal.clients.values()))
             salt = earlier.ask.salt
             prompt = (earlier.ask.prompt + earlier.expected + prompt)[: setting.max_len - rng.randint(1, 8)] or prompt
+        if setting.starts and self._journal.clients and rng.random() < 0.5:  # a prompt that was read before
+            earlier = rng.choice(list(self._journal.clients.values()))
+            prompt, salt = earlier.ask.prompt, rng.choice([earlier.ask.salt, salt])
         is_constrained = rng.random() < setting.constrained_share
         ask = Ask(
             prompt[: setting.max_len - 1],
@@ -157,11 +173,12 @@ class History:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=rng.choice([(), (), (3, 11)]),
             logprobs=0 if rng.random() < 0.1 else None,
-            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if rng.random() < 0.1 and not setting.starts else None,
             queue_timeout_s=rng.choice([None, None, None, 0.01]),
             min_tokens=0 if is_constrained or rid % 5 else 6,
             constraint=Constraint() if is_constrained else None,
             marks=tuple(rng.sample(range(80), rng.choice([0, 1, 2]))),
+            starts=setting.starts,
         )
         n = rng.choice([1, 1, 1, 2, 3])
         for choice in range(n):
@@ -225,7 +242,9 @@ class History:
             kv_events=setting.kv_events,
             speculate=setting.speculate,
             regime_limit=setting.regime_limit,
+            decoder_start_ids=setting.starts,
         )
+        self._scheduler.change(self._changed)
         is_ranked = setting.policy != "fair" and not (setting.policy == "slo" and setting.has_shares)
         self._patience = Patience(self._scheduler, is_ranked)
         self._ageing = Ageing(self._scheduler, setting.longest_patience_s)
@@ -283,9 +302,9 @@ class History:
                 answers = scheduler.add(message, self.now)
                 self._say(f"{message.rid} arrives, {len(message.prompt_ids) // 4} ids, n = {message.n}: {answers}")
                 self._journal.hear_answers(answers)
-                if scheduler.num_waiting > before:
-                    assert scheduler.num_waiting <= self._setting.max_queued_requests, "too many requests wait"
-                    assert scheduler.table.waiting.num_tokens <= self._setting.max_queued_tokens, "too many tokens wait"
+                if scheduler.num_waiting > before and not message.attempt:
+                    assert scheduler.num_waiting <= self._changed.max_queued_requests, "too many requests wait"
+                    assert scheduler.table.waiting.num_tokens <= self._changed.max_queued_tokens, "too many tokens wait"
                 for answer in answers:
                     client = self._journal.clients[answer.rid]
                     self.counts["refused"] += not client.is_open
@@ -390,7 +409,7 @@ class History:
             return False
         first = FirstInQueue(scheduler, self._passed)
         self._ageing.look()
-        before = scheduler.counters.num_preemptions
+        before, num_before = scheduler.counters.num_preemptions, scheduler.num_running
         distance = max(1, min(self._setting.num_stages, scheduler.micro_batches.num_rows))
         plan = scheduler.plan()
         if self._log is not None and (plan is not None or scheduler.counters.num_preemptions > before):
@@ -400,7 +419,10 @@ class History:
             self._ageing.check()
         if plan is None:
             return False
-        assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
+        asked = self._changed
+        assert scheduler.num_running <= max(num_before, asked.max_num_seqs), "more rows than may be held"
+        num = sum(memoryview(plan.counts).cast("i")) + plan.num_speculative * plan.speculate
+        assert num <= asked.max_num_batched_tokens and plan.speculate <= asked.speculate, "more than a step may have"
         self._check_distance(distance)
         copies = bytes_to_ids(plan.copies)
         others = set().union(*scheduler.pool._rest.values())
@@ -412,6 +434,8 @@ class History:
         self._check_content()
         self.counts["copies"] += len(copies) // 2
         self.counts["states kept"] += len(plan.keep_rows) // 4
+        self.counts["prompts read"] += sum(bool(row.encoder_ids) for row in plan.open)
+        self.counts["prompts found"] += sum(row.num_encoded > 0 and not row.encoder_ids for row in plan.open)
         self.counts["states found"] += sum(bool(row.state_from) for row in plan.open)
         if plan.rows:
             self._patience.plan()
@@ -577,7 +601,8 @@ class History:
         """Draft tokens of a row, each right with probability `draft_accuracy`."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
-            ids.append(next_token(Content(self._setting.groups, ids, row.regime).reads(), row.sampling.seed))
+            regime = self._workers[0].regime_of(row)
+            ids.append(next_token(Content(self._setting.groups, ids, regime).reads(), row.sampling.seed))
             if rng.random() >= self._setting.draft_accuracy:
                 ids[-1] = rng.randrange(VOCAB)
         return ids[len(row.ids) :]
@@ -609,6 +634,43 @@ class History:
         """The worker reports its finished transfers, after each step and while it is idle."""
         if self._worker_half is not None and (message := self._worker_half.take_finished()) is not None:
             self._post(message)
+
+    def _as_set(self) -> Adjustable:
+        """What the core starts with."""
+        setting = self._setting
+        return Adjustable(
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            max_queued_requests=setting.max_queued_requests,
+            max_queued_tokens=setting.max_queued_tokens,
+            policy=setting.policy,
+            latency_classes=setting.classes,
+            itl_target_ms=setting.itl_target_ms,
+            speculate=setting.speculate,
+        )
+
+    def _change(self) -> None:
+        """An operator changes settings. What a policy promises is checked of one policy only, so no other takes its
+        place but for fcfs and priority."""
+        rng, setting, start = self._changes, self._setting, self._as_set()
+        policies: list[policy.PolicyName] = ["fcfs", "priority"]
+        self._changed = start._replace(
+            max_num_seqs=rng.randint(1, start.max_num_seqs),
+            max_num_batched_tokens=rng.randint(1, start.max_num_batched_tokens),
+            max_queued_requests=rng.choice([start.max_queued_requests, 3, 1000]),
+            policy=rng.choice(policies) if setting.policy in policies else setting.policy,
+            itl_target_ms=rng.choice([None, 1.1, 5.0]),
+            speculate=rng.randint(0, start.speculate),
+        )
+        self._say(f"{self._changed}")
+        self.counts["settings changed"] += 1
+        self._scheduler.change(self._changed)
+        self._patience.change()
+        if self._connector is not None:
+            assert setting.tier is not None
+            resize_tiers(self._connector, setting.tier, rng)
+        check(self._scheduler, setting.max_num_seqs)
+        self._wake(0.0)
 
     def _request_sleep(self) -> None:
         """A request for sleep arrives."""

@@ -89,6 +89,14 @@ class Patience:
         for wait in self._waits.values():
             wait.limit += cost
 
+    def change(self) -> None:
+        """Other settings hold: the order may be another, and more requests may run than new ones may join."""
+        order_of = order(self._scheduler._policy)
+        for rid, wait in self._waits.items():
+            if (request := self._scheduler.table.requests.get(rid)) is not None:
+                wait.rank = order_of(request)
+        self.change_regime()
+
     def start_again(self) -> None:
         """All KV was lost, so every wait starts again."""
         for wait in self._waits.values():

@@ -276,6 +276,13 @@ def core_half(
     return parts[0] if len(parts) == 1 else ChainCore(parts)
 
 
+def resize_tiers(connector: TierConnector, options: TierOptions, rng: Random) -> None:
+    """Gives each tier that may change another size, at most that of the start."""
+    for part, capacity in zip(getattr(connector, "parts", [connector]), options.capacities, strict=True):
+        if isinstance(part, HostCore | DiskCore):
+            part.resize(rng.randint(1, capacity) * _PAGE_BYTES)
+
+
 def keys_of(connector: TierConnector, facts: ConnectorFacts) -> set[tuple[str, int, bytes]]:
     """(tier, group, key) of all full blocks and states in the connector's index."""
     if isinstance(connector, ChainCore):

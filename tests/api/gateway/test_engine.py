@@ -9,6 +9,7 @@ from harness import run
 from pagewire.api.gateway.engine import beginning
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.stream import Stream
+from pagewire.api.http.http_error import EngineFailed
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Cancel,
@@ -189,6 +190,52 @@ def test_an_engine_that_is_vacated_gets_nothing_new() -> None:
         pair.restore(0)
         pair.submit("f")
         assert len(pair.take(0)) == 1
+
+    run(work())
+
+
+def test_the_only_engine_gets_nothing_new_either() -> None:
+    """It is one of several models that is unloaded: what comes meanwhile waits until it is loaded again."""
+
+    async def work() -> None:
+        posted: list[object] = []
+        gateway = Gateway(posted.append, outage_wait_s=60.0)
+        first = gateway.submit([make_submit("a")])
+        vacated = asyncio.create_task(gateway.vacated(0))
+        await asyncio.sleep(0)
+        second = gateway.submit([make_submit("b")])
+        assert len(posted) == 1
+        first.cancel()
+        await vacated
+        gateway.handle([Reset(2, 2, (), "It is not loaded.")])
+        assert len(posted) == 2 and isinstance(posted[1], Cancel)
+        gateway.handle([Restored(2)])
+        (submit,) = posted[2:]
+        assert isinstance(submit, Submit) and submit.prompt == TextPrompt("b")
+        second.cancel()
+
+    run(work())
+
+
+def test_what_another_version_takes_the_place_of_is_not_continued() -> None:
+    """An answer is of one version: what an engine has had ends, and what waits for its first engine goes on waiting."""
+
+    async def work() -> None:
+        posted: list[object] = []
+        gateway = Gateway(posted.append, outage_wait_s=60.0, max_open=2)
+        begun = gateway.submit([make_submit("a")])
+        gateway.handle([Reset(2, 2, (), "It is not loaded.")])
+        waiting = gateway.submit([make_submit("b")])
+        gateway.change({"outage_wait_s": 60.0, "max_held": 1, "max_open": 1, "latency_classes": {}})
+        gateway.replaced("Another version has taken its place.")
+        with pytest.raises(EngineFailed, match="Another version"):
+            await begun.admitted()
+        gateway.handle([Restored(2)])
+        (submit,) = (each for each in posted[1:] if isinstance(each, Submit))
+        assert submit.prompt == TextPrompt("b")
+        with pytest.raises(RequestError, match="open already"):
+            gateway.submit([make_submit("c")])
+        waiting.cancel()
 
     run(work())
 

@@ -1,5 +1,7 @@
 """Counts and durations of the gateway."""
 
+from pagewire.api.gateway.stats import Stats
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.messages import (
     Failed,
     TextBatch,
@@ -32,3 +34,11 @@ def test_what_the_tokenizer_knew_of_prompts() -> None:
     for rid in (BASE, BASE, BASE + 1):  # a sequence that is resumed has times again
         box.gateway.handle([TextBatch((chunk(rid, times=Times(1.0, num_chars=100, num_known_chars=80)),))])
     assert (box.gateway.stats.num_prompt_chars, box.gateway.stats.num_known_chars) == (200, 160)
+
+
+def test_targets_that_stay_keep_their_counts_and_others_begin_again() -> None:
+    stats = Stats({"chat": LatencyClass(ttft_ms=5), "batch": LatencyClass()})
+    for one in stats.attainment.values():
+        one.ttft.observe(0.001)
+    stats.change({"chat": LatencyClass(ttft_ms=9), "batch": LatencyClass(), "new": LatencyClass()})
+    assert {name: one.ttft.num for name, one in stats.attainment.items()} == {"chat": 0, "batch": 1, "new": 0}

@@ -32,3 +32,16 @@ def test_other_headers_are_refused(value: bytes) -> None:
     with pytest.raises(HttpError) as refused:
         keys("a", "b").caller({b"authorization": value})
     assert refused.value.status == 401
+
+
+def test_other_keys_and_rates_hold_at_once_and_an_owner_keeps_what_it_has_taken() -> None:
+    both = Keys([ApiKey("a", requests_per_minute=5), ApiKey("b")], Account(), time.monotonic)
+    before = both.caller({b"x-api-key": b"a"})
+    before.account.take_request()
+    both.change([ApiKey("c"), ApiKey("a", requests_per_minute=9)])
+    after = both.caller({b"x-api-key": b"a"})
+    assert after.account is before.account and after.name == before.name == "key ca978112"
+    assert 8 <= after.account.buckets["requests"].level < 9
+    assert both.caller({b"x-api-key": b"c"}).name != after.name
+    with pytest.raises(HttpError):
+        both.caller({b"x-api-key": b"b"})

@@ -180,3 +180,21 @@ def test_openais_client_receives_the_limits_and_the_refusal() -> None:
         assert refused.value.code == "rate_limit_exceeded"
         assert 1 <= int(refused.value.response.headers["retry-after"]) <= 30
         assert refused.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_other_rates_hold_at_once_and_what_was_taken_stays_taken() -> None:
+    clock = Clock()
+    account = Account(requests_per_minute=60, clock=clock)
+    for _ in range(50):
+        account.take_request()
+    account.change(20, None)
+    assert account.buckets["requests"].level == -30
+    with pytest.raises(HttpError, match="rate limit of 20 requests per minute"):
+        account.take_request()
+    account.change(100, 1000)
+    assert {name: bucket.level for name, bucket in account.buckets.items()} == {"requests": 50, "tokens": 1000}
+    with account.hold_tokens(300) as hold:
+        account.change(None, None)  # the request goes on
+        hold.num_tokens = 5
+    assert account.buckets == {} and headers(account) == {}
+    account.take_request()

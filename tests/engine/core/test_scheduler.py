@@ -1,15 +1,19 @@
 """Rules of the scheduler that no test of its parts holds, and helpers of those tests."""
 
 from collections import deque
+from typing import get_args
 
 import pytest
 from fakes import EOS, FakeWorker, all_tokens, enqueue
 from invariants import check
 from msgspec.structs import replace
 
+from pagewire.config.latency_classes import LatencyClass
 from pagewire.engine.core.block_pool import BlockPool
-from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import Failed, RowFailure, StepResult, TokenBatch, Tokens, bytes_to_ids
+from pagewire.engine.core.domains import Domains
+from pagewire.engine.core.policy import PolicyName
+from pagewire.engine.core.scheduler import Adjustable, Scheduler
+from pagewire.ipc.messages import Accepted, Failed, RowFailure, StepResult, TokenBatch, Tokens, bytes_to_ids
 
 BLOCK_SIZE = 4
 
@@ -129,3 +133,120 @@ def test_requests_with_other_arguments_for_a_plugin_share_kv_only_if_it_allows_t
             drain(scheduler, worker)
         expected = (num_cached if rid > 1 else 0) + 8  # the second one always finds what the first has computed
         assert scheduler.counters.num_cached_tokens - before == expected
+
+
+ASKED = Adjustable(
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    max_queued_requests=100,
+    max_queued_tokens=10**6,
+    policy="fcfs",
+    latency_classes={},
+    itl_target_ms=None,
+    speculate=0,
+)
+
+
+def test_what_runs_goes_on_when_fewer_rows_may_be_held_and_nobody_joins_meanwhile() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    for rid in (1, 2, 3):
+        scheduler.add(enqueue(rid, [rid], max_tokens=5, seed=rid, ignore_eos=True))
+    step(scheduler, worker)
+    assert scheduler.num_running == 3
+    scheduler.change(ASKED._replace(max_num_seqs=2))
+    for rid in (4, 5):
+        scheduler.add(enqueue(rid, [rid], max_tokens=5, seed=rid, ignore_eos=True))
+    most = []
+    while (plan := scheduler.plan()) is not None:
+        scheduler.apply(worker.run(plan))
+        most.append(scheduler.num_running)
+        check(scheduler, 8)
+    assert most[0] == 3 and set(most[4:]) == {2, 0}, most
+    assert scheduler.counters.num_preemptions == 0
+
+
+def step(scheduler: Scheduler, worker: FakeWorker) -> list[int]:
+    """Runs one step. Returns the rows' counts."""
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(worker.run(plan))
+    return list(bytes_to_ids(plan.counts))
+
+
+def test_a_smaller_step_and_no_draft_tokens_hold_from_the_next_plan_on() -> None:
+    scheduler = make(speculate=3)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [*range(60)], max_tokens=30, ignore_eos=True))
+    assert step(scheduler, worker) == [32]
+    scheduler.change(ASKED._replace(max_num_batched_tokens=10, speculate=3))
+    assert [step(scheduler, worker) for _ in range(3)] == [[10], [10], [8]]
+    plan = scheduler.plan()
+    assert plan is not None and plan.speculate == 3
+    scheduler.change(ASKED)  # while its result is due
+    scheduler.apply(worker.run(plan))
+    plan = scheduler.plan()
+    assert plan is not None and plan.speculate == 0
+    scheduler.apply(worker.run(plan))
+    run_all(scheduler, worker)
+
+
+def test_the_bounds_of_the_queue_hold_for_requests_that_arrive() -> None:
+    scheduler = make()
+    for rid in (1, 2):
+        assert isinstance(scheduler.add(enqueue(rid, [1]))[0], Accepted)
+    scheduler.change(ASKED._replace(max_queued_requests=2))
+    (refused,) = scheduler.add(enqueue(3, [1]))
+    assert isinstance(refused, Failed) and refused.kind == "queue_full" and scheduler.num_waiting == 2
+
+
+CLASSES = {"default": LatencyClass(), "chat": LatencyClass(ttft_ms=20.0), "batch": LatencyClass(share=0.5)}
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_another_policy_orders_requests_as_if_they_had_arrived_under_it(policy: PolicyName) -> None:
+    asked = ASKED._replace(max_num_seqs=1, policy=policy, latency_classes=CLASSES)
+    orders = []
+    for is_changed in (False, True):
+        first: PolicyName = ("fcfs" if policy != "fcfs" else "priority") if is_changed else policy
+        scheduler = make(max_num_seqs=1, policy=first, latency_classes=CLASSES)
+        worker = worker_for(scheduler)
+        for rid in range(1, 9):
+            more = {"priority": -rid % 3, "tenant": "ab"[rid % 3 > 0], "latency_class": ("", "chat", "batch")[rid % 3]}
+            message = enqueue(rid, [*range(rid * 7 % 11 + 1)], max_tokens=3, seed=rid, ignore_eos=True, **more)  # type: ignore[arg-type]
+            scheduler.add(message, now=rid / 1e3)
+        if is_changed:
+            scheduler.change(asked)
+        order: list[int] = []
+        while True:
+            scheduler.expire(0.010)
+            if (plan := scheduler.plan()) is None:
+                break
+            order += [row.rid for row in plan.open]
+            scheduler.apply(worker.run(plan))
+        orders.append(order)
+    assert orders[0] == orders[1], orders
+    assert policy == "fcfs" or orders[0] != sorted(orders[0]), "the order would be the same under fcfs"
+
+
+def test_a_policy_that_stays_keeps_what_it_knows() -> None:
+    """What tenants were served decides under `fair`, so an unrelated change must not reset it."""
+    scheduler = make(policy="fair")
+    policy = scheduler._policy
+    scheduler.change(ASKED._replace(policy="fair", max_queued_requests=3, latency_classes=CLASSES))
+    assert scheduler._policy is policy
+    scheduler.change(ASKED._replace(policy="slo", latency_classes=CLASSES))
+    assert scheduler._policy is not policy
+
+
+def test_domains_change_together() -> None:
+    options = {"policy": "fcfs", "max_num_seqs": 4}
+    domains = Domains(lambda first: make(beside=first, **options), 2)  # type: ignore[arg-type]
+    for rid in range(6):
+        domains.add(enqueue(rid, [rid], priority=-rid))
+    domains.change(ASKED._replace(policy="priority", max_num_seqs=1))
+    firsts = [scheduler.table.waiting.first() for scheduler in domains.schedulers]
+    assert [first.rid for first in firsts if first is not None] == [4, 5]
+    assert domains.schedulers[0]._policy is domains.schedulers[1]._policy
+    domains.plan()
+    assert [scheduler.num_running for scheduler in domains.schedulers] == [1, 1]

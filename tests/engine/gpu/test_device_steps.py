@@ -13,7 +13,7 @@ from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
 from pagewire.engine.parallel.domains import Domain
-from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+from pagewire.ipc.messages import PassReads, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 from pagewire.kernels.triton.copy_pages import copy_pages
 
 GREEDY = Sampling(temperature=0)
@@ -180,6 +180,7 @@ def steps(checkpoint):
             weights=0,
             workspace=0,
             graphs=0,
+            reads=PassReads(),
             temporary=0,
             note="",
             attention=attention,

@@ -7,6 +7,8 @@ from kv_instance import FACTS, FILE_BYTES, SIZE, Instance, sequence
 from msgspec.structs import replace
 from waiting import until
 
+from pagewire.engine.kv_connector import disk
+from pagewire.engine.kv_connector.disk import DiskCore
 from pagewire.engine.kv_connector.file_worker import FileWorker
 from pagewire.errors import ConfigError
 
@@ -125,4 +127,24 @@ def test_reset_forgets_loads_under_way(kind: str, tmp_path: Path) -> None:
     assert engine.core.build_connector_meta() == b""
     assert engine.core.get_num_new_matched_tokens(request, 0) == (4 * SIZE, True)
     engine.core.update_state_after_alloc(request, request.blocks, 4 * SIZE)  # the same rid, once more
+    engine.close()
+
+
+def test_a_smaller_disk_tier_removes_files_plan_by_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_AT_ONCE", 4)
+    engine = Instance(spec("disk", tmp_path))
+    engine.serve(sequence(1, (1, 10 * SIZE + 2)))
+    wait_until_written(engine)
+    core: DiskCore = engine.core.core
+    core.resize(3 * FILE_BYTES)
+    engine.step()
+    assert core.tiers()[0].num_blocks == 6, "the next plan removes four"
+    engine.step()
+    tier = core.tiers()[0]
+    assert (tier.num_blocks, tier.capacity, tier.num_evicted) == (3, 3, 7)
+    wait_until_written(engine)
+    assert len(block_files(tmp_path)) == 3
+    core.resize(64 * FILE_BYTES)
+    engine.fill_device(2)
+    assert engine.serve(sequence(3, (1, 10 * SIZE + 2))) == 3 and core.tiers()[0].capacity == 64
     engine.close()

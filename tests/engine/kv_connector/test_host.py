@@ -2,11 +2,15 @@
 
 import random
 
+import pytest
 from kv_instance import BLOCK_BYTES, FACTS, SIZE, Instance, held, sequence
+from msgspec import msgpack
 
 from pagewire.engine.core.eviction import EvictionQueue, Lru
 from pagewire.engine.core.kv_connector import Evicted
+from pagewire.engine.kv_connector import host
 from pagewire.engine.kv_connector.host import HostCore
+from pagewire.engine.kv_connector.host_meta import HostMeta
 from pagewire.ipc.messages import Transferred
 
 
@@ -94,3 +98,43 @@ def test_slots_that_are_being_loaded_are_not_reused() -> None:
     core.blocks_evicted([Evicted(2, b"other".ljust(32), 0)])
     assert list(core._saves.values()) == [2]
     assert keys[0] in core._kept, "the tail is evicted first"
+
+
+def test_a_smaller_tier_gives_up_a_part_with_each_plan_and_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_AT_ONCE", 3)
+    engine = Instance(f"host,size={24 * BLOCK_BYTES}")
+    engine.serve(sequence(1, (1, 20 * SIZE + 2)))
+    engine.fill_device(2)
+    engine.fill_device(3)
+    core: HostCore = engine.core.core
+    assert core.tiers()[0].num_blocks == 24
+    core.resize(8 * BLOCK_BYTES)
+    sizes = []
+    while (meta := core.build_connector_meta()) and len(sizes) < 20:
+        returned = msgpack.decode(meta, type=HostMeta).returned
+        sizes.append((len(returned) // 4, core.tiers()[0].num_blocks, core.tiers()[0].capacity))
+    assert sizes == [(3, 21, 21), (3, 18, 18), (3, 15, 15), (3, 12, 12), (3, 9, 9), (1, 8, 8)]
+    core.resize(100 * BLOCK_BYTES)  # no more than at the start
+    assert core.tiers()[0].capacity == 24 and sorted([*core._free, *_slots(core)]) == [*range(24)]
+    core.resize(1)
+    core.reset()
+    assert core.tiers()[0].capacity == 1 and len(core._free) == 1
+
+
+def _slots(core: HostCore) -> list[int]:
+    return [slot for kept in core._kept.values() for slot in kept.slots]
+
+
+def test_what_is_being_loaded_leaves_a_smaller_tier_when_the_load_is_over() -> None:
+    core = core_of(2)
+    request = sequence(1, (1, 2 * SIZE + 1))
+    keys = request.block_keys(2, SIZE)
+    core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
+    core.build_connector_meta()
+    core.load(request, held(request, [5, 6]))
+    core.resize(BLOCK_BYTES)
+    core.build_connector_meta()
+    assert core.tiers()[0].num_blocks == 2 and core.tiers()[0].capacity == 1
+    core.update_connector_output(Transferred((1,), b"", ()))
+    assert core.tiers()[0].num_blocks == 1 and keys[0] in core._kept
+    assert len(msgpack.decode(core.build_connector_meta(), type=HostMeta).returned) == 4

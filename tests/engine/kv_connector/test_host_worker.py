@@ -1,11 +1,16 @@
 """Copies between the device and the memory of the host."""
 
+import mmap
+import sys
+
 import pytest
 import torch
 from kv_instance import BLOCK_BYTES, FACTS, SHAPE, SIZE, Instance, content, sequence
+from msgspec import msgpack
 
 from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.kv_connector.block_copy import BlockCopier
+from pagewire.engine.kv_connector.host_meta import HostMeta
 from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
@@ -69,3 +74,17 @@ def test_a_load_of_another_connector_fails_no_block_of_the_host() -> None:
     engine.step()
     engine.settle()
     assert engine.num_loaded == 2 and not engine.failed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not told")
+def test_memory_of_slots_that_are_given_up_returns_and_the_others_keep_their_blocks() -> None:
+    size = 3 * mmap.PAGESIZE // BLOCK_BYTES + 1  # slots with two whole system pages, at least
+    worker = HostWorker(num_slots=3 * size, facts=FACTS)
+    worker.register_kv_caches(KvCache(shape=SHAPE, num_pages=4, block_size=SIZE, device=torch.device("cpu")))
+    worker._slots.fill_(7)
+    given_up = [*range(size), 2 * size]
+    worker.bind_connector_metadata(msgpack.encode(HostMeta(b"", b"", (), ids_to_bytes(given_up))))
+    worker.start_load_kv()
+    assert int((worker._slots[:size] == 0).sum()) >= 2 * mmap.PAGESIZE
+    kept = [slot for slot in range(3 * size) if slot not in given_up]
+    assert bool((worker._slots[kept] == 7).all())

@@ -110,3 +110,34 @@ print("torch" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "False", result.stderr
+
+
+START = ("host,size=1M,eviction=cost", "disk,path=d,size=2M", "shared,path=s,size=2M")
+
+
+@pytest.mark.parametrize(
+    ("place", "spec"),
+    [
+        (0, "host,size=1M"),
+        (1, "disk,path=e,size=2M"),
+        (2, "shared,path=s,size=1M"),
+        (0, "host,size=2M,eviction=cost"),
+    ],
+)
+def test_only_sizes_of_tiers_change_while_requests_are_served(place: int, spec: str) -> None:
+    registry.check_smaller(START, ("host,size=64k,eviction=cost", "disk,size=1M,path=d", START[2]))
+    registry.check_smaller(START, START)
+    with pytest.raises(ConfigError, match="needs a restart"):
+        registry.check_smaller(START, (*START[:place], spec, *START[place + 1 :]))
+    with pytest.raises(ConfigError, match="needs a restart"):
+        registry.check_smaller(START, START[:2])
+
+
+def test_each_tier_gets_its_size(tmp_path: Path) -> None:
+    specs = [f"host,size={8 * BLOCK_BYTES}", f"disk,path={tmp_path},size={8 * FILE_BYTES}"]
+    core = registry.core_connector(specs, FACTS)
+    assert core is not None
+    registry.resize(core, [f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={6 * FILE_BYTES}"])
+    core.build_connector_meta()
+    assert [tier.capacity for tier in core.tiers()] == [4, 6]
+    core.close()

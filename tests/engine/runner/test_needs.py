@@ -6,7 +6,7 @@ import msgspec
 
 from pagewire.config.flags import make_config
 from pagewire.engine.runner.forecast import forecast
-from pagewire.engine.runner.needs import Need
+from pagewire.engine.runner.needs import Need, Question
 from pagewire.procs import interpreter
 from pagewire.procs.prepare import prepare
 
@@ -16,7 +16,7 @@ def test_needs_are_those_of_the_forecast_and_a_problem_is_said() -> None:
     broken = msgspec.structs.replace(served, model=msgspec.structs.replace(served.model, path="/nowhere"))
     done = subprocess.run(
         [*interpreter.COMMAND, "pagewire.engine.runner.needs"],
-        input=msgspec.json.encode([served, broken]),
+        input=msgspec.json.encode([Question(served), Question(broken)]),
         stdout=subprocess.PIPE,
         env=interpreter.environment(),
         check=True,
