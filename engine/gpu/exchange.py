@@ -113,7 +113,7 @@ class ExpertExchange:
         """States, chosen experts and weights in rows that are exchanged, [n, bytes] uint8."""
         first, second, third = self._widths
         states, experts, weights, _ = torch.split(
-            rows, (first, second, third, self._row - first - second - third), dim=1
+            rows, [first, second, third, self._row - first - second - third], dim=1
         )
         return states.view(self._dtype), experts.view(torch.int32), weights.view(torch.float32)
 

@@ -85,7 +85,7 @@ class Ranks(DomainRanks):
             seen.append(shape)
             run(packet, state, shape)
 
-        steps._decoder.run = watched  # type: ignore[method-assign] # of this one
+        steps._decoder.run = watched
 
 
 def check(folder: Path, how: dict[str, Any], num: int = 2) -> None:
