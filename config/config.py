@@ -163,7 +163,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "parts of the ranks that serve requests of their own, each with a KV cache and --max-num-seqs rows, and "
-            "share feed-forward layers and experts: 1, or on a CPU the number of --tensor-parallel-size",
+            "share feed-forward layers and experts: 1, or the number of --tensor-parallel-size",
             ge=1,
             le=64,
         ),
@@ -173,7 +173,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
-            "all-to-all: those that chose them; allgather_reducescatter: all (default: all-to-all)",
+            "all-to-all: those that chose them, on GPUs only in steps that are not recorded as CUDA graphs; "
+            "allgather_reducescatter: all (default: all-to-all)",
         ),
     ] = None
     data_parallel_size: Annotated[
