@@ -180,7 +180,7 @@ class ApiActor:
         return {
             "outage_wait_s": service.model_wait if self._models else service.outage_wait,
             "max_held": num_engines * config.max_queued_requests,
-            "max_open": _max_open(config),
+            "max_open": num_engines * (config.max_num_seqs + config.max_queued_requests),
             "latency_classes": with_default(config.latency_classes),
         }
 
