@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser test-dynamo test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-webui test-browser test-dynamo test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-long     run the longest tests"
 	@echo "make test-clients  install third-party clients and run the tests with them"
 	@echo "make test-agents   install coding agents (2 GB) and run the tests with them"
+	@echo "make test-webui    install Open WebUI (7 GB) and run the tests with it"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
 	@echo "make test-dynamo   install Dynamo's packages (80 MB) and run the tests with them"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
@@ -75,10 +76,14 @@ test-clients: $(VENV)/.dev
 	$(BIN)/python -m pytest -m clients -rs $(ARGS)
 
 test-agents: $(VENV)/.dev
-	cd tests/e2e/agents && npm ci --ignore-scripts
+	cd tests/e2e/agents && npm install --no-save --ignore-scripts  # npm ci asks for packages of all other systems
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv && .venv/bin/pip install -r ../requirements-agents.txt
 	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-aider && .venv-aider/bin/pip install aider-chat
 	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
+
+test-webui: $(VENV)/.dev
+	cd tests/e2e/agents && $(abspath $(BIN))/python -m venv .venv-webui && .venv-webui/bin/pip install open-webui==0.12.4
+	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_open_webui.py $(ARGS)
 
 test-dynamo: $(VENV)/.dev
 	$(PIP) install --no-deps -r tests/client/requirements-dynamo.txt

@@ -2,7 +2,8 @@
 
 The other machine runs `pagewire serve MODEL --nnodes N --join-address tcp://HOST:PORT --key-file K`. This one needs the
 same versions of pagewire, Python and torch, the model, and a copy of the key file. It runs the ranks that it is given,
-and joins again when the connection was lost. Ctrl-C or SIGTERM ends the whole engine, after its open requests.
+and joins again when the connection was lost. Ctrl-C or SIGTERM hands them over to a spare; without one it ends the
+whole engine, after its open requests.
 """
 
 import argparse

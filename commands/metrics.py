@@ -23,6 +23,8 @@ class Reading:
     nums: dict[str, int] = field(default_factory=dict)  # sample name → samples that were added up
     # Stage of a pipeline, with several engines engine/stage → state → seconds.
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Rank with a GPU, with several engines engine/rank → metric → value.
+    gpus: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def get(self, name: str) -> float:
         """0 if the server does not have the metric."""
@@ -53,6 +55,9 @@ def read(text: str, at: float) -> Reading:
                 stage = "/".join(sample.labels[label] for label in ("engine", "stage") if label in sample.labels)
                 states = reading.stages.setdefault(stage, {})
                 states[sample.labels["state"]] = states.get(sample.labels["state"], 0.0) + sample.value
+            if name.startswith("gpu_") and "rank" in sample.labels:
+                rank = "/".join(sample.labels[label] for label in ("engine", "rank") if label in sample.labels)
+                reading.gpus.setdefault(rank, {})[name] = sample.value
             for label, value in _own_labels(sample.labels).items():
                 parts = reading.by_label.setdefault(f"{name}/{label}", {})
                 parts[value] = parts.get(value, 0.0) + sample.value
@@ -68,6 +73,16 @@ def rate(before: Reading, now: Reading, name: str) -> float:
     seconds = now.at - before.at
     grown = now.get(name) - before.get(name)
     return max(0.0, grown if grown >= 0 else now.get(name)) / seconds if seconds > 0 else 0.0
+
+
+def cpus_used(before: Reading, now: Reading) -> dict[str, float]:
+    """Process → the CPUs that it has used between two readings, of all engines together; none that it lacks before."""
+    name, seconds = "process_cpu_seconds_total/process", now.at - before.at
+    if seconds <= 0:
+        return {}
+    old = before.by_label.get(name, {})
+    grown = {process: value - old[process] for process, value in now.by_label.get(name, {}).items() if process in old}
+    return {process: max(0.0, value) / seconds for process, value in grown.items()}
 
 
 def stage_shares(before: Reading, now: Reading) -> dict[str, dict[str, float]]:

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..engine.runner.memory import size
 from ..errors import ConfigError, PagewireError
 from .client import add_client_flags, named_server
-from .metrics import Reading, quantile, rate, read, stage_shares
+from .metrics import Reading, cpus_used, quantile, rate, read, stage_shares
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,6 +25,14 @@ _WINDOW_S = 10.0  # of the latencies
 _HISTORY = 60  # readings in the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATES = {"busy": "█", "input": "▒", "ids": "░", "plan": "·"}  # of a pipeline's stage
+_KINDS = {
+    "kv_used": "KV in use",
+    "kv_cached": "KV cached",
+    "kv_free": "KV free",
+    "draft_states": "draft states",
+    "host_tier": "host tier",
+}  # of memory; the others are called as in /metrics
+_LEAST_SHOWN = 0.01  # CPUs of a process
 _LATENCIES = (
     ("time to first token", "time_to_first_token_seconds"),
     ("between tokens", "inter_token_latency_seconds"),
@@ -133,6 +142,8 @@ class Screen:
         parts: list[RenderableType] = [self._state(now), Text(), self._speed(before, now), Text()]
         if now.stages:
             parts += [self._stages(before, now), Text()]
+        if "worker_memory_bytes/kind" in now.by_label:
+            parts += [self._machine(before, now), Text()]
         parts += [self._latencies(before, now), Text()]
         if "slo_observations_total/latency_class" in now.by_label:
             parts += [self._attainment(before, now), Text()]
@@ -189,6 +200,26 @@ class Screen:
         table.add_row("bubbles", f"{100 * now.mean('pipeline_bubble_ratio'):.0f} %", waits)
         return table
 
+    def _machine(self, before: Reading, now: Reading) -> "Table":
+        """What the engine takes of its machine: memory by kind, CPUs by process, the roof, GPUs."""
+        table = _table()
+        memory = now.by_label["worker_memory_bytes/kind"]
+        parts = [f"{_KINDS.get(kind, kind)} {size(int(num))}" for kind, num in memory.items() if num]
+        table.add_row("memory", size(int(sum(memory.values()))), ", ".join(parts))
+        if cpus := cpus_used(before, now):
+            busiest = sorted(cpus.items(), key=lambda item: -item[1])
+            shown = ", ".join(f"{name} {used:.2f}" for name, used in busiest if used >= _LEAST_SHOWN)
+            table.add_row("CPUs used", f"{sum(cpus.values()):.2f}", shown)
+        if bandwidths := now.by_label.get("memory_bandwidth_bytes_per_second/source"):
+            share = now.mean("memory_roof_ratio")
+            sources = " and ".join(bandwidths)
+            given = f" of {now.mean('memory_bandwidth_bytes_per_second') / 1e9:.1f} GB/s, {sources}"
+            table.add_row("roof of the memory", f"{100 * share:.0f} %", _bar(min(1.0, share), 20) + given)
+        for rank, values in now.gpus.items():
+            utilization = values.get("gpu_utilization_ratio")
+            table.add_row(f"GPU {rank}", "-" if utilization is None else f"{100 * utilization:.0f} %", gpu_line(values))
+        return table
+
     def _attainment(self, before: Reading, now: Reading) -> "Table":
         """How often each latency class had its first and next tokens in time."""
         table = _table()
@@ -231,6 +262,27 @@ def _table() -> "Table":
     table.add_column(justify="right", min_width=9, style="bold")
     table.add_column(style="cyan")
     return table
+
+
+def gpu_line(values: Mapping[str, float]) -> str:
+    """What a GPU says of itself, as far as it does: 251 of 300 W, 64 °C, 3.0 GB of 8.0 GB, 1410 MHz."""
+
+    def part(name: str, of: str, show: Callable[[float], str], unit: str = "") -> str:
+        if name not in values:
+            return ""
+        most = f" of {show(values[of])}" if of in values else ""
+        return f"{show(values[name])}{most}{unit}"
+
+    errors = sum(values.get(f"gpu_{kind}_errors_total", 0.0) for kind in ("ecc_uncorrected", "xid"))
+    parts = [
+        part("gpu_power_watts", "gpu_power_limit_watts", lambda watts: f"{watts:.0f}", " W"),
+        part("gpu_temperature_celsius", "", lambda degrees: f"{degrees:.0f} °C"),
+        part("gpu_memory_used_bytes", "gpu_memory_total_bytes", lambda num: size(int(num))),
+        part("gpu_sm_clock_hertz", "", lambda hertz: f"{hertz / 1e6:.0f} MHz"),
+        "slowed" if values.get("gpu_is_slowed") else "",
+        f"{errors:.0f} errors" if errors else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _bar(share: float, width: int = 40) -> str:

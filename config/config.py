@@ -163,7 +163,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "parts of the ranks that serve requests of their own, each with a KV cache and --max-num-seqs rows, and "
-            "share feed-forward layers and experts: 1, or on a CPU the number of --tensor-parallel-size",
+            "share feed-forward layers and experts: 1, or the number of --tensor-parallel-size",
             ge=1,
             le=64,
         ),
@@ -173,7 +173,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
-            "all-to-all: those that chose them; allgather_reducescatter: all (default: all-to-all)",
+            "all-to-all: those that chose them, on GPUs only in steps that are not recorded as CUDA graphs; "
+            "allgather_reducescatter: all (default: all-to-all)",
         ),
     ] = None
     data_parallel_size: Annotated[
@@ -407,7 +408,7 @@ class KeyOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What administrators may do."""
 
-    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace the model (POST /admin/models)")] = (
+    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace a model (POST /admin/models)")] = (
         False
     )
     enable_sleep_mode: Annotated[
@@ -520,8 +521,8 @@ class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _Positive | None,
         _doc(
             "server",
-            "memory that the loaded ones of several models may take together, such as 24G (default: four fifths of "
-            "what is free at the start)",
+            "host's memory that the loaded ones of several models may take together, such as 24G (default: four "
+            "fifths of what is free at the start); of GPUs they take what --gpu-memory-utilization says",
         ),
     ] = None
     model_wait: Annotated[
@@ -574,14 +575,15 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     service: ServiceOptions = ServiceOptions()
 
 
-class ModelVersion(Struct, frozen=True):
-    """A model that the server serves or has served."""
+class ModelVersion(Struct, frozen=True, omit_defaults=True):
+    """A model that the server serves, has served, or could not load after open requests had ended for it."""
 
     version: int  # from 1, in the order of their loading
     root: str  # its folder
     name: str
     created: int  # when it was loaded, in seconds since 1970
-    state: Literal["serving", "retired"]
+    state: Literal["serving", "retired", "failed"]
+    problem: str | None = None  # why it could not be loaded
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
@@ -640,6 +642,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     regime_limit: int | None = None  # tokens; beyond them all positions of a sequence have other rotary frequencies
+    # Of a model with an encoder, whose prompts the encoder reads: what its decoder's text begins with. Empty: others.
+    decoder_start_ids: tuple[int, ...] = ()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
     reasoning_shown: str = "none"
     infill: Infill | None = None  # None: the tokenizer has no tokens for it

@@ -5,7 +5,8 @@ it is not needed, which is said in a sentence; or it is refused, because ignorin
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -28,6 +29,11 @@ class NotNeeded(NamedTuple):
     """The flag changes no answer here."""
 
     because: str
+
+
+_NAMES_MODEL = ("--model", "--model-path", "--model_path", "-m", "--hf-repo")
+MODEL = "MODEL"
+"""Among the values of `Refused.unless`: the name of the model itself."""
 
 
 class Refused(NamedTuple):
@@ -91,6 +97,7 @@ def translate(argv: Sequence[str], flags: Mapping[str, Flag], aliases: Mapping[s
     dotted: dict[str, dict[str, object]] = {}
     objects: dict[str, dict[str, object]] = {}  # settings to which several flags may add
     first: list[str] = []  # MODEL, which must not follow a flag of several values
+    models = _models(argv)
     rest = [*argv]
     while rest:
         argument = rest.pop(0)
@@ -114,16 +121,23 @@ def translate(argv: Sequence[str], flags: Mapping[str, Flag], aliases: Mapping[s
         if dot and flag.kind == "={}":
             _put(dotted.setdefault(flag.name, {}), path.split("."), str(given))
             continue
-        settings = _answer(flag, written, given, notes)
+        settings = _answer(flag, written, given, notes, models)
         _move_objects(settings, objects)
         first += _arguments({"model": settings.pop("model")}) if "model" in settings else []
         arguments += _arguments(settings)
     for name, found in dotted.items():
-        settings = _answer(flags[name], name, found, notes)
+        settings = _answer(flags[name], name, found, notes, models)
         _move_objects(settings, objects)
         arguments += _arguments(settings)
     arguments += _arguments(objects)
     return Translated([*first, *arguments], notes)
+
+
+def _models(argv: Sequence[str]) -> list[str]:
+    """The names that the command line gives the model."""
+    words = [word for argument in argv for word in argument.split("=", 1)]
+    named = [value for name, value in pairwise(words) if name in _NAMES_MODEL]
+    return [*named, *(word for word in words[:1] if not word.startswith("-"))]
 
 
 def translate_options(options: Settings, flags: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
@@ -136,7 +150,7 @@ def translate_options(options: Settings, flags: Mapping[str, Flag]) -> tuple[dic
         if flag is None or (isinstance(flag.answer, Taken) and flag.answer.convert is None):
             settings[name] = value
         elif value is not None and value != {} and value != []:
-            settings |= _answer(flag, name, value, notes)
+            settings |= _answer(flag, name, value, notes, ())
     return settings, notes
 
 
@@ -180,8 +194,8 @@ def _put(into: dict[str, object], path: list[str], value: str) -> None:
         into[path[-1].rstrip("+").replace("-", "_")] = value
 
 
-def _answer(flag: Flag, written: str, value: object, notes: list[str]) -> dict[str, object]:
-    """The settings of one flag. Adds to `notes` what is said about it."""
+def _answer(flag: Flag, written: str, value: object, notes: list[str], models: Collection[str]) -> dict[str, object]:
+    """The settings of one flag. Adds to `notes` what is said about it. `models`: the model's names."""
     answer = flag.answer
     match answer:
         case Taken(convert=None):
@@ -199,7 +213,8 @@ def _answer(flag: Flag, written: str, value: object, notes: list[str]) -> dict[s
         case NotNeeded(because=because):
             notes.append(f"{written} is not needed: {because}")
         case Refused(because=because, unless=unless):
-            if value is not False and value != {} and str(value) not in unless:
+            is_done = str(value) in unless or (MODEL in unless and str(value) in models)
+            if value is not False and value != {} and not is_done:
                 raise ConfigError(f"{written} is not there: {because}")
     return {}
 

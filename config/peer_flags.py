@@ -2,7 +2,7 @@
 as well means what it means in vLLM."""
 
 from ..errors import ConfigError
-from .foreign_flags import Convert, Flag, NotNeeded, Refused, Settings, Taken, find, read_table, renamed
+from .foreign_flags import MODEL, Convert, Flag, NotNeeded, Refused, Settings, Taken, find, read_table, renamed
 from .vllm_flags import FLAGS as VLLM
 
 
@@ -83,7 +83,7 @@ _SGLANG = (
     (Taken("NGRAM: `--speculative ngram`; else not needed", _speculation), "--speculative-algorithm="),
     (Taken("`--enable-log-requests`", renamed("enable_log_requests")), "--log-requests"),
     (Taken("`--hang-timeout-s`", renamed("hang_timeout_s")), "--watchdog-timeout="),
-    (Refused("the tokenizer in the model's folder is used."), "--tokenizer-path="),
+    (Refused("the tokenizer in the model's folder is used.", (MODEL,)), "--tokenizer-path="),
     (NotNeeded("a request without a seed gets a random one."), "--random-seed="),
     (_COMPILES, "--disable-cuda-graph --cuda-graph-max-bs= --cuda-graph-bs=+ --enable-torch-compile"),
     (NotNeeded("the kernels are chosen for the device."), "--sampling-backend= --moe-runner-backend= --page-size="),

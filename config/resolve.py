@@ -55,6 +55,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if model.purpose.is_encoder:
         _check_encoder(options, model)
         options = replace(options, enable_prefix_caching=False)
+    if model.decoder_start_ids:
+        _check_encoder_decoder(options, model)
     on_cpu = _on_cpu(options, machine)
     if on_cpu and options.kv_cache_dtype == "fp8":
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
@@ -273,12 +275,32 @@ def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
     ):
         if is_asked:
             raise ConfigError(f"{flag} is for models that generate text; {model.name} reads whole texts at once.")
+    _check_whole_texts(options, model)
+
+
+def _check_whole_texts(options: EngineOptions, model: ModelFacts) -> None:
     longest, most = options.max_model_len or model.max_position, options.max_num_batched_tokens
     if most is not None and most < longest:
         raise ConfigError(
             f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
             f"{model.name} reads at once; set --max-model-len as well."
         )
+
+
+def _check_encoder_decoder(options: EngineOptions, model: ModelFacts) -> None:
+    """Refuses what a model with an encoder beside its decoder cannot do yet."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", options.tensor_parallel_size > 1),
+        (_STAGES, options.pipeline_parallel_size > 1),
+        ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-peers", bool(options.kv_peers)),
+        ("--kv-events", options.kv_events is not None),
+        ("--extension", options.extension is not None),
+        ("--runner-plugin", options.runner_plugin is not None),
+    ):
+        if is_asked:
+            raise ConfigError(f"{flag} is not there for {model.name}, which has an encoder; leave it out.")
+    _check_whole_texts(options, model)
 
 
 def _check_scripted(options: EngineOptions) -> None:
@@ -330,8 +352,11 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
             f"{flag}: each domain has one rank so far, and --tensor-parallel-size is {options.tensor_parallel_size}; "
             "give both the same number."
         )
-    if not _on_cpu(options, machine):
-        raise ConfigError(f"{flag} is for --device cpu: domains on GPUs are not there yet; leave it out.")
+    if not _on_cpu(options, machine) and options.attention_backend not in ("auto", "triton"):
+        raise ConfigError(
+            f"{flag} is not there with --attention-backend {options.attention_backend}, which needs rows in every step "
+            "that it attends to; leave one of them out."
+        )
     if not model.is_native:
         raise ConfigError(f"{flag}: transformers computes {model.name}, whose layers cannot be divided; leave it out.")
     for other, is_asked in (
@@ -381,6 +406,8 @@ def _choose_level(asked: str, machine: MachineFacts) -> str | None:
 
 def _choose_budget(options: EngineOptions, model: ModelFacts, machine: MachineFacts, max_model_len: int) -> int:
     usual = 512 if _on_cpu(options, machine) else 2048
+    if model.decoder_start_ids:
+        return max(usual, max_model_len)
     # No stream waits for an encoder's step, and among many texts there are more of nearly the same length.
     return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
 

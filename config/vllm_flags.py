@@ -4,7 +4,7 @@ import json
 
 from ..errors import ConfigError
 from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
-from .foreign_flags import Convert, Flag, NotNeeded, Refused, Settings, Taken, read_table, renamed
+from .foreign_flags import MODEL, Convert, Flag, NotNeeded, Refused, Settings, Taken, read_table, renamed
 
 VERSION = "0.32"
 
@@ -133,7 +133,9 @@ _REASONING = {"deepseek_v3": "deepseek_r1", "holo2": "qwen3", "glm47": "glm45", 
 
 _SAME = Taken()
 _COMPILES = NotNeeded("nothing is compiled or captured with options; a GPU's steps are recorded as they are needed.")
-_CODE = Refused("no code is loaded into processes by a name, but for families of parsers and --extension.")
+_CODE = Refused(
+    "no code is loaded into processes by a name, but for families of parsers, --extension and --runner-plugin."
+)
 _MEDIA = NotNeeded("requests contain text only; one with an image, audio or video gets 400.")
 _LORA = NotNeeded("an adapter is served by giving its folder as MODEL.")
 _SECURE = "ignoring it would protect less; let a proxy do it."
@@ -197,7 +199,7 @@ _ROWS = (
         "--seed=",
     ),
     (NotNeeded("families are described by pagewire; no code of a checkpoint is run."), "--trust-remote-code"),
-    (Refused("the tokenizer in the model's folder is used.", ("None",)), "--tokenizer="),
+    (Refused("the tokenizer in the model's folder is used.", ("None", MODEL)), "--tokenizer="),
     (
         Refused("the checkpoint's tokenizer and chat template are used.", ("auto", "hf", "slow", "mistral")),
         "--tokenizer-mode=",
@@ -232,9 +234,10 @@ _ROWS = (
     ),
     (
         Refused("answers do not contain it."),
-        "--enable-return-routed-experts --return-sampling-mask --return-tokens-as-token-ids "
-        "--enable-force-include-usage",
+        "--enable-return-routed-experts --return-sampling-mask",
     ),
+    (Refused("a request asks for it by return_tokens_as_token_ids."), "--return-tokens-as-token-ids"),
+    (Refused("a request asks for it by stream_options.include_usage."), "--enable-force-include-usage"),
     (NotNeeded("noise follows from the request's seed and the position."), "--use-fp64-gumbel"),
     (Refused("the model's sliding window is part of what it computes."), "--disable-sliding-window"),
     (Refused("prompts are texts or token ids."), "--enable-prompt-embeds"),
@@ -368,7 +371,7 @@ _ROWS = (
         "--lora-target-modules=+ --specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras "
         "--max-lora-cls-labels=",
     ),
-    (Refused("serve an adapter by giving its folder as MODEL; a server has one model."), "--lora-modules=+"),
+    (Refused("serve an adapter by giving its folder as MODEL, several by several MODELs."), "--lora-modules=+"),
     # observation
     (
         _METRICS,

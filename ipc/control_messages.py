@@ -69,8 +69,8 @@ class Bound(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Away(Struct, frozen=True, array_like=True, tag=True):
-    """The follower's machine goes away, and its processes have ended: others take over. It is the last message, and a
-    lead that does not get it learns the same by silence."""
+    """A follower that leaves has ended its processes, though the engine goes on. It is the last message, and a lead
+    that does not get it learns the same by silence."""
 
 
 # ── lead → follower ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -89,7 +89,8 @@ class Joined(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Gone(Struct, frozen=True, array_like=True, tag=True):
-    """The lead does not know this follower, or counts it as lost: it ends its processes and joins again."""
+    """The lead does not know this follower, or counts it as lost: it ends its processes and joins again. To one that
+    leaves: another one takes over, so it ends its processes, answers `Away` and ends."""
 
 
 class Assign(Struct, frozen=True, array_like=True, tag=True):

@@ -313,9 +313,17 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 class GroupShape(Struct, frozen=True, array_like=True):
     """A cache group: what a row keeps of the layers whose cache lives equally long."""
 
-    kind: Literal["full", "window", "chunk", "state"]
+    kind: Literal["full", "window", "chunk", "state", "cross"]  # cross: of the encoder's result
     span: Annotated[int, Meta(ge=0)]  # positions of a window or a chunk; 0 for the other kinds
     pages: Annotated[int, Meta(ge=1)]  # of a block; of a state
+
+
+class PassReads(Struct, frozen=True, array_like=True):
+    """Bytes of its weights that a rank reads in a step."""
+
+    fixed: int = 0  # whatever the step computes: all but experts, and tables of which it reads some rows
+    experts: int = 0  # of all its experts, of which a step reads those that its tokens choose
+    expert_share: float = 0.0  # of the experts of a layer, that one token chooses
 
 
 class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
@@ -333,6 +341,7 @@ class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
     groups: tuple[GroupShape, ...] = ()
     failed_kernels: tuple[str, ...] = ()  # that slower ones replace
     keys_by_args: bool = False  # only requests with equal `Sampling.extra_args` may share KV
+    reads: PassReads = PassReads()
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
@@ -362,11 +371,16 @@ class RowOpen(Struct, frozen=True, array_like=True):
     ends: bytes = b""  # int32, at most MAX_BIASES together with those of `logit_bias`
     pooling: Pooling | None = None  # the step that computes the last position of the prompt returns a vector
     type_ids: bytes = b""  # as in `Enqueue`
-    tables: tuple[GroupTable, ...] = ()  # of each group but `state`, if the `CacheOffer` had groups
+    tables: tuple[GroupTable, ...] = ()  # of each group but `cross` and `state`, if the `CacheOffer` had groups
     state: bytes = b""  # int32, the pages in which its passes keep the row's recurrent state
     state_from: bytes = b""  # int32, the pages that hold it after `num_computed` positions; empty: it is zero
     regime: int = 0  # 1: all its positions are computed as those of sequences beyond the model's `regime_limit`
     rid: int = 0  # of the sequence, for the runner plugin
+    # Of a model with an encoder: int32 pages of the group `cross`, how many tokens of the prompt they are for, and the
+    # ids of the prompt if the encoder is to read it before the plan's pass, else the pages hold its result.
+    cross: bytes = b""
+    num_encoded: int = 0
+    encoder_ids: bytes = b""
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -412,6 +426,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     late_rows: bytes = b""  # int32, rows that sample: `LateMasks` says for each of them what, while the pass runs
     # With KV domains, of which each gets a plan of its own for the step: the sum of `counts` in the plan of each.
     domain_tokens: tuple[int, ...] = ()
+    domain_longest: int = 0  # and the greatest of all these `counts`
 
 
 class LateMasks(Struct, frozen=True, array_like=True, tag=True):
@@ -525,6 +540,28 @@ class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
 
     layer: int
     slots: tuple[tuple[int, ...], ...]  # of each rank: the expert of each slot; -1: none
+
+
+class ProcessUsage(Struct, frozen=True, array_like=True):
+    """What a process takes of its machine, as the system counts it; all 0: unknown."""
+
+    cpu_s: float = 0.0  # processor time of all its threads since its start
+    num_threads: int = 0
+    anonymous_bytes: int = 0  # resident memory of its own,
+    file_bytes: int = 0  # of mapped files,
+    shared_bytes: int = 0  # and of shared memory, such as packed weights; every process that maps it counts it
+
+
+class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core, about once a second: what the rank takes of its machine and its device."""
+
+    rank: int
+    process: ProcessUsage
+    memory: dict[str, int]  # kind → bytes of the device; `kv_cache` with what is free of it
+    bandwidth: float = 0.0  # of the device's memory, bytes per second; 0: unknown
+    bandwidth_source: Literal["", "measured", "nominal"] = ""  # nominal: clock × width of the bus, by NVML
+    gpu: dict[str, float] = {}  # what NVML says of the device, by its name in /metrics
+    available_bytes: int = 0  # of the host's memory, that its machine or cgroup can still give; 0: unknown
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -732,6 +769,7 @@ class Pulse(Struct, frozen=True, array_like=True, tag=True):
     loop_lag_s: HistogramCounts  # delay of the loop's timers
     num_stale: int = 0  # frames of earlier epochs that it has dropped
     engine: int = 0  # of the process, if the launch has several
+    usage: ProcessUsage = ProcessUsage()
 
 
 class TierSnapshot(Struct, frozen=True, array_like=True):
@@ -764,6 +802,15 @@ class StageSnapshot(Struct, frozen=True, array_like=True):
     plan_s: float  # it waited for a plan,
     input_s: float  # for the stage before, with a plan at hand,
     ids_s: float  # and for the ids that the last stage samples; only the first stage
+
+
+class WorkerSnapshot(Struct, frozen=True, array_like=True):
+    """One rank: its last report, and what the core knows besides."""
+
+    usage: WorkerUsage
+    memory: dict[str, int]  # kind → bytes; that of the KV cache by its use: kv_used, kv_cached, kv_free, host_tier
+    read_bytes: int = 0  # that its steps so far had to read: weights, and KV of their contexts
+    roof_ratio: float = 0.0  # in the last seconds: the time to read these bytes once / the time of steps; 0: unknown
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
@@ -802,6 +849,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     ] = ()  # of each rank: bytes that others have read from it; if ranks have whole experts
     num_failed_calls: int = 0  # of the runner plugin
     num_slow_calls: int = 0
+    workers: tuple[WorkerSnapshot, ...] = ()  # by rank, of those that have reported
 
 
 # ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -871,7 +919,7 @@ class Ping(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → all, twice a second. The loop that does the work answers, so that a hang is noticed."""
 
     late_beats: dict[str, int] = {}  # of each follower, those that came when half of its lease was over
-    waits_for: str = ""  # what a replacement waits for outside of this machine, a clause; empty: nothing
+    waits_for: str = ""  # what the engine waits for outside of this machine, a clause; empty: nothing
 
 
 class Loading(Struct, frozen=True, array_like=True, tag=True):
@@ -1013,13 +1061,13 @@ class ModelState(Struct, frozen=True, array_like=True):
     problem: str  # why it failed last; empty: it has not
     progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
     version: int = 1  # one more with each replacement
+    fits: bool = False  # it is not loaded, and can be without unloading another one
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):
     """supervisor of several models → api: which are loaded. Sent with each change."""
 
     models: tuple[ModelState, ...]
-    budget_bytes: int  # for all of them
 
 
 class Replaced(Struct, frozen=True, array_like=True, tag=True):
@@ -1034,7 +1082,7 @@ class Replaced(Struct, frozen=True, array_like=True, tag=True):
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop | Settings
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Leave | Stop | ExpertLoad | Settings
+    | Ping | Reset | Leave | Stop | ExpertLoad | Settings | WorkerUsage
 )  # fmt: skip
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop | Settings
 ToWorker = (

@@ -3,6 +3,9 @@
 Called through the table in `ops.py`. Takes tensors only, never a model, a config or a request.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -228,6 +231,32 @@ def alibi_bias(slopes: Tensor, keys: Tensor, queries: Tensor, rounded: bool) -> 
     if rounded:
         return (slopes.bfloat16()[:, None, None] * keys.unsqueeze(-3).bfloat16()).float()
     return slopes.float()[:, None, None] * (keys - queries).unsqueeze(-3).float()
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A number for each head and bucket of distances; see `Relative` in `engine/models/description.py`."""
+
+    table: Tensor  # [buckets, heads] float32
+    longest: int
+    is_two_sided: bool = False
+
+
+def relative_bias(bias: RelativeBias, keys: Tensor, queries: Tensor) -> Tensor:
+    """What relative positions add to the scores. keys, queries: positions, which broadcast to [..., queries, keys].
+    Result float32 [..., heads, queries, keys]."""
+    behind = keys - queries
+    num = bias.table.shape[0]
+    if bias.is_two_sided:
+        num //= 2
+        first, distance = (behind > 0).long() * num, behind.abs()
+    else:
+        first, distance = torch.zeros_like(behind), (-behind).clamp(min=0)
+    exact = num // 2
+    # In the order of transformers' operations: a rounding may send a distance to another bucket.
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(bias.longest / exact)
+    far = (exact + (share * (num - exact)).long()).clamp(max=num - 1)
+    return bias.table[first + torch.where(distance < exact, distance, far)].movedim(-1, -3)
 
 
 def paged_attention(

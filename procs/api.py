@@ -53,6 +53,7 @@ from ..ipc.messages import (
     Vacated,
 )
 from ..version import __version__
+from .download import download
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -64,11 +65,6 @@ _LEAVING = "The server is shutting down."
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 M = TypeVar("M", bound=FromEngine | Slept)
-
-
-def _max_open(config: EngineConfig) -> int:
-    """Sequences that the engines of a model can run and queue."""
-    return config.data_parallel_size * (config.max_num_seqs + config.max_queued_requests)
 
 
 class _Server(HttpServer):
@@ -118,7 +114,6 @@ class ApiActor:
         self._tracings: list[Tracing] = []
         self._hands_over = False  # to another engine, when it stops
         self._failure: str | None = None  # of the engine
-        self._waits_for = ""  # what a replacement waits for on other machines
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
         self._leaving: set[asyncio.Task[None]] = set()  # a task for each engine that gets nothing new
@@ -146,6 +141,7 @@ class ApiActor:
             self._http,
             version=__version__,
             swap=self.swap,
+            download=download,
             holding=None if self._models else Holding(self._start, lambda: self._settings, self.change),
         )
         self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
@@ -184,7 +180,7 @@ class ApiActor:
         return {
             "outage_wait_s": service.model_wait if self._models else service.outage_wait,
             "max_held": num_engines * config.max_queued_requests,
-            "max_open": _max_open(config),
+            "max_open": num_engines * (config.max_num_seqs + config.max_queued_requests),
             "latency_classes": with_default(config.latency_classes),
         }
 
@@ -244,13 +240,15 @@ class ApiActor:
                 leaving.add_done_callback(self._leaving.discard)
             case Ping():
                 self._served[0].gateway.late_beats = message.late_beats
-                self._waits_for = message.waits_for
+                self._served[0].gateway.waits_for = message.waits_for
             case ModelStates():
                 self._note_states(message)
             case Replaced():
                 config = msgspec.json.decode(message.config, type=EngineConfig)
                 why = f"Another version of {config.served_model_names[0]} has taken its place."
-                self._served[message.model].gateway.replaced(why, max_open=_max_open(config))
+                gateway = self._served[message.model].gateway
+                gateway.change(self._bounds(config, len(gateway.engines)))
+                gateway.replaced(why)
                 self._app.replaced(message.model, config)
             case Serve() | Leave():
                 pass
@@ -360,7 +358,8 @@ class ApiActor:
         now = time.monotonic()
         if (outage := engine.outage) is not None:
             for_s = now - outage.since
-            still = f" It is {self._waits_for}." if self._waits_for else ""
+            waits_for = self._served[0].gateway.waits_for
+            still = f" It is {waits_for}." if waits_for else ""
             return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced.{still}"
         silent = now - heard_at[engine.number]
         if silent > SILENT_LIMIT_S:

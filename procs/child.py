@@ -44,6 +44,7 @@ from .liveness import dump_stacks_on_quit, volunteer
 from .log_lines import escaped, set_log_level, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
+from .process_usage import process_usage
 from .topology import ACTORS, index, kind
 
 _TELL_S = 0.25  # between two reports of how much of the weights is read
@@ -206,7 +207,7 @@ async def run_actor(
             if isinstance(message, Ping):
                 num_handled += 1
                 post("supervisor", Pong(name, epochs.chain, num_handled, settings=settings))
-                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine)
+                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine, process_usage())
                 if kind(name) == "api":
                     actor.handle([pulse])  # a process has no outbox to itself
                 else:

@@ -52,6 +52,8 @@ from ..ipc.messages import (
     ToCore,
     Transferred,
     Wake,
+    WorkerSnapshot,
+    WorkerUsage,
 )
 from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
@@ -60,6 +62,7 @@ from .kv_events import KvEventPublisher
 from .mask_times import LIMIT_S, MaskTimes
 from .pipeline_times import PipelineTimes
 from .rank_transfers import RankTransfers
+from .roof import Roof, share_of_roof
 from .sleep import SleepControl
 from .step_times import StepTimes
 from .topology import kind, workers
@@ -107,6 +110,8 @@ class CoreActor:
         self._was_busy = False  # a sequence ran or waited after the last `_advance`
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
+        self._roof = Roof()
+        self._usages: dict[int, WorkerUsage] = {}  # by rank
         self._mask_times = MaskTimes()
         self._is_watching = False  # a call of `_take_back` is due
         # Devices do not tell what they wait for.
@@ -141,6 +146,8 @@ class CoreActor:
                 self._expert_loads.take(message)
             elif isinstance(message, Settings):
                 self._settle(message)
+            elif isinstance(message, WorkerUsage):
+                self._usages[message.rank] = message
             else:
                 self._take(message)
         if self._scheduler is not None:
@@ -155,6 +162,7 @@ class CoreActor:
         """now: when it came (monotonic s)."""
         device_s, mask_wait_s = result.device_ms / 1000, result.mask_wait_ms / 1000
         self._step_times.answered(device_s, now - self._oldest_plan_at, mask_wait_s)
+        self._roof.answered(device_s)
         self._mask_times.stepped(device_s)
         self._oldest_plan_at = now
         if self._pipeline_times is not None:
@@ -192,7 +200,7 @@ class CoreActor:
                 self._report()
             case Reset():
                 self._reset(message)
-            case StepResult() | ExpertLoad() | Settings() | Leave() | Stop():
+            case StepResult() | ExpertLoad() | WorkerUsage() | Settings() | Leave() | Stop():
                 pass
             case _:
                 assert_never(message)
@@ -245,7 +253,7 @@ class CoreActor:
 
     def _ask_grammar(self, message: Enqueue) -> None:
         assert message.constraint is not None
-        tail_ids = message.prompt_ids[-4 * _NUM_TAIL_IDS :]
+        tail_ids = b"" if self._config.model.decoder_start_ids else message.prompt_ids[-4 * _NUM_TAIL_IDS :]
         self._post("grammar", Constrain(message.rid, message.n, message.constraint, tail_ids, message.resume_ids))
 
     def _begin(self, answer: Constrained) -> None:
@@ -337,6 +345,7 @@ class CoreActor:
         by_args = offer.keys_by_args
         make = partial(trace.make_scheduler, config, num_pages, connector, extension, groups, keys_by_args=by_args)
         self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
+        self._scheduler.counters.expert_share = max(other.reads.expert_share for other in self._offers.values())
         self._record(trace.Opened(config, num_pages, groups, by_args))
         if self._settings != config:
             self._change(self._scheduler)
@@ -371,6 +380,7 @@ class CoreActor:
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
             self._offers.clear()
+            self._usages.clear()
             self._transfers.forget()
             self._balancer.forget()
         scheduler = self._scheduler
@@ -513,6 +523,27 @@ class CoreActor:
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)
 
+    def _worker_snapshots(self, scheduler: AnyScheduler) -> tuple[WorkerSnapshot, ...]:
+        """What the ranks have reported, and what of the KV cache's memory is in use."""
+        num_domains = self._config.kv_domains
+        totals, window = self._roof.report(time.monotonic(), scheduler.counters, num_domains)
+        tiers = () if scheduler.connector is None else scheduler.connector.tiers()
+        in_host = sum(tier.num_blocks for tier in tiers if tier.name == "host")
+        found = []
+        for rank, usage in sorted(self._usages.items()):
+            offer = self._offers[rank]
+            size = offer.block_bytes
+            memory = dict(usage.memory)
+            if kv_cache := memory.pop("kv_cache", 0):
+                used, cached = (size * num for num in scheduler.pages_of(rank))
+                memory |= {"kv_used": used, "kv_cached": cached, "kv_free": max(0, kv_cache - used - cached)}
+            if in_host:
+                memory["host_tier"] = size * in_host
+            ratio = share_of_roof(window, offer.reads, size, usage.bandwidth)
+            num_bytes = int(totals.read_bytes(offer.reads, size))
+            found.append(WorkerSnapshot(usage, memory, num_bytes, ratio))
+        return tuple(found)
+
     def _tell_counters(self, scheduler: AnyScheduler) -> Snapshot:
         counters = scheduler.counters
         times = self._pipeline_times
@@ -548,6 +579,7 @@ class CoreActor:
             expert_tokens=self._expert_loads.tokens,
             expert_imbalance=self._expert_loads.imbalance,
             rank_sent_bytes=self._expert_loads.sent_bytes,
+            workers=self._worker_snapshots(scheduler),
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

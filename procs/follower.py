@@ -63,18 +63,15 @@ class Follower:
         name: str,
         model: Path | None,
         rejoin_s: float,
-        gives_way: bool = False,
     ) -> None:
         """`host`: where its processes can be reached. `model`: its folder, if it is not the lead's. `rejoin_s`: how
-        long to look for a lead. `gives_way`: a signal means that other machines are to take over; else the engine
-        drains and ends."""
+        long to look for a lead."""
         self.address = address
         self.keys = keys
         self.host = host
         self.name = name
         self.model = model
         self.rejoin_s = rejoin_s
-        self.gives_way = gives_way
         self.previous = b""
         self.term = 0
         self.weight_fds: list[int] = []
@@ -134,7 +131,7 @@ class _Membership:
         self._running: asyncio.Task[int] | None = None
         self._next_report = time.monotonic() + _SILENCE_S
         self._is_leaving = False
-        self._is_away = False
+        self._has_left = False  # before the engine has ended
 
     def _join(self, number: int) -> Join:
         of = self._of
@@ -178,17 +175,14 @@ class _Membership:
         return True
 
     def _on_signal(self) -> int | None:
-        """The exit code; None: the engine drains first."""
+        """The exit code; None: others take over first, or the engine drains."""
         if len(self._of.signals) > 1:
+            self._has_left = True
             return 130
-        if self._of.gives_way:
-            self._of.say(f"{self._of.name} goes away; others take over from it ({self._shown}).")
-            self._is_away = True
-            return 0
         if self._host is None:
             self._link.send(Leave(self._actors))
             return 0
-        self._of.say("this machine leaves: the engine drains, and ends.")
+        self._of.say(f"{self._of.name} leaves when another machine has taken over, or the engine has ended.")
         self._is_leaving = True
         return None
 
@@ -216,6 +210,10 @@ class _Membership:
                     assert self._running is not None
                     await self._running
                 self._link.send(Leave(self._actors))
+                return _Outcome(0)
+            case Gone() if self._is_leaving:
+                of.say(f"another machine takes over; the processes here end ({self._shown}).")
+                self._has_left = True
                 return _Outcome(0)
             case Gone():
                 if self._preparing is not None:
@@ -341,7 +339,7 @@ class _Membership:
         if self._preparing is not None:
             self._is_over = True
             await asyncio.wait({self._preparing})
-        if self._is_away:
+        if self._has_left:
             self._link.send(Away())
         self._link.close()
         for listener in self._listeners.values():

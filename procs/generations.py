@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
+from .child import process_age_s
 from .engines import Engines
 from .kept_settings import SettingsFile
 from .listening import Listening
@@ -58,6 +60,7 @@ class Generations:
         self._settings: LiveSettings | None = None  # of the engine that was started last
         self._reading: asyncio.Task[None] | None = None  # because of SIGHUP
         self._signals: list[signal.Signals] = []
+        self._asked_at_s = 0.0  # age of this process when the last swap was asked for
 
     async def run(self) -> int:
         """From start to stop. The exit code is that of the engine that served last."""
@@ -135,7 +138,10 @@ class Generations:
         """Starts an engine, which does not listen yet. weight_fds: packed weights of another one."""
         number = len(self._versions) + 1
         self._configs[number] = config
-        retired = tuple(structs.replace(version, state="retired") for version in self._versions)
+        retired = tuple(
+            version if version.state == "failed" else structs.replace(version, state="retired")
+            for version in self._versions
+        )
         model, name = prepared.engine.model, prepared.engine.served_model_names[0]
         version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
@@ -144,7 +150,8 @@ class Generations:
         assert self._settings is not None
         if number > 1:
             self._settings = self._settings.after(prepared)
-        make = Engines if prepared.engine.data_parallel_size > 1 else Supervisor
+        one = partial(Supervisor, asked_at_s=self._asked_at_s)  # several have no timeline
+        make: Callable[..., Generation] = Engines if prepared.engine.data_parallel_size > 1 else one
         engine: Generation = make(
             prepared,
             listening=self._listening,
@@ -175,6 +182,7 @@ class Generations:
 
     async def _replace(self, old: Generation, swap: Swap) -> None:
         """Replaces `old`, or keeps it if the new engine does not start."""
+        self._asked_at_s = process_age_s()
         try:
             config = self._changed(swap)
             prepared = await asyncio.to_thread(self._prepare, config)
@@ -190,6 +198,7 @@ class Generations:
             if not await self._try(config, prepared, weight_fds) and not self._signals:
                 failed = self._engine
                 print("pagewire: going back to the model before.", file=sys.stderr)
+                self._asked_at_s = process_age_s()
                 if await self._try(before, await asyncio.to_thread(self._prepare, before)):
                     del self._running[failed]  # its exit code is not the server's
             return
@@ -212,7 +221,9 @@ class Generations:
         versions = self._versions
         engine = self._begin(config, prepared, weight_fds)
         if not await self._is_up(engine):
-            self._versions = versions
+            (*_, version) = self._versions
+            problem = engine.failure or "It was stopped."
+            self._versions = (*versions, structs.replace(version, state="failed", problem=problem))
             return False
         self._config = config
         engine.serve()

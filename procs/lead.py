@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -98,6 +98,7 @@ class Lead(Supervisor):
         self._reason = ""  # of the epoch that begins
         self._begun = 0  # the latest epoch that the followers were told
         self._stopping: StopAll | None = None
+        self._waits = ""  # what those wait for that take over from machines that leave, a clause
         self._refusals: set[str] = set()  # that were printed
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,6 +211,8 @@ class Lead(Supervisor):
         """A rank that ends takes those of other machines with it, and its own end may be reported after theirs. So all
         ends of ranks within a moment are one death: of one that was killed, if there is any."""
         ranks = [child for child in died if kind(child.name) == "worker"]
+        if ranks or any(kind(child.name) == "core" for child in died):
+            self._relieve([machine for machine in self._fleet.leaving if self._fleet.heir(machine) is not None])
         if ranks:
             deadline = time.monotonic() + _SAME_DEATH_S
             while not any(_was_killed(child) for child in ranks) and time.monotonic() < deadline:
@@ -235,9 +238,11 @@ class Lead(Supervisor):
                     lost |= dict.fromkeys(lost_with(sender, num_ranks))
         return tuple(lost)
 
-    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
+    async def _begin(
+        self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int, *, is_planned: bool = False
+    ) -> None:
         self._reason = reason
-        await super()._begin(lost, reason, epoch, device_epoch)
+        await super()._begin(lost, reason, epoch, device_epoch, is_planned=is_planned)
 
     async def _spawn(self, actors: Sequence[str]) -> None:
         if self._begun < self._epoch:  # a replacement: `_gather` has begun the first epoch
@@ -251,9 +256,58 @@ class Lead(Supervisor):
 
     async def _look_elsewhere(self) -> None:
         self._check_followers()
+        if not self._must_end:
+            await self._see_off()
 
     def _ping(self) -> Ping:
-        return Ping(dict(self._fleet.late_beats))
+        return Ping(dict(self._fleet.late_beats), self._waits)
+
+    # ── machines that leave ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _see_off(self) -> None:
+        """Has others take over from machines that leave, as soon as they can. If none can come, the engine ends."""
+        for machine in self._fleet.deal_heirs():
+            self._send(machine.peer, Assign(machine.actors))
+        heirs = {machine: self._fleet.heir(machine) for machine in self._fleet.leaving}
+        alone = [machine for machine, heir in heirs.items() if heir is None]
+        ready = {machine: heir for machine, heir in heirs.items() if heir is not None and heir.bound is not None}
+        may_come = self._ask_for_room(len(alone))
+        waits = ""
+        if ready:
+            await self._hand_over(ready)
+        elif alone and not may_come:
+            self._elsewhere.heard(Leave(alone[0].actors), is_news=True)
+        elif heirs:
+            who = ", ".join(machine.name for machine in heirs)
+            names = ", ".join(name for machine in alone for name in machine.actors)
+            if alone:
+                waits = self._waits_for(f"{names}, because {who} leaves")
+            else:
+                waits = f"{self._copies or 'waiting for the one that takes over'}, because {who} leaves"
+        if waits and waits != self._waits:
+            print(f"pagewire: {waits}.", file=sys.stderr, flush=True)
+        self._waits = waits
+
+    def _ask_for_room(self, num_machines: int) -> bool:
+        """So many machines leave, and no other one is there for their actors. Whether one may come unasked."""
+        return False
+
+    async def _hand_over(self, heirs: Mapping[Machine, Machine]) -> None:
+        """`heirs`: by the machines that leave."""
+        parts = [f"{heir.name} takes over {', '.join(heir.actors)} from {one.name}" for one, heir in heirs.items()]
+        names = [name for machine in heirs for name in machine.actors]
+        self._relieve(list(heirs))
+        lost = [name for name in self._children if any(name in self._lost_with(moved) for moved in names)]
+        reason = f"{'; '.join(parts)}, which leaves."
+        self._print(f"{reason} Replacing {', '.join(lost)}.")
+        await self._begin(lost, reason, self._epoch + 1, self._device_epoch + 1, is_planned=True)
+
+    def _relieve(self, machines: Sequence[Machine]) -> None:
+        """Their heirs have their actors in the next epoch, which begins when they have ended their processes."""
+        for machine in machines:
+            self._moved.update(machine.actors)
+            self._fleet.relieve(machine)
+            self._send(machine.peer, Gone())
 
     def _check_followers(self) -> None:
         """Called a few times in a second, whatever the lead waits for."""
@@ -304,6 +358,9 @@ class Lead(Supervisor):
             self._join(peer, message)
             return
         machine = self._fleet.get(peer)
+        if machine is None and isinstance(message, Away):
+            self._fleet.remove(peer)
+            return
         if machine is None:
             self._send(peer, StopAll("The engine ends.") if self._stopping is not None else Gone())
             return
@@ -326,9 +383,9 @@ class Lead(Supervisor):
                 self._refuse(machine.name, message.reason)
                 self._lose(machine, "cannot take part")
             case Leave():
-                self._leave(machine, message)
+                self._leave(machine)
             case Away():
-                self._lose(machine, "goes away")
+                self._lose(machine, "has left")
 
     def _join(self, peer: bytes, join: Join) -> None:
         if (before := self._fleet.get(join.previous)) is not None:
@@ -392,11 +449,11 @@ class Lead(Supervisor):
                 child.epoch = state.epoch
                 child.facts = child.facts or Facts()
 
-    def _leave(self, machine: Machine, message: Leave) -> None:
+    def _leave(self, machine: Machine) -> None:
         if self._stopping is not None or not machine.begins_at:  # it has ended, or has no part yet
             self._fleet.remove(machine.peer)
-        elif not self._elsewhere.is_leaving:
-            self._elsewhere.heard(Leave(message.names), is_news=not self._must_end)
+        else:
+            machine.is_leaving = True
 
     def _send(self, peer: bytes, message: ToFollower) -> None:
         assert self._router is not None

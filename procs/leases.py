@@ -7,6 +7,8 @@ its processes when the lease runs out:
 - Each message of the follower has a number, which the lead's answer repeats. An answer extends the lease to `lease_s`
   after the moment at which the follower *sent* that message.
 - The lead waits `wait_s`, which is longer, from the moment at which it *received* the follower's last message.
+- A follower that leaves goes on until another machine has mailboxes for its actors. Then it is relieved: it ends its
+  processes and says so, and the lead waits for that word, or as long as for any other follower.
 
 A message is received after it was sent, so the lease has run out before the lead acts, however long messages travel,
 also if only one direction works, and without comparing two clocks. Both measure durations only.
@@ -76,6 +78,7 @@ class Machine:
         self.number = join.number  # of its latest message
         self.heard_at = now
         self.actors: tuple[str, ...] = ()  # that it is to run; empty: it is a spare
+        self.is_leaving = False  # it works until another one takes over
         self.copying: Copying | None = None  # what it has last said of it
         self.bound: Bound | None = None  # the addresses of their mailboxes
         self.begins_at = 0  # the epoch of the first `Begin` that concerns it; 0: none yet
@@ -103,6 +106,7 @@ class Fleet:
         self._times = lease_times(hang_timeout_s)
         self.term = term
         self._machines: dict[bytes, Machine] = {}  # in the order of joining
+        self._relieved: dict[bytes, Machine] = {}  # others have their actors, and they end their processes
         self._begins: list[Begin] = []
         self._number = 0
         self.late_beats: dict[str, int] = {}  # by name: leases that were half over when the follower was heard again
@@ -143,20 +147,52 @@ class Fleet:
 
     def remove(self, peer: bytes) -> Machine | None:
         """Forgets a follower, whose actors may then be given to another one."""
+        self._relieved.pop(peer, None)
         return self._machines.pop(peer, None)
+
+    def relieve(self, machine: Machine) -> None:
+        """Its heir has its actors now. Until it is removed, its processes may run, and no others begin."""
+        del self._machines[machine.peer]
+        self._relieved[machine.peer] = machine
+        machine.actors = ()
 
     def overdue(self, now: float) -> list[Machine]:
         """Followers from which nothing came for so long that their processes have ended."""
-        return [machine for machine in self._machines.values() if now - machine.heard_at >= self._times.wait_s]
+        known = (*self._machines.values(), *self._relieved.values())
+        return [machine for machine in known if now - machine.heard_at >= self._times.wait_s]
 
     # ── who runs what ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def deal(self) -> list[Machine]:
         """Gives the groups that no machine has to spares, the longest joined first of those that have the model.
         Returns these."""
+        return self._give(self.missing)
+
+    def deal_heirs(self) -> list[Machine]:
+        """Gives the groups of machines that leave to spares, which bind mailboxes for them and begin nothing yet.
+        Returns these."""
+        return self._give([machine.actors for machine in self.leaving if self.heir(machine) is None])
+
+    @property
+    def leaving(self) -> list[Machine]:
+        """Those that leave and have actors."""
+        return [machine for machine in self._machines.values() if machine.is_leaving and machine.actors]
+
+    def heir(self, machine: Machine) -> Machine | None:
+        """The machine that takes over from one that leaves."""
+        others = (one for one in self._machines.values() if one is not machine)
+        return next((one for one in others if one.actors == machine.actors and not one.is_leaving), None)
+
+    @property
+    def _working(self) -> list[Machine]:
+        """Those that have actors, without the heirs of others that still work."""
+        heirs = [self.heir(machine) for machine in self.leaving]
+        return [machine for machine in self._machines.values() if machine.actors and machine not in heirs]
+
+    def _give(self, groups: Sequence[tuple[str, ...]]) -> list[Machine]:
         dealt = []
-        for group in self.missing:
-            spares = [machine for machine in self._machines.values() if not machine.actors]
+        for group in groups:
+            spares = [one for one in self._machines.values() if not one.actors and not one.is_leaving]
             if not spares:
                 break
             spare = min(spares, key=lambda machine: machine.is_copying)  # the first of the least
@@ -172,16 +208,16 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """Every group has a machine whose mailboxes exist."""
+        """Every group has a machine whose mailboxes exist, and no relieved one may still run anything."""
         ready = {machine.actors for machine in self._machines.values() if machine.bound is not None}
-        return all(group in ready for group in self.groups)
+        return not self._relieved and all(group in ready for group in self.groups)
 
     @property
     def addresses(self) -> dict[str, str]:
         """Of the actors of all machines."""
         return {
             name: address
-            for machine in self._machines.values()
+            for machine in self._working
             if machine.bound is not None
             for name, address in machine.bound.addresses.items()
         }
@@ -191,7 +227,7 @@ class Fleet:
     def begin(self, begin: Begin) -> list[Machine]:
         """A new epoch. Returns the machines to which `begin` is sent; those that miss it get it again (`due`)."""
         self._begins.append(begin)
-        working = [machine for machine in self._machines.values() if machine.actors]
+        working = self._working
         for machine in working:
             machine.begins_at = machine.begins_at or begin.epoch
         first = min((max(machine.begins_at, machine.epoch) for machine in working), default=begin.epoch)

@@ -92,7 +92,7 @@ class SharedApis(Supervisor):
     def _on_vacated(self, message: Vacated) -> None:
         self._vacated.setdefault(message.engine, set()).add(message.name)
 
-    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+    def _tell_reset(self, lost: Sequence[str], reason: str, *, is_planned: bool = False) -> None:
         self._on_lost(lost, reason)
 
     def _tell_restored(self) -> None:

@@ -115,6 +115,7 @@ class Supervisor:
         weight_fds: Sequence[int] = (),
         templates: Templates | None = None,
         settings: LiveSettings | None = None,
+        asked_at_s: float = 0.0,
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
         `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
@@ -122,7 +123,8 @@ class Supervisor:
         With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
         administrator asks for another model. `weight_fds`: shared memory for the ranks' packed weights, which this
         object closes; it makes its own if there is none. `templates`: those that it shares with other engines.
-        `settings`: that may change meanwhile (default: its own)."""
+        `settings`: that may change meanwhile (default: its own). `asked_at_s`: this process's age when the start was
+        asked for, from which the timeline counts."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
@@ -156,6 +158,7 @@ class Supervisor:
         self._woken = asyncio.Event()
         self._signals: list[signal.Signals] = []
         self._marks: list[tuple[str, float]] = []  # phase of the start → when it ended
+        self._asked_at_s = asked_at_s
         self._epoch = self._device_epoch = self._restored = 1  # `_restored`: epoch of the last `Restored`
         self._deaths = Deaths()
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
@@ -450,7 +453,7 @@ class Supervisor:
         print(f"pagewire: {self._shown}{text}", file=sys.stderr, flush=True)
 
     def _mark(self, phase: str) -> None:
-        self._marks.append((phase, process_age_s()))
+        self._marks.append((phase, process_age_s() - self._asked_at_s))
 
     def _announce(self, slowest: Child) -> None:
         if self._quiet:
@@ -600,8 +603,11 @@ class Supervisor:
         """The actors to replace when this one has ended."""
         return lost_with(name, self._config.num_ranks)
 
-    async def _begin(self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int) -> None:
-        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place."""
+    async def _begin(
+        self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int, *, is_planned: bool = False
+    ) -> None:
+        """Begins this epoch: ends the lost processes, tells the others, and starts new ones in their place.
+        `is_planned`: nothing has failed, so no request is suspected."""
         now = time.monotonic()
         for name in lost:
             child = self._children[name]
@@ -612,12 +618,12 @@ class Supervisor:
             self._faults.pop(name, None)
             self._lost_at.setdefault(name, now)
         self._epoch, self._device_epoch = epoch, device_epoch
-        self._tell_reset(lost, reason)
+        self._tell_reset(lost, reason, is_planned=is_planned)
         await self._spawn(lost)
 
-    def _tell_reset(self, lost: Sequence[str], reason: str) -> None:
+    def _tell_reset(self, lost: Sequence[str], reason: str, *, is_planned: bool = False) -> None:
         """Tells all but the lost actors of the epoch that has begun."""
-        reset = Reset(self._epoch, self._device_epoch, tuple(lost), reason, self._engine)
+        reset = Reset(self._epoch, self._device_epoch, () if is_planned else tuple(lost), reason, self._engine)
         for name in (name for name in self._actors if name in self._children):
             if name not in lost:
                 self._outboxes[name].send(reset)

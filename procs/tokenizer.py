@@ -306,6 +306,13 @@ class TokenizerActor:
             num_kept = self._num_kept(submit.truncate, submit.limits.max_tokens)
             ids = ids[:num_kept] if submit.keeps_start else ids[-num_kept:]
         longest, generates = self._config.max_model_len, submit.limits.max_tokens != 0
+        if starts := self._config.model.decoder_start_ids:
+            if submit.sampling.prompt_logprobs is not None:
+                text = "This model's encoder reads the prompt, so its tokens have no log-probabilities."
+                raise RequestError("invalid_request", text, param="prompt_logprobs")
+            generates = False  # what is generated is a text of its own, which the core bounds
+            if len(starts) >= longest and submit.limits.max_tokens != 0:
+                raise RequestError("invalid_request", "The context has no room for any output.")
         if len(ids) > longest - generates:
             more = ", and at least one is to be generated" if generates else ""
             raise prompt_too_long(longest, f"the prompt has {len(ids)} tokens{more}", num_tokens=len(ids))
@@ -315,6 +322,8 @@ class TokenizerActor:
         if truncate == 0:
             raise RequestError("invalid_request", "truncate_prompt_tokens must be -1 or at least 1.")
         room = self._config.max_model_len - (1 if max_tokens is None else max_tokens)
+        if self._config.model.decoder_start_ids:
+            room = self._config.max_model_len
         return truncate if truncate > 0 else max(room, 1)
 
 

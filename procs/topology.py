@@ -25,7 +25,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake, m.PlaceExperts),
     ("worker", "worker"): (m.Hidden, m.SampledIds),
-    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad, m.WorkerUsage),
     ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
@@ -35,22 +35,10 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("detokenizer", "core"): (m.StopHit,),
 }
 
-FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {
-    name: (m.Ping, m.Reset, m.Settings, m.Leave, m.Stop) for name in ACTORS
-} | {
-    "api": (
-        m.Serve,
-        m.Ping,
-        m.Reset,
-        m.Settings,
-        m.Restored,
-        m.Swapped,
-        m.Vacate,
-        m.ModelStates,
-        m.Replaced,
-        m.Leave,
-        m.Stop,
-    )
+_TO_ALL = (m.Ping, m.Reset, m.Settings, m.Leave, m.Stop)
+
+FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: _TO_ALL for name in ACTORS} | {
+    "api": (*_TO_ALL, m.Serve, m.Restored, m.Swapped, m.Vacate, m.ModelStates, m.Replaced)
 }
 """What the supervisor may send to each actor; `Leave` comes from the supervisor of another launch."""
 

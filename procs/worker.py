@@ -38,8 +38,10 @@ from ..ipc.messages import (
     Stop,
     ToWorker,
     Wake,
+    WorkerUsage,
 )
 from .log_lines import set_log_level
+from .process_usage import available_bytes, process_usage
 from .topology import next_stage, workers
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
+_USAGE_S = 0.9  # between reports of what the rank takes; pings come twice a second
 _LOAD_STEPS = 1000  # between reports of the experts' load
 
 
@@ -84,6 +87,7 @@ class Worker:
         # Devices wait for each other by themselves.
         is_first = rank_info.stage == 0 or not config.stages_by_mail
         self._queue = StageQueue(is_first=is_first, knows_ids=self._knows_ids)
+        self._reported_at = -_USAGE_S  # when it last said what it takes (monotonic s)
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
         self._sent_bytes = 0  # of the reports
@@ -111,7 +115,7 @@ class Worker:
         num_pages, page_bytes = runner.offer(), runner.block_bytes
         offer = CacheOffer(
             self._rank_info.rank, num_pages, page_bytes, page_bytes, num_pages, runner.groups, runner.failed_kernels,
-            runner.keys_by_args,
+            runner.keys_by_args, runner.reads,
         )  # fmt: skip
         self._post("core", offer)
 
@@ -217,11 +221,26 @@ class Worker:
         self.poll()
 
     def rest(self) -> None:
-        """Call it now and then: reports what was counted, if no step has run since the last call. The ranks' reports
-        are then of the same steps."""
+        """Call it now and then: reports what the rank takes of its machine, and what was counted, if no step has run
+        since the last call. The ranks' reports are then of the same steps."""
+        self._report_usage()
         if self._num_answered == self._num_seen:
             self._report_load()
         self._num_seen = self._num_answered
+
+    def _report_usage(self) -> None:
+        """Tells the core what the rank takes of its machine, about once a second."""
+        now = time.monotonic()
+        if now - self._reported_at < _USAGE_S:
+            return
+        self._reported_at = now
+        runner = self._started()
+        device = runner.device_report()
+        usage = WorkerUsage(
+            self._rank_info.rank, process_usage(), runner.memory_by_kind(), device.bandwidth, device.source,
+            dict(device.gpu), available_bytes(),
+        )  # fmt: skip
+        self._post("core", usage)
 
     def _report_load(self) -> None:
         """Tells the core which experts tokens chose since the last report, if ranks have whole experts."""

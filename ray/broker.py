@@ -15,23 +15,26 @@ import msgspec
 
 from .holder import Holder, Warden
 from .placing import (
+    ENGINE,
+    Bundle,
     Connect,
     Connected,
     Ended,
     Failed,
     FromBroker,
+    Group,
     HolderState,
     Place,
     Step,
     ToBroker,
     Waiting,
     next_steps,
+    spare_names,
     waits_for,
 )
 
 TICK_S = 0.5
 PAUSE_S = 1.0  # between two starts of a part's holder
-_GROUP = "engine"
 
 
 def main() -> int:
@@ -106,87 +109,121 @@ class _Parts:
 
         self._ray: Any = ray
         self._place = place
-        self._holders: list[Any] = [None] * place.num_parts
-        self._runs: list[Any] = [None] * place.num_parts
-        self._started_at = [0.0] * place.num_parts
         self._launch = msgspec.json.encode(place.launch)
         self._warden = self._named("warden")
-        for part in range(place.num_parts):  # those of an earlier broker
-            if (holder := self._named(f"part-{part}")) is not None:
-                self._hold(part, holder)
+        self._places = {ENGINE: self._places_of(ENGINE, place.num_parts)}
+        for name in spare_names(place.num_parts):  # those of an earlier broker
+            if self._look_up(name)[0] not in (None, "REMOVED"):
+                self._places[name] = self._places_of(name, 1)
 
     def tick(self) -> list[FromBroker]:
         """Takes the next steps. What the lead is told."""
         messages: list[FromBroker] = []
-        states = [self._state(part, messages) for part in range(len(self._holders))]
-        group, table = self._group()
-        for step, part in next_steps(group, states):
-            if step is Step.MAKE_GROUP:
-                self._make_group()
-            elif step is Step.ASK_AGAIN:
-                self._hold(part, self._holders[part])
-            elif step is Step.FORGET:
-                self._kill(self._holders[part])
-                self._holders[part] = None
-            elif time.monotonic() > self._started_at[part] + PAUSE_S:
-                self._started_at[part] = time.monotonic()
-                self._start(part, table)
-        free = {} if group == "CREATED" else self._ray.available_resources()
-        messages.append(Waiting(waits_for(group, states, self._place.bundle, free)))
+        draining = set(self._ray._private.state.state.get_draining_nodes())
+        tables = {name: self._look_up(name) for name in self._places}
+        groups = [
+            Group(
+                name,
+                tables[name][0],
+                tuple(
+                    Bundle(self._state(place, messages), tables[name][1].get(number) in draining)
+                    for number, place in enumerate(places)
+                ),
+            )
+            for name, places in self._places.items()
+        ]
+        for step, name, number in next_steps(groups, self._place.num_parts):
+            self._take(step, name, number)
+        free = {} if all(group.state == "CREATED" for group in groups) else self._ray.available_resources()
+        messages.append(Waiting(waits_for(groups, self._place.num_parts, self._place.bundle, free)))
         return messages
 
     def release(self) -> None:
         """Gives all room back."""
-        for holder in [*self._holders, self._warden]:
-            self._kill(holder)
-        group, handle = self._group()
-        if handle is not None and group != "REMOVED":
-            self._ray.util.remove_placement_group(handle)
+        for place in (place for places in self._places.values() for place in places):
+            self._kill(place.holder)
+        self._kill(self._warden)
+        for name in self._places:
+            self._remove_group(name)
         self._ray.shutdown()
 
-    def _state(self, part: int, messages: list[FromBroker]) -> HolderState:
+    def _take(self, step: Step, name: str, number: int) -> None:
+        if step is Step.MAKE_GROUP:
+            self._places.setdefault(name, self._places_of(name, 1))
+            self._make_group(name)
+            return
+        if step is Step.REMOVE_GROUP:
+            self._remove_group(name)
+            del self._places[name]
+            return
+        place = self._places[name][number]
+        match step:
+            case Step.ASK_AGAIN:
+                self._hold(place, place.holder)
+            case Step.FORGET:
+                self._kill(place.holder)
+                place.holder = None
+            case Step.LEAVE:
+                place.was_told = True
+                place.holder.leave.remote()
+            case Step.START if time.monotonic() > place.started_at + PAUSE_S:
+                place.started_at = time.monotonic()
+                self._start(place, name, number)
+
+    def _state(self, place: "_Place", messages: list[FromBroker]) -> HolderState:
         """`messages`: gets what the lead is told of its end."""
-        run = self._runs[part]
-        if self._holders[part] is None:
+        if place.holder is None:
             return HolderState.NONE
-        if not self._ray.wait([run], timeout=0)[0]:
-            return HolderState.RUNS
+        if not self._ray.wait([place.run], timeout=0)[0]:
+            return HolderState.LEAVES if place.was_told else HolderState.RUNS
         try:
-            code, line = self._ray.get(run)
+            code, line = self._ray.get(place.run)
         except self._ray.exceptions.ActorUnavailableError:
             return HolderState.UNCERTAIN
         except self._ray.exceptions.RayError as error:
-            messages.append(Ended(f"Ray has ended the holder of part {part} ({type(error).__name__})"))
+            messages.append(Ended(f"Ray has ended the holder {place.name} ({type(error).__name__})"))
             return HolderState.ENDED
-        messages.append(Ended(f"the follower of part {part} has ended with exit code {code}: {line[:300]}"))
+        if not (place.was_told and code == 0):
+            messages.append(Ended(f"the follower of {place.name} has ended with exit code {code}: {line[:300]}"))
         return HolderState.ENDED
 
-    def _group(self) -> tuple[str | None, Any]:
-        """Its state and handle."""
-        try:
-            handle = self._ray.util.get_placement_group(_GROUP)
-        except ValueError:
-            return None, None
-        return self._ray.util.placement_group_table(handle)["state"], handle
+    def _look_up(self, name: str) -> tuple[str | None, dict[int, str]]:
+        """A group's state, and the nodes of its bundles."""
+        if (handle := self._handle(name)) is None:
+            return None, {}
+        table = self._ray.util.placement_group_table(handle)
+        return table["state"], table["bundles_to_node_id"]
 
-    def _make_group(self) -> None:
-        bundles = [self._place.bundle] * self._place.num_parts
+    def _handle(self, name: str) -> Any:
+        try:
+            return self._ray.util.get_placement_group(name)
+        except ValueError:
+            return None
+
+    def _make_group(self, name: str) -> None:
+        bundles = [self._place.bundle] * len(self._places[name])
         for _ in range(2):  # the warden may have ended with its node
             if self._warden is None:
                 options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
                 self._warden = self._ray.remote(Warden).options(**options).remote(self._place.launch.address)
             try:
-                self._ray.get(self._warden.make_group.remote(_GROUP, bundles))
+                self._ray.get(self._warden.make_group.remote(name, bundles))
                 return
             except self._ray.exceptions.ActorDiedError:
                 self._warden = None
 
-    def _start(self, part: int, group: Any) -> None:
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, part)
+    def _remove_group(self, name: str) -> None:
+        handle = self._handle(name)
+        if handle is not None and self._ray.util.placement_group_table(handle)["state"] != "REMOVED":
+            self._ray.util.remove_placement_group(handle)
+
+    def _start(self, place: "_Place", name: str, number: int) -> None:
+        group = self._handle(name)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
         holder = (
             self._ray.remote(Holder)
             .options(
-                name=f"part-{part}",
+                name=place.name,
                 lifetime="detached",
                 max_restarts=0,
                 max_task_retries=0,
@@ -197,11 +234,19 @@ class _Parts:
             )
             .remote()
         )
-        self._hold(part, holder)
+        self._hold(place, holder)
 
-    def _hold(self, part: int, holder: Any) -> None:
-        self._holders[part] = holder
-        self._runs[part] = holder.run.remote(self._launch)
+    def _hold(self, place: "_Place", holder: Any) -> None:
+        place.holder, place.was_told = holder, False
+        place.run = holder.run.remote(self._launch)
+
+    def _places_of(self, name: str, num: int) -> list["_Place"]:
+        """Of a group, with the holders that an earlier broker has started there."""
+        places = [_Place(f"{name}-{number}") for number in range(num)]
+        for place in places:
+            if (holder := self._named(place.name)) is not None:
+                self._hold(place, holder)
+        return places
 
     def _named(self, name: str) -> Any:
         try:
@@ -212,6 +257,17 @@ class _Parts:
     def _kill(self, actor: Any) -> None:
         if actor is not None:
             self._ray.kill(actor, no_restart=True)
+
+
+class _Place:
+    """A bundle of a group, and its holder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the holder
+        self.holder: Any = None
+        self.run: Any = None  # of the holder: its follower's end
+        self.was_told = False  # to leave
+        self.started_at = 0.0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ def main() -> int:
     end_with(0)
     try:
         config = from_options("pagewire.ray.app", settings, strict=False)
+        if config.source.models:
+            from ..procs.models import Models, prepare_models
+
+            return uvloop.run(Models(*prepare_models(config, prepare_server), prepare=prepare_server).run())
         if config.service.backend == "ray":
             from .lead import serve
 

@@ -29,6 +29,7 @@ class Holder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._was_told = False  # to leave
         self._tail: deque[str] = deque(maxlen=_TAIL)
 
     def run(self, launch_json: bytes) -> tuple[int, str]:
@@ -40,6 +41,13 @@ class Holder:
         code = self._child.wait()
         self._reader.join(1.0)
         return code, self._tail[-1] if self._tail else ""
+
+    def leave(self) -> None:
+        """The node is about to end: the follower leaves as soon as another one has taken over."""
+        with self._lock:
+            if self._child is not None and not self._was_told:  # a second signal would end it at once
+                self._was_told = True
+                self._child.terminate()
 
     def _start(self, launch: FollowerLaunch) -> "subprocess.Popen[bytes]":
         import ray

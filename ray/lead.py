@@ -89,6 +89,9 @@ class RayLead(Lead):
     def _call_for(self, waiting: str) -> str:
         return f"{self._waits_for(waiting)}."
 
+    def _ask_for_room(self, num_machines: int) -> bool:
+        return True  # the broker sees nodes that are about to end itself
+
     def _check_followers(self) -> None:
         """Raises StartError if a node cannot take part and the engine has not begun: the next one will not either."""
         super()._check_followers()

@@ -9,6 +9,9 @@ from enum import Enum
 
 from msgspec import Struct
 
+ENGINE = "engine"
+"""The name of the placement group of all parts. Others have one bundle, in the place of one whose node leaves."""
+
 # ── lead → broker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -74,41 +77,95 @@ class HolderState(Enum):
 
     NONE = "none"
     RUNS = "runs"
+    LEAVES = "leaves"  # its follower was told to leave
     UNCERTAIN = "uncertain"  # Ray has lost the connection to it: it may still run
     ENDED = "ended"  # its follower has ended, or it has itself
 
 
+class Bundle(Struct, frozen=True):
+    """A place for one follower."""
+
+    holder: HolderState
+    drains: bool = False  # its node is about to end: Ray starts nothing there
+
+
+class Group(Struct, frozen=True):
+    """A placement group as it is."""
+
+    name: str
+    state: str | None  # as Ray calls it; None: there is none
+    bundles: tuple[Bundle, ...]
+
+
 class Step(Enum):
     MAKE_GROUP = "make group"
-    START = "start"  # a holder for this part
+    REMOVE_GROUP = "remove group"
+    START = "start"  # a holder
     ASK_AGAIN = "ask again"
+    LEAVE = "leave"  # a holder on a node that is about to end
     FORGET = "forget"  # a holder that has ended
 
 
-def next_steps(group: str | None, holders: Sequence[HolderState]) -> list[tuple[Step, int]]:
-    """What to do now, each with the number of its part (-1: of none). `group`: the state of the placement group as Ray
-    calls it; None: there is none."""
-    if group in (None, "REMOVED"):
-        return [(Step.MAKE_GROUP, -1)]
+def next_steps(groups: Sequence[Group], num_parts: int) -> list[tuple[Step, str, int]]:
+    """What to do now, each with the name of its group and the number of its bundle (-1: of none).
+
+    There are as many followers as parts, besides those on nodes that are about to end. A group is never moved by Ray
+    while its nodes live, so the place of such a follower is another group."""
     steps = []
-    for part, holder in enumerate(holders):
-        if holder is HolderState.ENDED:
-            steps.append((Step.FORGET, part))
-        elif holder is HolderState.UNCERTAIN:
-            steps.append((Step.ASK_AGAIN, part))
-        elif holder is HolderState.NONE and group == "CREATED":
-            steps.append((Step.START, part))
-    return steps
+    for group in groups:
+        if group.state in _NONE:
+            steps.append((Step.MAKE_GROUP, group.name, -1))
+            continue
+        for number, bundle in enumerate(group.bundles):
+            if bundle.holder is HolderState.ENDED:
+                steps.append((Step.FORGET, group.name, number))
+            elif bundle.holder is HolderState.UNCERTAIN:
+                steps.append((Step.ASK_AGAIN, group.name, number))
+            elif bundle.holder is HolderState.RUNS and bundle.drains:
+                steps.append((Step.LEAVE, group.name, number))
+    num_missing = num_parts - _num_running(groups)
+    empty = [
+        (Step.START, group.name, number)
+        for group in groups
+        for number, bundle in enumerate(group.bundles)
+        if group.state == "CREATED" and bundle.holder is HolderState.NONE and not bundle.drains
+    ]
+    steps += empty[: max(0, num_missing)]
+    num_over = sum(not bundle.drains for group in groups for bundle in group.bundles) - num_parts
+    if num_over < 0:
+        names = {group.name for group in groups}
+        steps.append((Step.MAKE_GROUP, next(name for name in spare_names(num_parts) if name not in names), -1))
+    for group in groups:
+        is_unused = all(bundle.holder is HolderState.NONE and not bundle.drains for bundle in group.bundles)
+        if num_over > 0 and group.name != ENGINE and is_unused and group.state not in _NONE:
+            steps.append((Step.REMOVE_GROUP, group.name, -1))
+            num_over -= 1
+    removed = {name for step, name, _ in steps if step is Step.REMOVE_GROUP}
+    return [one for one in steps if one[0] is Step.REMOVE_GROUP or one[1] not in removed]
 
 
-def waits_for(
-    group: str | None, holders: Sequence[HolderState], bundle: dict[str, float], free: Mapping[str, float]
-) -> str:
+def spare_names(num_parts: int) -> list[str]:
+    """Names of groups besides the engine's."""
+    return [f"spare-{number}" for number in range(num_parts + 1)]
+
+
+def waits_for(groups: Sequence[Group], num_parts: int, bundle: dict[str, float], free: Mapping[str, float]) -> str:
     """What the engine waits for, as a clause; empty: nothing. `free`: what no program has of all nodes' resources."""
-    if group != "CREATED":
-        room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        left = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in bundle)
-        state = f"its state: {group or 'new'}; free on all nodes: {left}"
-        return f"Ray has no room for {len(holders)} times {room}, each on one node ({state})"
-    missing = [part for part, holder in enumerate(holders) if holder in (HolderState.NONE, HolderState.ENDED)]
-    return f"Ray starts {len(missing)} of {len(holders)} followers" if missing else ""
+    if (num_missing := num_parts - _num_running(groups)) <= 0:
+        return ""
+    group = next((group for group in groups if group.state != "CREATED"), None)
+    if group is None:
+        return f"Ray starts {num_missing} of {num_parts} followers"
+    room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    left = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in bundle)
+    state = f"its state: {group.state or 'new'}; free on all nodes: {left}"
+    return f"Ray has no room for {len(group.bundles)} times {room}, each on one node ({state})"
+
+
+def _num_running(groups: Sequence[Group]) -> int:
+    """Followers that run and stay, or may do so."""
+    running = (HolderState.RUNS, HolderState.UNCERTAIN)
+    return sum(bundle.holder in running and not bundle.drains for group in groups for bundle in group.bundles)
+
+
+_NONE = (None, "REMOVED")

@@ -7,7 +7,7 @@ Three deployments: `Engine` (`replica.py`), `Door` (`door.py`), and `Registry`, 
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -59,13 +59,15 @@ def split(args: Mapping[str, object]) -> tuple[ServeOptions, dict[str, object], 
     if options.max_replicas < options.min_replicas:
         raise ConfigError(f"max_replicas {options.max_replicas} is less than min_replicas {options.min_replicas}.")
     settings = {name: value for name, value in named.items() if name not in _OF_SERVE}
-    for name in settings:
+    for name, value in settings.items():
         if name not in SETTINGS:
             raise ConfigError(f"{name} is no setting of pagewire serve, and none of its Ray Serve application.")
         if name in _OF_REPLICA:
             raise ConfigError(
                 f"{name} is not for an engine of a Ray Serve application, which has its own; leave it out."
             )
+        if isinstance(value, str) and get_origin(SETTINGS[name].kind) is tuple:
+            settings[name] = value.split(",")
     config = from_options("pagewire.ray.app", settings, strict=False)
     return options, settings, config
 

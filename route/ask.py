@@ -40,6 +40,7 @@ _OF_OUTPUT = (
 class _Fields(Struct):
     """The fields of a body that the router reads."""
 
+    model: str | None = None
     stream: bool | None = None
     n: int | None = None
     seed: int | None = None
@@ -97,6 +98,7 @@ class Ask:
         self.body = body
         self.new_journal: Callable[[], Journal | None] = lambda: None  # None: no other engine can continue it
         self.num_choices = 1
+        self.model: str | None = None  # that the request names; empty: the first; None: it is for none
         self.num_tokens = len(body) // 4 + 1  # estimate of prompt and output
         self.blocks: list[int] = []  # of the prompt, for `Prefixes`
         self.key_of: Callable[[int], int] | None = None  # of a number of these blocks
@@ -111,6 +113,7 @@ class Ask:
     def _read(self, path: str, salt: bytes) -> None:
         """Raises MsgspecError, UnicodeDecodeError or RecursionError if the body is invalid."""
         fields = msgspec.json.decode(self.body, type=_Fields)
+        self.model = fields.model or ""
         num_prompts = len(_several(fields.prompt)) or 1
         self.response_id = self.response_id or fields.previous_response_id
         if fields.timeout is not None:

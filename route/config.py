@@ -28,7 +28,7 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         "--engines",
         required=True,
         metavar="URL,URL",
-        help="the servers behind it, all with the same model: http:// or https://, or unix:PATH of a socket",
+        help="the servers behind it: http:// or https://, or unix:PATH of a socket",
     )
     section.add_argument("--cacert", metavar="FILE", help="certificates by which to know https engines")
     section.add_argument(

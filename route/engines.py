@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ..api.engines.choice import Choice, Condition, Conversation, Member, check_interval_s
+from ..api.engines.presence import Presence
 from ..errors import ConfigError
 
 CHECK_TIMEOUT_S = 2.0
@@ -27,6 +28,13 @@ _COMPARE_INTERVAL_S = 1.0  # of the engines' speeds
 _REMOVAL_POLL_S = 0.1
 
 log = logging.getLogger("pagewire.route")
+
+
+class _Model(Struct):
+    """The fields of a model in /load."""
+
+    state: str
+    fits: bool
 
 
 class _Load(Struct):
@@ -39,6 +47,7 @@ class _Load(Struct):
     takes_peers: bool = False
     prompt_ms: float = 0.0
     load_ms: float = 0.0
+    models: dict[str, _Model] = {}
 
 
 class _Error(Struct):
@@ -59,6 +68,7 @@ class EngineState(Struct, frozen=True):
     trouble: str | None
     since_s: float  # seconds since `ready` changed
     open: int  # requests
+    loaded: tuple[str, ...] = ()  # names of models that it has loaded, or is loading
 
 
 class Engine(Member):
@@ -101,7 +111,8 @@ class Engine(Member):
 
     def state(self) -> EngineState:
         trouble = "It is leaving." if self.is_leaving else self.trouble
-        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open)
+        loaded = tuple(name for name, presence in self.models.items() if presence is Presence.LOADED)
+        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open, loaded)
 
     @contextlib.contextmanager
     def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -165,6 +176,7 @@ class Engine(Member):
     def _take(self, load: _Load) -> None:
         self._choice.reported(self, load.server_load)
         self._choice.described(self, load.role, load.prompt_ms, load.load_ms)
+        self._choice.hosts(self, {name: _presence(model) for name, model in load.models.items()})
         host = load.kv_host or urlsplit(self.url).hostname
         self.kv_address = (host, load.kv_port) if host and load.kv_port else None
         self.takes_peers = load.takes_peers
@@ -268,10 +280,11 @@ class Fleet:
         num_tokens: int,
         avoid: Collection[Engine],
         key_of: Callable[[int], int] | None,
+        model: str | None,
     ) -> tuple[Engine | None, Engine | None]:
         """The engine for a request, and the one that computes its prompt for it, as `Choice.legs` says. `num_tokens`:
         of a prompt that another engine may compute, else 0."""
-        return self.choice.legs(blocks, conversation, num_tokens, time.monotonic(), avoid, key_of)
+        return self.choice.legs(blocks, conversation, num_tokens, time.monotonic(), avoid, key_of, model)
 
     async def news(self, deadline: float) -> bool:
         """Waits for the next check of an engine. False: the loop's clock has reached `deadline`."""
@@ -314,6 +327,16 @@ class Fleet:
         if (watcher := self._watchers.pop(engine, None)) is not None:
             watcher.cancel()
         await engine.close()
+
+
+def _presence(model: _Model) -> Presence:
+    match model.state:
+        case "loaded" | "loading":
+            return Presence.LOADED
+        case "failed":
+            return Presence.FAILED
+        case _:
+            return Presence.FITS if model.fits else Presence.UNLOADED
 
 
 def _complaint(status: int, body: bytes) -> str:

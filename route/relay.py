@@ -208,7 +208,7 @@ class Relay:
             return (home if home.is_able and home not in avoid else None), None
         if len(avoid) >= MAX_REFUSALS:
             return None, None
-        return self._fleet.legs(ask.blocks, ask.conversation, ask.num_prompt, avoid, ask.key_of)
+        return self._fleet.legs(ask.blocks, ask.conversation, ask.num_prompt, avoid, ask.key_of, ask.model)
 
     async def _send(
         self,

@@ -26,6 +26,33 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+# Of models with an encoder, in T5's and BART's words; fields of the other are of no account.
+_ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 12,
+    "relative_attention_max_distance": 40,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 80,
+    "max_position_embeddings": 1024,
+    "n_positions": 1024,
+    "init_std": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "forced_eos_token_id": None,
+}
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -105,6 +132,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "t5": ("T5Config", {}),
+    "t5-gated": ("T5Config", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5Config", {"feed_forward_proj": "gated-gelu"}),
+    "umt5": ("UMT5Config", {"feed_forward_proj": "gated-gelu"}),
+    "bart": ("BartConfig", {"forced_bos_token_id": 1, "decoder_start_token_id": 2}),
+    "plbart": ("PLBartConfig", {}),
+    "mbart": ("MBartConfig", {"scale_embedding": True}),
+    "blenderbot": ("BlenderbotConfig", {"activation_function": "relu"}),
     "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
     "zamba2": (
         "Zamba2Config",
@@ -121,7 +156,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Kind → its config class and the fields that differ from COMMON."""
+"""Kind → its config class and the fields that differ from COMMON, or from _ENCODER_DECODER."""
+ENCODER_DECODERS = ("t5", "t5-gated", "mt5", "umt5", "bart", "plbart", "mbart", "blenderbot")
+
+
+def common(kind: str) -> dict[str, Any]:
+    """The fields of the config that kinds like this one share."""
+    return _ENCODER_DECODER if kind in ENCODER_DECODERS else COMMON
+
+
+def own_spread(kind: str) -> float:
+    """Of matrices of models with an encoder: norms behind each part keep what a part adds small."""
+    return 0.5 if "bart" in kind or kind == "blenderbot" else 0.25
 
 
 def make_checkpoint(
@@ -129,15 +175,18 @@ def make_checkpoint(
 ) -> Path:
     """Writes config.json and safetensors of a random model of this kind into `folder`."""
     config_class, own = KINDS[kind]
-    config = getattr(transformers, config_class)(**{**COMMON, **own, **changes})
+    config = getattr(transformers, config_class)(**{**common(kind), **own, **changes})
     generator_state = torch.get_rng_state()
     torch.manual_seed(len(kind))
-    model_class: Any = transformers.AutoModelForCausalLM
+    model_class = _class_of(config)
     model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero by default, which would hide a bias in the wrong place
                 parameter.normal_(std=0.2)
+            if kind in ENCODER_DECODERS and parameter.dim() > 1:  # their own spreads would make all outputs alike
+                spreads = {"relative": 1.0, "embed_positions": 0.3, "shared": 0.1}
+                parameter.normal_(std=next((x for part, x in spreads.items() if part in name), own_spread(kind)))
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     torch.set_rng_state(generator_state)
@@ -147,8 +196,12 @@ def make_checkpoint(
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of this folder, with eager attention."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    model_class = _class_of(transformers.AutoConfig.from_pretrained(folder))
+    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def _class_of(config: Any) -> Any:
+    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
 
 
 def reference_greedy(
@@ -169,5 +222,8 @@ def reference_greedy(
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )
-        outputs.append(out[0, len(prompt) :].tolist())
+        num_before = len(prompt)
+        if model.config.is_encoder_decoder:
+            num_before = 1 + (model.generation_config.forced_bos_token_id is not None)
+        outputs.append(out[0, num_before:].tolist())
     return outputs

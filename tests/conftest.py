@@ -33,7 +33,14 @@ _MARKS_OF_FOLDERS = {
     "engine/gpu": "slow",
 }
 _MARKS_OF_NAMES = dict.fromkeys(
-    ("test_exactness.py", "test_hybrids.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"),
+    (
+        "test_exactness.py",
+        "test_hybrids.py",
+        "test_encoder_decoders.py",
+        "test_quantized_exactness.py",
+        "test_families.py",
+        "test_pooling.py",
+    ),
     "exactness",
 )
 

@@ -60,12 +60,18 @@ def bodies(decoder: Decoder) -> Iterator[Body]:
 def of_checkpoint(kind: str) -> Decoder | None:
     """The description of a kind of `checkpoints.KINDS`, without a file; None: it has none."""
     config_class, own = checkpoints.KINDS[kind]
-    config = getattr(transformers, config_class)(**{**checkpoints.COMMON, **own})
+    config = getattr(transformers, config_class)(**{**checkpoints.common(kind), **own})
     raw = json.loads(config.to_json_string(use_diff=False))
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
 
+    names = (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     try:
-        return describe(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], Fields(raw, Path("config.json")))
+        return describe(names[config.model_type], Fields(raw, Path("config.json")))
     except NotDescribedError:
         return None
 

@@ -129,6 +129,17 @@ class Content:
         return join_reads(self._groups, reads, self.states[-1])
 
 
+def encoded_kv(ids: Sequence[int]) -> bytes:
+    """What an encoder stores of a whole prompt: every position depends on all of them."""
+    whole = crc32(array("i", ids).tobytes())
+    return array("I", [crc32(token_id.to_bytes(4, "little"), whole) for token_id in ids]).tobytes()
+
+
+def regime_with(groups: Groups, encoded: Sequence[bytes]) -> int:
+    """As what a decoder computes with this encoder's result, page by page: one that other results hardly have."""
+    return crc32(b"".join(encoded)) % 4000 if groups.cross is not None else 0
+
+
 def read_from(shape: GroupShape, position: int) -> int:
     """The first position that the layers of a group read to compute this one."""
     if shape.kind == "window":
@@ -139,7 +150,7 @@ def read_from(shape: GroupShape, position: int) -> int:
 def join_reads(groups: Groups, reads: Sequence[Sequence[bytes]], state: int) -> bytes:
     """What all layers read, from what those of each group with a block table read, page by page, and the state."""
     joined = b"".join(page for pages in reads for page in pages)
-    return joined if groups.num_tables == len(groups.shapes) else joined + state.to_bytes(KV_BYTES, "little")
+    return joined if groups.state is None else joined + state.to_bytes(KV_BYTES, "little")
 
 
 def next_token(
@@ -168,6 +179,12 @@ def bits_of(tokens: Sequence[int]) -> bytes:
     return sum(1 << token for token in tokens).to_bytes(4 * -(-VOCAB // 32), "little")
 
 
+def regime_of(groups: Groups, prompt: Sequence[int]) -> int:
+    """`regime_with` what the encoder makes of this prompt."""
+    assert groups.cross is not None
+    return regime_with(groups, shelved(encoded_kv(prompt), groups.sizes[groups.cross]))
+
+
 def expected_output(
     prompt: list[int],
     max_tokens: int,
@@ -179,11 +196,13 @@ def expected_output(
     grammar: int | None = None,
     groups: Groups = PLAIN,
     regime_limit: int | None = None,
+    encoded: Sequence[int] = (),
 ) -> list[int]:
     """The output that a request must have in every case. `grammar`: the rid of a sequence that follows its grammar.
-    `regime_limit`: ids, beyond which all positions are computed in regime 1."""
+    `regime_limit`: ids, beyond which all positions are computed in regime 1. `encoded`: what an encoder reads."""
     limit = sys.maxsize if regime_limit is None else regime_limit
-    ids, content = list(prompt), Content(groups, prompt, int(len(prompt) > limit))
+    regime = regime_of(groups, encoded) if encoded else int(len(prompt) > limit)
+    ids, content = list(prompt), Content(groups, prompt, regime)
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
         allowed = None if grammar is None else allowed_after(grammar, ids[len(prompt) :])
         if allowed == ():
@@ -251,7 +270,7 @@ class FakeRow:
 
     __slots__ = (
         *("ends", "firsts", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling"),
-        *("first_state", "read_state_from", "regime", "state", "states", "stored", "tables"),
+        *("cross", "first_state", "num_encoded", "read_state_from", "regime", "state", "states", "stored", "tables"),
     )
 
     def __init__(self, message: RowOpen) -> None:
@@ -272,6 +291,8 @@ class FakeRow:
         self.pooling = message.pooling
         self.pooled = b""  # the KV of the positions computed since the row was opened
         self.regime = message.regime
+        self.cross = bytes_to_ids(message.cross)  # pages
+        self.num_encoded = message.num_encoded
 
 
 class FakeWorker:
@@ -339,6 +360,9 @@ class FakeWorker:
             for row, count in zip(rows, counts, strict=True):
                 self._spoil(self._row(row), count)
             return self._drop(structs.replace(plan, kv=b""))
+        for opened in plan.open:
+            if opened.encoder_ids:
+                self._encode(self._row(opened.row), bytes_to_ids(opened.encoder_ids))
         masks = _masks(plan, late or {})
         sampled: list[int] = []
         num_sampled: list[int] = []
@@ -519,7 +543,28 @@ class FakeWorker:
 
     def _inputs(self, state: FakeRow, start: int, end: int) -> Sequence[int]:
         """What the first layers compute these positions from."""
-        return [seen(token_id, state.regime) for token_id in state.ids[start:end]]
+        regime = self.regime_of(state)
+        return [seen(token_id, regime) for token_id in state.ids[start:end]]
+
+    def _encode(self, state: FakeRow, ids: Sequence[int]) -> None:
+        """Stores what an encoder makes of a whole prompt."""
+        assert len(ids) == state.num_encoded and self.groups.cross is not None
+        num, size = self.groups.sizes[self.groups.cross], self.block_bytes
+        assert len(state.cross) == num * -(-len(ids) // self.block_size), (
+            "another number of pages than the prompt needs"
+        )
+        for shelf, part in enumerate(shelved(encoded_kv(ids), num)):
+            for place, page in enumerate(state.cross[shelf::num]):
+                own = part[place * size : (place + 1) * size]
+                self.memory[page * size : page * size + len(own)] = own
+
+    def regime_of(self, state: FakeRow) -> int:
+        """The regime of a row; with an encoder, what its pages hold of the encoder's result decides it."""
+        if self.groups.cross is None:
+            return state.regime
+        num = self.groups.sizes[self.groups.cross]
+        parts = (b"".join(map(self.read_block, state.cross[shelf::num])) for shelf in range(num))
+        return regime_with(self.groups, [part[: state.num_encoded * KV_BYTES] for part in parts])
 
     def _reads(self, state: FakeRow, end: int) -> bytes:
         """What all layers read to compute the position before `end`."""

@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 # Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
     "paligemma": ("PaliGemmaForConditionalGeneration", _IMAGES),
-    "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
+    "m2m_100": ("M2M100ForConditionalGeneration", _ENCODER_DECODER),
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
 }
 

@@ -45,6 +45,7 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
     holder_counts_match_block_tables(scheduler, touched)
     rows_are_owned(scheduler, touched, num_rows)
     states_have_one_holder(scheduler, touched)
+    prompts_have_room_for_what_is_read(scheduler, touched)
     in_flight_counts_match(touched)
     late_masks_are_due(scheduler, touched)
     rows_and_blocks_stay_while_in_flight(scheduler, touched)
@@ -71,6 +72,15 @@ def states_have_one_holder(scheduler: Scheduler, touched: Touched) -> None:
         if request.slot >= 0:
             assert pool._holders[request.slot] == 1 and pool._group[request.slot] == pool.groups.state, "a shared state"
             assert pool._key[request.slot] is None, "a state is found while it is written"
+
+
+def prompts_have_room_for_what_is_read(scheduler: Scheduler, touched: Touched) -> None:
+    """Each row of a model with an encoder has blocks for all of the prompt, and neither more nor fewer."""
+    pool = scheduler.pool
+    for request in touched.all_requests:
+        num = pool.groups.cross_blocks(len(request.encoded), scheduler.block_size) if request.row >= 0 else 0
+        assert len(request.encoded.blocks) == num, "the encoder's result has another size than the prompt"
+        assert all(pool._group[block] == pool.groups.cross for block in request.encoded.blocks), "of another group"
 
 
 def rows_are_owned(scheduler: Scheduler, touched: Touched, num_rows: int | None) -> None:
@@ -176,7 +186,9 @@ def waiting_requests_are_queued(scheduler: Scheduler) -> None:
     waiting, requests = scheduler.table.waiting, scheduler.table.requests.values()
     assert {r.rid for r in waiting} == {r.rid for r in requests if r.state is State.WAITING}, "lost in the queue"
     assert len(waiting) == sum(1 for _ in waiting), "the length of the queue is wrong"
-    assert waiting.num_tokens == sum(r.max_len for r in waiting), "the number of waiting tokens is wrong"
+    assert waiting.num_tokens == sum(r.max_len + len(r.encoded) for r in waiting), (
+        "the number of waiting tokens is wrong"
+    )
 
 
 def micro_batches_hold_each_row_once(scheduler: Scheduler) -> None:

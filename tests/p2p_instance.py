@@ -2,12 +2,12 @@
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kv_instance import Asked
+from kv_instance import Asked, held
 from msgspec.structs import replace
 from waiting import until
 
@@ -104,6 +104,37 @@ class Instance:
     def close(self) -> None:
         self.core.close()
         self.worker.close()
+
+
+class Pass:
+    """A plan of an instance, whose pass fills the blocks [first, last) of a request layer by layer."""
+
+    def __init__(self, instance: Instance, request: FakeRequest, blocks: list[int], first: int, last: int) -> None:
+        self._worker, self._cache = instance.worker, instance.cache
+        self._core, self._request, self._blocks, self._range = instance.core, request, blocks, (first, last)
+        self._core.filling(request, held(request, blocks[:last])[first:])
+        self._worker.bind_connector_metadata(self._core.build_connector_meta())
+        self._worker.start_load_kv()
+        self.stops = tuple(self._worker.layer_stops)
+
+    def compute(self, layers: Iterable[int]) -> None:
+        """The next layers, of which the worker half is told at once."""
+        first, last = self._range
+        for layer in layers:
+            for page in self._cache.pages[layer]:
+                page[self._blocks[first:last]] = torch.randn(last - first, *page.shape[1:])
+            self._worker.save_kv_layer(layer)
+
+    def end(self, *, is_good: bool = True) -> None:
+        """The pass is over. If it was good, its result has come to the core half, whose next plan has run."""
+        self._worker.wait_for_save()
+        if is_good:
+            self._request.num_computed = self._range[1] * SIZE
+            self._core.filled(self._request, held(self._request, self._blocks[: self._range[1]]))
+            metadata = self._core.build_connector_meta()
+            self._worker.bind_connector_metadata(metadata)
+            self._worker.start_load_kv()
+            self._worker.wait_for_save()
 
 
 def wait_for(ask: Callable[[], Any], wanted: Callable[[Any], object] = lambda x: x is not None) -> Any:

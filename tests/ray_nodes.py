@@ -87,6 +87,10 @@ class RayNodes:
                 continue
         self._nodes.pop(number).wait()
 
+    def drain(self, number: int) -> None:
+        """Has it end as a node does that a service manager stops: it says so, and its programs have a while."""
+        self._nodes[number].send_signal(signal.SIGTERM)
+
     def ask(self, expression: str) -> Any:
         """The JSON value of an expression of `ray`, in another process."""
         code = (

@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy/chart"
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
 FLAGS = {setting.flag for setting in SETTINGS.values()}
-ALL = ["multiNode.enabled=true", "serviceMonitor.enabled=true", "networkPolicy.enabled=true"]
+ALL = [
+    "multiNode.enabled=true", "serviceMonitor.enabled=true", "prometheusRule.enabled=true",
+    "networkPolicy.enabled=true",
+]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed: make test-deploy")
 
@@ -48,6 +51,11 @@ OTHERS: dict[str, dict[str, Any]] = {
                 },
             },
         },
+    },
+    "PrometheusRule": {
+        "required": ["groups"],
+        "additionalProperties": False,
+        "properties": {"groups": {"type": "array", "minItems": 1}},
     },
     "ServiceMonitor": {
         "required": ["selector", "endpoints"],
@@ -154,3 +162,12 @@ def test_the_chart_has_the_version_of_the_program() -> None:
     yaml: Any = importlib.import_module("yaml")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__
+
+
+def test_the_rules_of_the_operator_are_those_of_the_file() -> None:
+    yaml: Any = importlib.import_module("yaml")
+    found = rendered("prometheusRule.enabled=true", "prometheusRule.labels.release=stack")
+    (rule,) = [manifest for manifest in found if manifest["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((CHART / "prometheus-rules.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "stack"
+    assert not [manifest for manifest in rendered() if manifest["kind"] == "PrometheusRule"]

@@ -12,17 +12,20 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from harness import Answer, Client, http_config
+from torch import Tensor
 from waiting import until
 
 from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import Served, create_app
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.flags import make_config
+from pagewire.engine.kv_connector.p2p_store import BlockStore
+from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.ipc.messages import Message, TierSnapshot
 from pagewire.procs.inline import Inline
 from pagewire.procs.prepare import prepare
@@ -152,6 +155,40 @@ def test_legs_of_nixlv2_and_offloading(start: Callable[..., Engine], folder: str
     late.join(60)
     assert [text(answer) for answer in answers] == [wanted]
     assert decode.tier.num_hit_tokens > loaded and decode.tier.num_failed == 0
+
+
+@pytest.mark.usefixtures("always_loads")
+@pytest.mark.parametrize("budget", [64, 1024])  # the prompt is computed in several chunks, or in one
+def test_layers_leave_during_the_passes_over_a_prompt(
+    budget: int, start: Callable[..., Engine], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = start(f"p2p,serve={folder}/kv,size=64M", max_num_batched_tokens=budget)
+    decode = start(f"p2p,peer={folder}/kv,timeout_ms=20000,wait_ms=60000,fetch_timeout_ms=60000", kv_peers=("*",))
+    wanted = text(prefill.ask({**BODY, "cache_salt": "of-another-prompt"}))
+    grown: list[int] = []
+    grow = BlockStore.grow
+
+    def counted(self: BlockStore, names: Sequence[bytes], first: int, parts: Tensor) -> None:
+        grown.append(parts.numel())
+        grow(self, names, first, parts)
+
+    monkeypatch.setattr(BlockStore, "grow", counted)
+    source = {"kv_request_id": "0b5b1a4e", "remote_host": "prefill-0", "remote_port": 7777}
+    answers: list[Answer] = []
+    leg = {"remote_prefiller": source}
+    first = threading.Thread(target=lambda: answers.append(decode.ask({**BODY, "kv_transfer_params": leg})))
+    first.start()
+    runner = prefill.inline._worker._runner
+    assert runner is not None and isinstance(runner._connector, P2pWorker)
+    server = runner._connector._server
+    assert server is not None
+    until(lambda: server._awaited, "the decode leg waits for the prompt", 60.0)
+    prefill.ask({**primed(BODY), "kv_transfer_params": {"remote_decoder": {"kv_request_id": "0b5b1a4e"}}})
+    first.join(60)
+    assert [text(answer) for answer in answers] == [wanted]
+    num_bytes = decode.tier.num_loaded_bytes
+    assert decode.tier.num_hit_tokens > 0 and decode.tier.num_failed == 0
+    assert num_bytes <= sum(grown) < num_bytes + 2 * runner.block_bytes, "every block but the last was followed"
 
 
 @pytest.mark.usefixtures("always_loads")

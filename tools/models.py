@@ -17,6 +17,7 @@ import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from ..engine.checkpoint.gguf_config import ARCHITECTURES
@@ -95,8 +96,12 @@ def _row(cells: list[str]) -> str:
 def default_decoder(architecture: str) -> Decoder | None:
     """The description with the default sizes of transformers' config class; None: there is none, or the page does not
     cover it."""
-    names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    for kind in (kind for kind, name in names.items() if name == architecture):
+    tables = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    for kind in dict.fromkeys(kind for table in tables for kind, name in table.items() if name == architecture):
         config: Any = transformers.CONFIG_MAPPING[kind]()
         raw = json.loads(config.to_json_string(use_diff=False))
         try:

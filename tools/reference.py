@@ -24,7 +24,7 @@ from ..api.admin.endpoints import Sleeper
 from ..api.admin.settings import Holding
 from ..api.app import Served, create_app
 from ..api.gateway.gateway import Gateway
-from ..api.gateway.metrics import Metrics
+from ..api.gateway.metrics import GPU_METRICS, Metrics
 from ..api.gateway.residence import Residence
 from ..api.gateway.stats import Stats
 from ..cli import build_parser
@@ -32,7 +32,18 @@ from ..config.config import EngineConfig, HttpConfig, ServerConfig
 from ..config.flags import make_config
 from ..config.latency_classes import LatencyClass
 from ..config.live import LIVE
-from ..ipc.messages import GroupSnapshot, Pulse, Settings, Snapshot, StageSnapshot, Swapped, TierSnapshot
+from ..ipc.messages import (
+    GroupSnapshot,
+    ProcessUsage,
+    Pulse,
+    Settings,
+    Snapshot,
+    StageSnapshot,
+    Swapped,
+    TierSnapshot,
+    WorkerSnapshot,
+    WorkerUsage,
+)
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
 from ..procs.prepare import prepare_server
@@ -289,8 +300,11 @@ def engine_metrics() -> list[Metric]:
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
     core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
+    process = ProcessUsage(1.0, 1)
+    worker = WorkerUsage(0, process, {}, 1.0, "measured", dict.fromkeys(GPU_METRICS, 0.0), 1)
+    core = replace(core, workers=(WorkerSnapshot(worker, {"weights": 0}),))
     gateway.late_beats = {"m": 0}
-    gateway.handle([core, Pulse("core", nothing)])
+    gateway.handle([core, Pulse("core", nothing, usage=process)])
     engine = config().engine
     engine = replace(engine, model=replace(engine.model, adapter="lora"))  # whose metrics are listed as well
     residence = Residence(lambda is_open, keep_alive_s: None)

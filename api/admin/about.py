@@ -3,8 +3,9 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
@@ -26,15 +27,22 @@ class EngineStatus(Struct, frozen=True):
     trouble: str | None  # one sentence
     since_s: float | None  # seconds since a process was lost; null: it is whole
     open: int  # requests of this api process
+    model: str | UnsetType = UNSET  # which it computes, if there are several
 
 
 class Status(Struct, frozen=True, omit_defaults=True):
     status: str
-    engines: list[EngineStatus] = []  # if there are several
+    engines: list[EngineStatus] = []  # of models that have several and are loaded
+    waits_for: str = ""  # what an engine waits for on other machines while it goes on, a clause
 
 
 class Version(Struct, frozen=True):
     version: str
+
+
+class ModelLoad(Struct, frozen=True):
+    state: Literal["loaded", "loading", "leaving", "unloaded", "failed"]  # loading: also if it is next to be loaded
+    fits: bool  # it can be loaded without unloading another one
 
 
 class Load(Struct, frozen=True):
@@ -48,6 +56,7 @@ class Load(Struct, frozen=True):
     takes_peers: bool  # it loads KV from the peers that requests name
     prompt_ms: float  # to compute a prompt's token, as far as known; 0: unknown
     load_ms: float  # to load a token's KV from elsewhere; 0: unknown
+    models: dict[str, ModelLoad]  # by name; aliases have entries of their own
 
 
 class AboutEndpoints:
@@ -94,7 +103,7 @@ class AboutEndpoints:
         if (trouble := self._trouble()) is not None:
             raise as_http_error(RequestError("unavailable", trouble))
         status = "ok" if self._service.gateway.refusal is None else "draining"
-        await send_json(send, Status(status, self._engines()))
+        await send_json(send, Status(status, self._engines(), self._service.gateway.waits_for))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 while a new request would be accepted. Other than /health it fails while the queue is full."""
@@ -123,6 +132,7 @@ class AboutEndpoints:
             takes_peers=self._role.takes_named,
             prompt_ms=max((core.prompt_ms for core in cores), default=0.0),
             load_ms=max((core.load_ms for core in cores), default=0.0),
+            models={name: _load_of(each) for each in self._services for name in each.config.served_model_names},
         )
         await send_json(send, load)
 
@@ -143,23 +153,23 @@ class AboutEndpoints:
         return [core for each in self._services if each.is_loaded for core in each.gateway.snapshots]
 
     def _engines(self) -> list[EngineStatus]:
-        engines = self._service.gateway.engines
-        if len(engines) == 1:
-            return []
+        several = [each for each in self._services if len(each.gateway.engines) > 1 and each.is_loaded]
         now = time.monotonic()
         found = []
-        for engine in engines:
+        for service, engine in [(each, engine) for each in several for engine in each.gateway.engines]:
             outage = engine.outage
             trouble = None if outage is None else outage.reason
             if engine.is_leaving and trouble is None:
                 trouble = "It is leaving."
             since_s = None if outage is None else now - outage.since
-            found.append(EngineStatus(engine.number, engine.is_able, trouble, since_s, engine.num_open))
+            model = UNSET if service.residence is None else service.config.served_model_names[0]
+            found.append(EngineStatus(engine.number, engine.is_able, trouble, since_s, engine.num_open, model))
         return found
 
     def _card(self, service: Service, name: str) -> ModelCard:
         # Folders are the administrators' affair.
-        versions = tuple(replace(one, root=Path(one.root).name) for one in service.http.versions)
+        served = [one for one in service.http.versions if one.state != "failed"]
+        versions = tuple(replace(one, root=Path(one.root).name) for one in served)
         found = None if service.residence is None else service.residence.state
         return ModelCard(
             id=name,
@@ -171,3 +181,11 @@ class AboutEndpoints:
             progress=UNSET if found is None or found.progress is None else found.progress,
             versions=versions if len(versions) > 1 else UNSET,
         )
+
+
+def _load_of(service: Service) -> ModelLoad:
+    residence = service.residence
+    if residence is None:
+        return ModelLoad("loaded", False)
+    state = residence.state.state
+    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.state.fits)

@@ -15,7 +15,7 @@ from ..openai.translate import set_thinking
 from ..openai.types import ChatRequest
 from ..output.parsers.registry import find_family
 from ..output.shapes import GenerationRequest, ResponseFormat
-from .types import Block, CountTokensRequest, MessagesRequest
+from .types import Block, CountTokensRequest, MessagesRequest, Source
 
 _REFUSED = (
     "compaction", "container", "mcp_servers", "thread",
@@ -136,6 +136,8 @@ def _add_blocks(conversation: Conversation, role: str, blocks: Sequence[Block], 
         match block:
             case Block(type="text", text=str(text)):
                 texts.append(text)
+            case Block(type="document") if role == "user":
+                texts.append(_document(block, f"{place}[{i}]"))
             case Block(type="thinking", thinking=str(thinking)) if role == "assistant":
                 end_texts()
                 conversation.add_reasoning(thinking)
@@ -155,12 +157,35 @@ def _add_blocks(conversation: Conversation, role: str, blocks: Sequence[Block], 
 
 
 def _texts(content: str | Sequence[Block], place: str) -> list[str]:
+    """Of a system prompt or a result of a tool; only results may contain documents."""
     if isinstance(content, str):
         return [content]
+    texts = []
     for i, block in enumerate(content):
-        if block.type != "text" or block.text is None:
+        if block.type == "document" and place != "system":
+            texts.append(_document(block, f"{place}[{i}]"))
+        elif block.type != "text" or block.text is None:
             raise _bad_block(block, f"{place}[{i}]", "")
-    return [block.text or "" for block in content]
+        else:
+            texts.append(block.text)
+    return texts
+
+
+def _document(block: Block, place: str) -> str:
+    """The text that the model reads of a document. Raises HttpError 400 if it is no text."""
+    if block.citations is not None and block.citations.enabled:
+        raise unsupported(f"{place}.citations", f"{place}.citations: answers cite nothing.")
+    match block.source:
+        case Source(type="text", data=str(text)):
+            pass
+        case Source(type="content", content=str(text)):
+            pass
+        case Source(type="content", content=list(blocks)) if all(each.type == "text" for each in blocks):
+            text = "\n".join(each.text or "" for each in blocks)
+        case _:
+            raise _bad_block(block, place, "user")
+    head = "".join(f"{line}\n" for line in (block.title, block.context) if line)
+    return f"<document>\n{head}{text}\n</document>\n"
 
 
 def _bad_block(block: Block, place: str, role: str) -> HttpError:

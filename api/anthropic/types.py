@@ -9,6 +9,18 @@ from ..output.shapes import GenerationRequest, StopStrings, TextFormat, TokenId
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Citations(Struct, frozen=True):
+    enabled: bool | None = None  # true is refused: answers cite nothing
+
+
+class Source(Struct, frozen=True):
+    """Of a document: texts only."""
+
+    type: str | None = None
+    data: str | None = None
+    content: "str | list[Block] | None" = None
+
+
 class Block(Struct, frozen=True):
     """A content block; `type` says which fields count. `cache_control` is ignored, because all is cached anyway."""
 
@@ -21,6 +33,10 @@ class Block(Struct, frozen=True):
     tool_use_id: str | None = None
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
 
 
 class AnthropicMessage(Struct, frozen=True):

@@ -24,10 +24,12 @@ The cost of a choice does not grow with the number of engines.
 Engines may have roles. One with the role `prefill` gets streams only if no other engine is there; it computes prompts
 whose KV another engine then loads. `legs` gives a prompt to such an engine if that costs less than computing it where
 the stream is to be: a prompt there holds up every stream beside it.
+
+Engines may serve several models, of which not all are loaded, or different ones. `presence.py` says which of them get
+a request for a model; the choice is then among these.
 """
 
 import bisect
-import hashlib
 import math
 import random
 import statistics
@@ -38,6 +40,8 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from .prefixes import MAX_HOLDERS, Prefixes
+from .presence import Presence, best_for
+from .stable_hash import stable_hash
 
 SPREAD = 2.0  # standard deviations: loads differ by chance as counts of independent arrivals do
 SLACK = 4  # requests more than that with which an engine still gets prompts whose beginning it has
@@ -92,6 +96,7 @@ class Member:
         self.num_due_tokens = (
             0  # of prompts that it computes for other engines at the moment, as far as this router knows
         )
+        self.models: Mapping[str, Presence] = {}  # by name
 
     @property
     def is_able(self) -> bool:
@@ -140,6 +145,8 @@ class Choice(Generic[M]):
         self._prefillers: list[M] = []  # able engines of that role
         self._apart: set[M] = set()  # engines of that role, while others get the streams
         self._is_candidate: set[M] = set()
+        self._has_all_models = True  # each candidate has all models that any of them has
+        self._models: dict[str, None] = {}  # of all candidates
         self._total = 0  # load of the candidates
         self._last_started: M | None = None
         self._ring: list[M] = []
@@ -187,6 +194,12 @@ class Choice(Generic[M]):
             member.role = role
             self._is_selected = False
         member.prompt_ms, member.load_ms = prompt_ms, load_ms
+
+    def hosts(self, member: M, models: Mapping[str, Presence]) -> None:
+        """What the engine says of its models."""
+        if member.models != models:
+            member.models = models
+            self._is_selected = False
 
     def opened(self, member: M) -> None:
         """A request was sent to the engine."""
@@ -260,12 +273,17 @@ class Choice(Generic[M]):
         now: float,
         avoid: Collection[M] = (),
         key_of: Callable[[int], int] | None = None,
+        model: str | None = None,
     ) -> tuple[M | None, M | None]:
         """The engine for a request whose prompt has so many tokens, as `choose`, and the one that computes the prompt
-        for it; None: it does so itself."""
+        for it; None: it does so itself. `model`: that the request names; empty: the first; None: it is for none."""
         self._select()
+        model = None if model is None else self._known(model)
+        avoid = self._without(model, now, avoid)
         met = {**self._prefixes.matches(blocks), **self._prefilled.matches(blocks)} if self._prefillers else {}
         chosen = self.choose(blocks, conversation, now, avoid, key_of)
+        if chosen is not None and chosen.models.get(model or "", Presence.LOADED) is not Presence.LOADED:
+            self.hosts(chosen, {**chosen.models, model or "": Presence.LOADED})  # it is about to be, before it says so
         if chosen is None or chosen.role == PREFILL or num_tokens < LEAST_REMOTE:
             return chosen, None
         return chosen, self._prefiller(chosen, blocks, met, num_tokens, now, avoid)
@@ -277,6 +295,20 @@ class Choice(Generic[M]):
         num_others = len(self._candidates) - 1
         mean = (self._total - member.load) / max(1, num_others)
         return not num_others or member.pressure(now) <= mean + SPREAD * math.sqrt(mean) + slack
+
+    def _known(self, model: str) -> str:
+        """The name by which engines know a model."""
+        if not model:
+            return next(iter(self._models), "")
+        return model if model in self._models else model.removesuffix(":latest")  # as Ollama's clients call it
+
+    def _without(self, model: str | None, now: float, avoid: Collection[M]) -> Collection[M]:
+        """`avoid`, and the engines that should not get a request for this model."""
+        if model is None or self._has_all_models:
+            return avoid
+        able = [one for one in self._candidates if one not in avoid]
+        best = best_for(model, able, lambda one: self.takes(one, SLACK, now, avoid))
+        return {*avoid, *(one for one in self.members if one not in best)} if best else avoid
 
     def _with_prefix(self, blocks: Sequence[int], root: int, now: float, avoid: Collection[M]) -> tuple[M | None, int]:
         """The engine that was sent the longest beginning, or the heir of one that leaves, and how long that is. `root`:
@@ -415,6 +447,13 @@ class Choice(Generic[M]):
         if 2 * len(self._candidates) < len(staying):
             self._candidates = [member for member in staying if member.condition is not Condition.OUT]
         self._is_candidate = set(self._candidates)
+        self._models = dict.fromkeys(name for member in self._candidates for name in member.models)
+        self._has_all_models = all(
+            member.models.get(name) is Presence.LOADED
+            for member in self._candidates
+            for name in self._models
+            if member.models
+        )
         self._total = 0
         for member in self._candidates:
             member.counted = member.load
@@ -433,8 +472,3 @@ def check_interval_s(num_engines: int) -> float:
 
 def _place(name: str, index: int) -> int:
     return stable_hash(f"{index} {name}".encode())
-
-
-def stable_hash(data: bytes) -> int:
-    """A number below 2**64 that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())

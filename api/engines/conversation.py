@@ -3,8 +3,9 @@
 import msgspec
 from msgspec import Raw, Struct
 
-from .choice import Conversation, stable_hash
+from .choice import Conversation
 from .prefixes import BLOCK_BYTES
+from .stable_hash import stable_hash
 
 
 class _Message(Struct):

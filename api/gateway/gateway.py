@@ -123,6 +123,7 @@ class Gateway:
         self._idle.set()
         self._drain_rate = DrainRate(clock())
         self.late_beats: dict[str, int] = {}  # of followers; see `Ping`
+        self.waits_for = ""  # the same
         self.pulses: dict[tuple[int, str], Pulse] = {}  # each process's last report, by its engine and name
         self.stats = Stats(latency_classes)
 
@@ -275,10 +276,9 @@ class Gateway:
                 if asked.engine is None and not asked.answer.done():
                     asked.answer.set_exception(RequestError("unavailable", reason))
 
-    def replaced(self, reason: str, *, max_open: int) -> None:
+    def replaced(self, reason: str) -> None:
         """The engines have ended, and those that come compute another model: what they had ends with this reason, and
-        what has waited for its first engine goes on waiting. `max_open`: as of the constructor."""
-        self._max_open = max_open
+        what has waited for its first engine goes on waiting."""
         for request in self._open_requests():
             if request.was_sent:
                 self._end(request, EngineFailed(reason))

@@ -11,7 +11,7 @@ from functools import cache
 
 from ...config.config import EngineConfig
 from ...ipc.epochs import NO_ENGINE
-from ...ipc.messages import Snapshot
+from ...ipc.messages import ProcessUsage, Snapshot
 from ...ipc.reports import POWERS, SECONDS, Histogram, HistogramCounts
 from .gateway import Gateway
 from .residence import Residence
@@ -50,6 +50,24 @@ OLD_NAMES = {
 the metric under both. docs/metrics.md has this table."""
 
 _ONLY_OLD = {"prefix_cache_hit_rate"}  # shown under the old name alone: a counter and another say the same
+GPU_METRICS = {
+    "gpu_utilization_ratio": "Share of the last sampling period of NVML in which a kernel ran on the GPU.",
+    "gpu_memory_utilization_ratio": "Share of that period in which the GPU's memory was read or written.",
+    "gpu_memory_used_bytes": "Memory of the GPU in use, by all processes.",
+    "gpu_memory_total_bytes": "Memory of the GPU.",
+    "gpu_power_watts": "Power that the GPU draws.",
+    "gpu_power_limit_watts": "Power that the GPU may draw.",
+    "gpu_temperature_celsius": "Temperature of the GPU.",
+    "gpu_sm_clock_hertz": "Clock of the GPU's multiprocessors.",
+    "gpu_memory_clock_hertz": "Clock of the GPU's memory.",
+    "gpu_is_slowed": "1 while heat, a power brake or another fault slows the GPU's clocks.",
+    "gpu_energy_joules_total": "Energy that the GPU has taken since the driver was loaded.",
+    "gpu_ecc_corrected_errors_total": "Errors of the GPU's memory that were corrected, since the driver was loaded.",
+    "gpu_ecc_uncorrected_errors_total": "Errors of the GPU's memory that could not be corrected, since then.",
+    "gpu_xid_errors_total": "Critical errors (Xid) that the driver has reported since the worker's start.",
+}
+"""The names in `WorkerUsage.gpu`."""
+
 _STATES = ("unloaded", "loading", "loaded", "leaving", "failed")
 _NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
@@ -90,6 +108,7 @@ class Metrics:
             self._tiers(page, core)
             self._steps(page, core)
             self._stages(page, core)
+            self._workers(page, core)
             if are_several:
                 text = "Whether an engine gets new requests."
                 page.gauge("engine_ready", text, int(engine.is_able))
@@ -283,6 +302,42 @@ class Metrics:
         page.family("counter", "stale_frames_total", text, [(labels, pulse.num_stale) for labels, pulse in pulses])
         lags = [(labels, pulse.loop_lag_s) for labels, pulse in pulses]
         page.histograms("event_loop_lag_seconds", "How late an event loop came to a timer, ten times a second.", lags)
+        _usage(page, [(labels, pulse.usage) for labels, pulse in pulses])
+
+    def _workers(self, page: "_Page", core: Snapshot) -> None:
+        """What each rank takes of its machine and its device."""
+        ranks = [({"rank": worker.usage.rank}, worker) for worker in core.workers]
+        if not ranks:
+            return
+        _usage(page, [({"process": _worker(each.usage.rank)}, each.usage.process) for _, each in ranks])
+        text = (
+            "Memory of a rank's device by what holds it: weights, the KV cache (kv_used by sequences, kv_cached for "
+            "others to find, kv_free), states of draft tokens, KV in host memory; workspace and graphs are what the "
+            "memory plan keeps free for steps."
+        )
+        kinds = [({**labels, "kind": kind}, size) for labels, each in ranks for kind, size in each.memory.items()]
+        page.family("gauge", "worker_memory_bytes", text, kinds)
+        text = "Host memory that the machine or cgroup of a rank can still give, without file caches that it can drop."
+        rooms = [(labels, each.usage.available_bytes) for labels, each in ranks if each.usage.available_bytes]
+        page.family("gauge", "host_memory_available_bytes", text, rooms)
+        text = "Bytes of weights and KV that a rank's steps had to read, each once a step, estimated."
+        reads = [(labels, each.read_bytes) for labels, each in ranks]
+        page.family("counter", "estimated_read_bytes_per_gpu_total", text, reads)
+        text = "Bandwidth of the memory of a rank's device: measured on a CPU, nominal on a GPU."
+        known = [(labels, each) for labels, each in ranks if each.usage.bandwidth]
+        bandwidths = [
+            ({**labels, "source": each.usage.bandwidth_source}, each.usage.bandwidth) for labels, each in known
+        ]
+        page.family("gauge", "memory_bandwidth_bytes_per_second", text, bandwidths)
+        text = (
+            "Time that reading these bytes takes at that bandwidth, divided by the time of the steps, in the last ten "
+            "seconds; 0 without steps."
+        )
+        page.family("gauge", "memory_roof_ratio", text, [(labels, each.roof_ratio) for labels, each in known])
+        for name, text in GPU_METRICS.items():
+            gpus = [(labels, each.usage.gpu[name]) for labels, each in ranks if name in each.usage.gpu]
+            if gpus:
+                page.family("counter" if name.endswith("_total") else "gauge", name, text, gpus)
 
     def _stages(self, page: "_Page", core: Snapshot) -> None:
         """Nothing without `--pipeline-parallel-size`."""
@@ -326,6 +381,31 @@ class Metrics:
         histogram("request_max_num_generation_tokens", text, stats.max_generation_tokens)
         histogram("request_params_n", "Choices asked for.", stats.choices)
         histogram("request_params_max_tokens", "The max_tokens asked for, where it was given.", stats.max_tokens)
+
+
+def _usage(page: "_Page", usages: Sequence[tuple[Mapping[str, object], ProcessUsage]]) -> None:
+    """What processes take of their machine, as far as it is known."""
+    known = [(labels, usage) for labels, usage in usages if usage.num_threads]
+    text = "Processor time of all threads of a process since its start."
+    page.family("counter", "process_cpu_seconds_total", text, [(labels, usage.cpu_s) for labels, usage in known])
+    page.family("gauge", "process_threads", "Threads of a process.", [(labels, u.num_threads) for labels, u in known])
+    text = "Resident memory of a process: its own, of mapped files, and shared with others that count it as well."
+    memory = {
+        "anonymous": [usage.anonymous_bytes for _, usage in known],
+        "file": [usage.file_bytes for _, usage in known],
+        "shared": [usage.shared_bytes for _, usage in known],
+    }
+    kinds = [
+        ({**labels, "kind": kind}, size)
+        for kind, sizes in memory.items()
+        for (labels, _), size in zip(known, sizes, strict=True)
+    ]
+    page.family("gauge", "process_resident_memory_bytes", text, kinds)
+
+
+def _worker(rank: int) -> str:
+    """The name of a rank's process."""
+    return f"worker-{rank}" if rank else "worker"
 
 
 class _Page:

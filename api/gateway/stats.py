@@ -62,7 +62,9 @@ class Stats:
         self.refused: Counter[str] = Counter(
             {"invalid_api_key": 0, "rate_limit_exceeded": 0}
         )  # requests that got an error before a first byte, by its code or status
-        self.lost: Counter[str] = Counter({"core": 0, "worker": 0})  # processes that were replaced, by kind
+        self.lost: Counter[str] = Counter(
+            dict.fromkeys(("worker", "core", "grammar", "tokenizer", "detokenizer"), 0)
+        )  # processes that were replaced, by kind
         self.time_to_first_token_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_latency_s = Histogram(_INTER_TOKEN_S)
         self.request_latency_s = Histogram(_REQUEST_S)

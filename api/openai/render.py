@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig
-from ...errors import prompt_too_long
+from ...errors import RequestError, prompt_too_long
 from ...ipc.messages import ChatPrompt, IdsPrompt, Submit, TextPrompt
 from ..http.exchange import read_json, send_json
 from ..http.operation import Operation
@@ -107,6 +107,8 @@ async def _ids(service: Service, submit: Submit) -> list[int]:
 
 def _truncated(ids: list[int], submit: Submit, config: EngineConfig) -> list[int]:
     longest = config.max_model_len
+    if not ids:
+        raise RequestError("invalid_request", "The prompt is empty.")
     if submit.truncate is not None:
         room = longest - (submit.limits.max_tokens or 1) if submit.truncate == -1 else submit.truncate
         ids = ids[: max(1, room)] if submit.keeps_start else ids[-max(1, room) :]

@@ -7,7 +7,8 @@ import argparse
 import time
 from pathlib import Path
 
-from ...api.engines.choice import Choice, Condition, Conversation, Member, stable_hash
+from ...api.engines.choice import Choice, Condition, Conversation, Member
+from ...api.engines.stable_hash import stable_hash
 from ..report import Row, machine, print_table, write_json
 
 _SYSTEM_BLOCKS = 16  # of 256 bytes

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.reference import RelativeBias
 from ...kernels.states import StateRows, Tiles
 
 
@@ -30,6 +31,9 @@ class AttentionStep:
     order: NDArray[np.int64]  # [rows] index of each row into the plan's rows
     states: StateRows | None = None  # of models with recurrent layers: the pages of their states
     extension: bytes = b""  # `StepPlan.extension`, for backends of plan extensions
+    # Of models with an encoder: each of the step's tokens as a row of one token, whose keys are those of the encoder.
+    # Nothing is written for it.
+    cross: "AttentionStep | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,7 @@ class AttentionParameters:
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     sinks: Tensor | None = None  # [heads] float32: a logit that takes part in the softmax and has no value
     alibi: Alibi | None = None
+    relative: RelativeBias | None = None
     latent: int = 0  # > 0: the values are the first `latent` numbers of the keys, and the tile has no values
 
     def __post_init__(self) -> None:
@@ -85,3 +90,12 @@ class AttentionBackend(Protocol):
         """Causal attention of one layer. tile: of the cache, where its keys and values are; query: [tokens, heads,
         head_dim]; key: [tokens, kv_heads, head_dim]; value: [tokens, kv_heads, value_dim], None if `latent`; without
         a key the layer reads what another one has written. Returns a new tensor [tokens, heads, value_dim]."""
+
+
+class CrossBackend(AttentionBackend, Protocol):
+    """A backend for the decoder of a model with an encoder."""
+
+    @property
+    def cross(self) -> AttentionBackend:
+        """Attention to what the encoder has stored, for the tokens of the step that has begun. Its `forward` gets no
+        keys."""

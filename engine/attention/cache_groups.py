@@ -1,9 +1,10 @@
 """How layers share the memory pages of the KV cache: plain arithmetic, without torch.
 
 A layer keeps a *tile* of bytes for every block of positions: its keys and values. A recurrent layer keeps tiles for a
-row: its state. Tiles that live equally long form a *group*: those of full attention, of a window, of a chunk, and
-states. A block of a group is `pages` memory pages, its *shelves*, into which the group's tiles are packed first fit, in
-the order of the layers. All pages of the cache have the same size, so that a page may serve any group.
+row: its state. Tiles that live equally long form a *group*: those of full attention, of a window, of a chunk, those
+that a decoder reads of an encoder (`cross`, whose positions are the encoder's), and states. A block of a group is
+`pages` memory pages, its *shelves*, into which the group's tiles are packed first fit, in the order of the layers. All
+pages of the cache have the same size, so that a page may serve any group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ class Lifetime:
     """How long a tile is needed. A window of n positions ends with the position that reads it; a chunk begins at a
     multiple of n; a state belongs to a row and not to positions."""
 
-    kind: Literal["full", "window", "chunk", "state"] = "full"
+    kind: Literal["full", "window", "chunk", "cross", "state"] = "full"
     span: int = 0  # positions of a window or chunk
 
     def __post_init__(self) -> None:
@@ -71,9 +72,9 @@ class CacheGroups:
     @classmethod
     def of(cls, tiles: Sequence[tuple[Lifetime, int]], *, block_size: int) -> "CacheGroups":
         """tiles: the lifetime of each tile, and its bytes for a block or state. Groups come in the order of their first
-        tiles, and states last."""
+        tiles, but those of positions of the decoder come first and states last."""
         sizes: dict[Lifetime, list[int]] = {}
-        for lifetime, size in sorted(tiles, key=lambda tile: tile[0].kind == "state"):
+        for lifetime, size in sorted(tiles, key=lambda tile: (tile[0].kind == "state", tile[0].kind == "cross")):
             sizes.setdefault(lifetime, []).append(padded(size))
         if not sizes:
             return ONE_GROUP

@@ -1,6 +1,7 @@
 """Attention over the paged cache by the C kernels, which read it in place, page by page, without gathering."""
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,6 +38,13 @@ class NativePagedAttention:
         self._tables: NDArray[np.int32] = np.zeros((0, 0, 0), np.int32)
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._counts = self._contexts
+        self._make_cross = partial(NativePagedAttention, cache=cache, ops=ops, kernels=kernels, rounds=rounds)
+        self._cross: NativePagedAttention | None = None  # made when a step needs it
+
+    @property
+    def cross(self) -> "NativePagedAttention":
+        assert self._cross is not None, "a model without an encoder"
+        return self._cross
 
     @property
     def states(self) -> StateRows | None:
@@ -52,10 +60,15 @@ class NativePagedAttention:
         self._counts = np.ascontiguousarray(step.query_lens)
         self._reference.begin(step)
         self._kernels.threads()
+        if step.cross is not None:
+            self._cross = self._cross or self._make_cross()
+            self._cross.begin(step.cross)
 
     def lacks(self, tile: int, parameters: AttentionParameters) -> str | None:
         """Why the kernels cannot compute such a layer; None: they can."""
         keys, values = self._cache.pages[tile]
+        if parameters.relative is not None:
+            return "relative positions"
         return attention_lacks(keys.shape[3], keys.shape[3] if parameters.latent else values.shape[3])
 
     def forward(

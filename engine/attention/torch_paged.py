@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.ops import Ops
-from ...kernels.reference import alibi_bias, attend
+from ...kernels.reference import alibi_bias, attend, relative_bias
 from ...kernels.states import StateRows, Tiles
-from .base import Alibi, AttentionParameters, AttentionStep
+from .base import AttentionParameters, AttentionStep
 from .kv_cache import KvCache
 
 _SLICE = 256  # queries of a prompt chunk computed at once
@@ -75,6 +75,12 @@ class TorchPagedAttention:
         self._triangles: dict[int | None, Tensor] = {}
         self._step: AttentionStep | None = None
         self._plans: dict[_Reach, tuple[list[_DecodeGroup], list[_Chunk]]] = {}
+        self._cross: TorchPagedAttention | None = None  # made when a step needs it
+
+    @property
+    def cross(self) -> "TorchPagedAttention":
+        assert self._cross is not None, "a model without an encoder"
+        return self._cross
 
     @property
     def states(self) -> StateRows | None:
@@ -87,6 +93,9 @@ class TorchPagedAttention:
     def begin(self, step: AttentionStep) -> None:
         self._step = step
         self._plans.clear()
+        if step.cross is not None:
+            self._cross = self._cross or TorchPagedAttention(cache=self._cache, ops=self._ops, dtype=self._dtype)
+            self._cross.begin(step.cross)
 
     def forward(
         self, tile: int, query: Tensor, key: Tensor | None, value: Tensor | None, parameters: AttentionParameters
@@ -106,7 +115,7 @@ class TorchPagedAttention:
         value_dim = parameters.latent or v_pages.shape[3]
         grouped = query.reshape(query.shape[0], kv_heads, -1, dim)  # queries grouped by key head
         share = grouped.shape[2]
-        sinks, alibi = parameters.sinks, parameters.alibi
+        sinks = parameters.sinks
         if sinks is not None:
             sinks = sinks.view(kv_heads, share, 1)
         out = torch.empty((*grouped.shape[:3], value_dim), dtype=query.dtype, device=query.device)
@@ -114,8 +123,7 @@ class TorchPagedAttention:
             rows = group.last - group.first
             keys, values = self._gather(tile, group.pages, parameters.latent)
             mask = group.mask
-            if alibi is not None:
-                bias = self._bias(alibi, group.keys, group.queries, parameters.scale)
+            if (bias := self._bias(parameters, group.keys, group.queries)) is not None:
                 mask = mask + bias.view(rows, kv_heads, share, -1)
             out[group.first : group.last] = attend(
                 grouped[group.first : group.last],
@@ -136,9 +144,8 @@ class TorchPagedAttention:
                 seen_from = int(reach.first_seen(np.array([begin + start]))[0]) - chunk.start
                 seen_to = chunk.past + end
                 mask = self._triangle(end - start, seen_to - seen_from, parameters.window)
-                if alibi is not None:
-                    positions = torch.arange(chunk.start + seen_from, begin + end, device=self._device)
-                    bias = self._bias(alibi, positions[None], positions[start - end :, None], parameters.scale)
+                positions = torch.arange(chunk.start + seen_from, begin + end, device=self._device)
+                if (bias := self._bias(parameters, positions[None], positions[start - end :, None])) is not None:
                     mask = mask + bias.view(kv_heads, share, -1, bias.shape[-1])
                 result = attend(
                     queries[:, :, start:end],
@@ -164,8 +171,14 @@ class TorchPagedAttention:
             found.append(into.flatten(0, 1).to(self._dtype))
         return found[0], found[0][..., :latent].contiguous() if latent else found[1]
 
-    def _bias(self, alibi: Alibi, keys: Tensor, queries: Tensor, scale: float) -> Tensor:
-        bias = alibi_bias(alibi.slopes, keys, queries, alibi.rounded) * (scale if alibi.before_scale else 1.0)
+    def _bias(self, parameters: AttentionParameters, keys: Tensor, queries: Tensor) -> Tensor | None:
+        """What is added to the scores; None: nothing."""
+        if (relative := parameters.relative) is not None:
+            return relative_bias(relative, keys, queries).to(self._dtype).contiguous()
+        if (alibi := parameters.alibi) is None:
+            return None
+        bias = alibi_bias(alibi.slopes, keys, queries, alibi.rounded)
+        bias = bias * (parameters.scale if alibi.before_scale else 1.0)
         return bias.to(self._dtype).expand(*bias.shape[:-2], queries.shape[-2], -1)
 
     def _triangle(self, queries: int, keys: int, window: int | None) -> Tensor:

@@ -53,6 +53,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decoder: Decoder | None  # None: it runs in transformers,
     why_not_described: str = ""  # a clause: because of this
     purpose: Purpose = Purpose()
+    decoder_start_ids: tuple[int, ...] = ()  # of a model with an encoder: what its decoder's text begins with
     scheme: Scheme | None = None  # of a quantized checkpoint
 
 
@@ -129,7 +130,7 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     hidden_size = config.size("hidden_size", "n_embd", "n_embed", "d_model", "dim", "emb_dim")
     names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
     num_layers = config.size(*names, default=1, most=MAX_LAYERS) if decoder is None else len(decoder.blocks)
-    heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"
+    heads = "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
     # Models without such a field are recurrent, or have it under another name: the numbers only serve estimates.
     num_heads = config.size(*heads, default=max(1, hidden_size // 64))
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
@@ -147,6 +148,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
     else:
         purpose = read_purpose(folder, whole.raw, hidden_size=hidden_size, is_described=decoder is not None)
         max_position = max_length(folder, max_position, config.raw)
+    if decoder is not None and decoder.encoder is not None:
+        purpose = replace(purpose, tasks=("generate",))  # its text is not the prompt
     if decoder is not None and decoder.is_recurrent and not any(name in config for name in _POSITIONS):
         max_position = _MOST_RECURRENT
     if decoder is not None and decoder.most_positions is not None:
@@ -171,15 +174,28 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
         eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
         decoder=decoder,
         why_not_described=why,
+        decoder_start_ids=() if decoder is None or decoder.encoder is None else _start_ids(config, generation),
         scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
     )
+
+
+def _start_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
+    """As transformers' `generate`: the start token, or else that of a text, and the token that is forced to be the
+    first."""
+    both = generation, config
+    start = [*both[0].ids("decoder_start_token_id"), *both[1].ids("decoder_start_token_id")]
+    start = start or [*both[0].ids("bos_token_id"), *both[1].ids("bos_token_id")]
+    if not start:
+        raise ConfigError(f"{config.file} has no decoder_start_token_id, with which the decoder of this model begins.")
+    forced = [*both[0].ids("forced_bos_token_id"), *both[1].ids("forced_bos_token_id")]
+    return start[0], *forced[:1]
 
 
 def _intermediate_size(config: Fields, default: int) -> int:
     """The widest, if there is one for each layer (Gemma 3n)."""
     if isinstance(config.raw.get("intermediate_size"), list):
         return max(config.integers("intermediate_size") or (default,))
-    return config.size("intermediate_size", "n_inner", "ffn_dim", default=default)
+    return config.size("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", default=default)
 
 
 def _describe(whole: Fields, architecture: str, *, generates: bool, folder: Path | None) -> tuple[Decoder | None, str]:
@@ -225,6 +241,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str, adapter: Path | None =
         sampling=spec.sampling,
         purpose=spec.purpose,
         regime_limit=None if spec.decoder is None else spec.decoder.regime_limit,
+        decoder_start_ids=spec.decoder_start_ids,
     )
 
 

@@ -19,6 +19,8 @@ class Admission(Struct, frozen=True):
     max_model_len: int
     max_queued_requests: int
     max_queued_tokens: int  # prompts and longest outputs of all waiting requests
+    # Tokens that a decoder beside an encoder begins with; None: there is no encoder, and the prompt is the decoder's.
+    num_start: int | None = None
 
     def refusal(self, message: Enqueue, open_rids: Container[int], queued: Queued) -> Failed | None:
         """Why a request is not accepted; None: it is. Decided before anything of it is copied."""
@@ -28,7 +30,10 @@ class Admission(Struct, frozen=True):
         if num_prompt == 0:
             return Failed(rid, "invalid_request", "The prompt is empty.")
         room, asked = self.max_model_len - num_prompt, message.limits.max_tokens
-        if room < 0 or (room == 0 and asked != 0):
+        is_too_long = room < 0 or (room == 0 and asked != 0)
+        if self.num_start is not None:
+            room, is_too_long = max(0, self.max_model_len - self.num_start), room < 0
+        if is_too_long:
             detail = (
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
                 f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory."
@@ -38,7 +43,7 @@ class Admission(Struct, frozen=True):
         if num_resumed > (room if asked is None else min(room, asked)):
             detail = f"The output is to begin with {num_resumed} tokens, more than max_tokens or the context allow."
             return Failed(rid, "invalid_request", detail)
-        price = message.n * (num_prompt + (room if asked is None else min(room, asked)))
+        price = message.n * (num_prompt + (self.num_start or 0) + (room if asked is None else min(room, asked)))
         if price > self.max_queued_tokens or message.n > self.max_queued_requests:
             detail = (
                 f"The request asks for up to {price} tokens in {message.n} sequences, prompts included; at most "

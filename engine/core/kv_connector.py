@@ -185,8 +185,17 @@ class ChunkConnector(Protocol):
 
     @property
     def wants_chunks(self) -> bool:
-        """Whether `filled` is to be called. Never changes."""
+        """Whether the other methods are to be called. Never changes."""
+
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """The plan under construction computes a part of its prompt, and fills these blocks, in the order of their
+        positions. Its metadata can have their layers read as they are computed, but that the blocks are whole and good
+        is known only when `filled` or `ended` says so: a pass may be dropped, or spoil them."""
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """A part of its prompt was computed, and it holds these full blocks, in the order of their positions. They
         stay as they are; the next plan's metadata can have them read."""
+
+    def spoiled(self, request: KvRequest) -> None:
+        """What passes have computed of it is bad, and it ends or starts again. `filled` and `ended` are not called for
+        these blocks."""

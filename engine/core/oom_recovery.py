@@ -86,9 +86,12 @@ class OomRecovery:
             self._table.compute_again(request, num)
             request.spoil()
             bad.update(request.blocks_from(num // size))
+            bad.update(request.encoded.blocks)  # the encoder may not have read the prompt, and does so again
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
         for request in {id(r): r for r in chain(touched, self._table.running, loading)}.values():
+            if not request.is_open:
+                request.encoded.lose()
             if request.state is State.LOADING:  # of its blocks those that are not loaded may be bad
                 if not bad.isdisjoint(request.held):
                     self._table.preempt(request)

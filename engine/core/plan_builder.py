@@ -6,7 +6,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ...ipc.messages import RowOpen, StepPlan, ids_to_bytes
-from .cost import NO_WORK, Work
+from .cost import NO_WORK, Work, with_chunk
 from .request import Request
 
 _one = array("i", [1])
@@ -27,6 +27,7 @@ class InFlight(NamedTuple):
     num_speculative: int
     speculate: int
     kept: list[tuple[int, bytes]] = []  # block and key of each recurrent state that it keeps  # noqa: RUF012
+    pages_read: float = 0.0  # of the cache
 
     def requests(self) -> Iterator[Request]:
         """Those of its rows, in order."""
@@ -79,6 +80,8 @@ class PlanBuilder:
         self.kept: list[Kept] = []
         self.preempted = False
         self.work = NO_WORK
+        self.num_encoded = 0
+        self.encoder_budget = budget  # tokens that an encoder may read yet, beside the positions of the budget
         self.chunked: list[Request] = []  # those of others with more than one position
         self.fresh: set[bytes] = set()  # keys of the blocks that this plan computes from known ids
 
@@ -86,6 +89,17 @@ class PlanBuilder:
     def num_rows(self) -> int:
         """Rows planned so far."""
         return len(self.decodes) + len(self.others)
+
+    def may_encode(self, num: int) -> bool:
+        """Whether an encoder may read so many tokens of one prompt more: the first prompt of a plan may be longer than
+        the budget, since no prompt is read in parts."""
+        return num <= self.encoder_budget or self.num_encoded == 0
+
+    def encode(self, num: int) -> None:
+        """An encoder reads a prompt of so many tokens before the pass."""
+        self.encoder_budget -= num
+        self.num_encoded += num
+        self.work = with_chunk(self.work, 0, num)
 
     def grow(self, rows: Sequence[int], group: int, pages: Sequence[int]) -> None:
         """Tells the worker that a block of this group was appended to the table of each of these rows."""
@@ -106,13 +120,14 @@ class PlanBuilder:
         self.keep_pages.extend(pages)
         self.kept.append(kept)
 
-    def sent(self, step: int, learns: bool) -> InFlight:
-        """What is to be remembered. `learns`: the cost model learns from this step."""
+    def sent(self, step: int, learns: bool, pages_read: float = 0.0) -> InFlight:
+        """What is to be remembered. `learns`: the cost model learns from this step. `pages_read`: see `InFlight`."""
         work = self.work if learns else None
         kept = [(kept.slot, kept.key) for kept in self.kept]
         return InFlight(
-            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate, kept
-        )
+            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate, kept,
+            pages_read,
+        )  # fmt: skip
 
     def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:
         """The message."""

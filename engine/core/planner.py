@@ -273,7 +273,7 @@ class Planner:
 
     def _plan_rest(self, builder: PlanBuilder, request: Request) -> None:
         """Plans a running request that was left by `_plan_decodes`, as far as blocks allow."""
-        if not request.has_work:
+        if not request.has_work or not builder.may_encode(request.num_to_encode):
             return
         self._release_behind((request,))
         have = (request.num_blocks + self._num_blocks_free) * self.block_size - request.num_planned
@@ -445,7 +445,7 @@ class Planner:
                 if asked is None:
                     return
                 better = asked
-            if request.misses(better.num):
+            if request.misses(len(request.encoded) if better.cross else better.num):
                 self._outputs.add_item(request.as_opened())
                 table.end(request, request.terminal("cache_threshold"))
                 continue
@@ -455,7 +455,10 @@ class Planner:
                     self._start(request, better, 0)
                     loads.start(request, better.wanted)
                     continue
-            have = (found.num // size + self._num_blocks_beside(found)) * size - found.num
+            num_to_encode = 0 if found.cross else len(request.encoded)
+            if not builder.may_encode(num_to_encode):
+                return
+            have = (found.num // size + self._num_blocks_beside(found, num_to_encode)) * size - found.num
             num = self._chunk(builder, found.num, min(request.num_computable - found.num, have), found.num)
             if num <= 0:
                 return  # no budget, or its mask has not come
@@ -497,6 +500,10 @@ class Planner:
             is_loaded = bool(found.state_key) and found.state is None
             slot_from = slot if is_loaded else -1 if found.state is None else found.state
             request.give_state(slot, slot_from, found.state_key, found.junction)
+        if self._groups.cross is not None:
+            num_cross = self._groups.cross_blocks(len(request.encoded), self.block_size)
+            cross = [*found.cross] or pool.allocate(num_cross, self._groups.cross)
+            request.encoded.give(cross, is_there=bool(found.cross))
         self._counters.found(found)
 
     def _num_leading(self, found: Found) -> int:
@@ -510,25 +517,30 @@ class Planner:
         running, pool = self._table.running, self._pool
         step = self.budget if running else 1
         need = self._groups.num_pages(found.num, len(request.ids), step, self.block_size) - pool.num_in(found.hits)
+        need += self._groups.cross_pages(len(request.encoded), self.block_size)
         return need + self._unit * len(running) - (pool.num_free - pool.num_idle(found.hits))
 
-    def _num_blocks_beside(self, found: Found) -> int:
-        """How many blocks of positions there are pages for behind this prefix."""
+    def _num_blocks_beside(self, found: Found, num_to_encode: int) -> int:
+        """How many blocks of positions there are pages for behind this prefix, and beside the encoder's result."""
         pool = self._pool
         num_pages = pool.num_free - pool.num_idle(found.hits + found.pinned) - self._groups.state_pages
+        num_pages -= self._groups.cross_pages(num_to_encode, self.block_size)
         return num_pages // self._unit if self._unit else sys.maxsize
 
     def _open(self, builder: PlanBuilder, request: Request) -> None:
         """Tells the worker of its row and, with its first step, the detokenizer of the request."""
         builder.open.append(request.as_row(self._pool))
+        if request.num_to_encode:
+            builder.encode(request.num_to_encode)
+            self._prefix.commit_cross(request)
         for group, source in request.sources:
             entry = request.tables[group]
             target = entry.blocks[request.num_restored // self.block_size - entry.first]
             builder.copy(self._pool.pages([source]), self._pool.pages([target]))
         builder.pinned += request.pinned
         if request.open():
-            self._counters.num_prompt_tokens += request.num_prompt
-            self._counters.num_cached_tokens += request.num_found
+            self._counters.num_prompt_tokens += request.num_asked
+            self._counters.num_cached_tokens += request.num_cached if request.encoded else request.num_found
             self._outputs.add_item(request.as_opened())
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -22,6 +22,8 @@ def poison(request: Request, pool: BlockPool, loads: Loads | None, table: Reques
     if pool.groups.state is not None:
         for key in request.snapshots:
             pool.drop(key, pool.groups.state)
+    if table.chunks is not None:
+        table.chunks.spoiled(request)
     if loads is not None:
         loads.refuse(request)
     if may_recover:

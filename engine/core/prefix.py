@@ -46,11 +46,13 @@ class Found(NamedTuple):
     wanted: tuple[Item, ...] = ()  # what must be loaded: of block `num // block_size` perhaps only the beginning
     limit: int | None = None  # the group that lacks what a longer prefix needs; None: there is no more of the request
     num_lost: int = 0  # positions behind `num` that the full group has
+    # The blocks of what the encoder has made of the prompt, not yet held; (): it is to be computed, or there is none.
+    cross: tuple[int, ...] = ()
 
     @property
     def hits(self) -> list[int]:
-        """The full blocks of all tables that the device has."""
-        return [block for table in self.tables for block in table.blocks if block >= 0]
+        """The full blocks of all tables that the device has, and those of the encoder's result."""
+        return [*self.cross, *(block for table in self.tables for block in table.blocks if block >= 0)]
 
     @property
     def pinned(self) -> list[int]:
@@ -290,9 +292,27 @@ class PrefixCache:
             num = self._pool.groups.num_tables
             return Found(0, [Table([]) for _ in range(num)], [None] * num, None, b"", 0, ())
         lookup = _Lookup(request, self._pool, self._block_size, tiers)
+        if self._pool.groups.cross is not None:
+            return lookup.found(lookup.longest(copies))._replace(cross=self._find_cross(request))
         if self._pool.groups.state is None:
             return lookup.found(lookup.longest(copies))
         return lookup.found(*lookup.longest_state()) if copies else lookup.found(0)
+
+    def _find_cross(self, request: Request) -> tuple[int, ...]:
+        """The blocks of the encoder's result, of use only together."""
+        assert self._pool.groups.cross is not None
+        keys = request.encoded.keys(request.root, self._block_size)
+        found = self._pool.match(keys, self._pool.groups.cross)
+        return tuple(found) if len(found) == len(keys) else ()
+
+    def commit_cross(self, request: Request) -> None:
+        """Offers the blocks of what the encoder makes of its prompt in the plan under construction."""
+        if self.enabled:
+            parent, keys = None, request.encoded.keys(request.root, self._block_size)
+            for place, (block, key) in enumerate(zip(request.encoded.blocks, keys, strict=True)):
+                if self._pool.register(block, key, place, parent) and self._events is not None:
+                    self._note_stored(key, parent, b"", self._pool.groups.cross or 0)
+                parent = key
 
     def upcoming(self, request: Request) -> list[bytes]:
         """Keys of the blocks that the plan under construction computes of a request: full ones, and the beginning that
@@ -360,13 +380,7 @@ class PrefixCache:
         states also the beginning of its last block, its state, and those that it has found and kept."""
         pool, size, num = self._pool, self._block_size, min(request.num_computed, len(request.ids))
         place, rest = divmod(num, size)
-        keys = request.block_keys(place, size)
-        held = []
-        for i in range(place):
-            for group, table in enumerate(request.tables):
-                if i >= table.first:
-                    item = Item(keys[i], i, keys[i - 1] if i else None, group)
-                    held.append(Held(item, tuple(pool.pages([table.blocks[i - table.first]]))))
+        keys, held = request.block_keys(place, size), self.blocks_of(request, 0, place)
         state_group = pool.groups.state
         if state_group is None or request.is_spoiled or not num:
             return held
@@ -382,6 +396,16 @@ class PrefixCache:
                 held.append(Held(kept, tuple(pool.pages([block]))))
         state = Item(key_at(request, num), place, keys[-1] if keys else request.root, state_group, rest)
         return [*held, Held(state, tuple(pool.pages([request.slot])))]
+
+    def blocks_of(self, request: Request, first: int, last: int) -> list[Held]:
+        """Those of its blocks from `first` to before `last`, whose ids are known, that it holds."""
+        keys, held = request.block_keys(last, self._block_size), []
+        for i in range(first, last):
+            for group, table in enumerate(request.tables):
+                if i >= table.first:
+                    item = Item(keys[i], i, keys[i - 1] if i else None, group)
+                    held.append(Held(item, tuple(self._pool.pages([table.blocks[i - table.first]]))))
+        return held
 
     def restorable(self, request: Request, failed: Collection[Item]) -> int | None:
         """How many positions a request with these failed loads can go on from. None: it must be looked up again."""

@@ -23,6 +23,7 @@ from ...ipc.messages import (
 )
 from .block_hash import block_key, regime_key
 from .block_pool import BlockPool
+from .encoded import NOTHING, Encoded
 from .groups import Groups
 from .kv_connector import Item
 
@@ -31,6 +32,10 @@ _MAX_GRID = 4  # states that a request keeps at regular intervals, while nobody 
 _COMMIT_BLOCKS = 8
 """A running request offers its output to the prefix cache in batches of so many blocks, and the rest when it gives its
 row back: another request seldom needs the output of one that is still running."""
+
+
+def _given(limit: int | None) -> int:
+    return sys.maxsize if limit is None else limit
 
 
 class State(Enum):
@@ -68,6 +73,7 @@ class Request:
         "state row tables num_blocks num_in_flight num_loading num_wanted not_loaded sources is_open is_poisoned "
         "is_taken_back "
         "slot slot_from is_spoiled junction snapshots grid after num_after "
+        "encoded "
         "num_computed num_planned num_total num_found num_restored num_committed "
         "opened num_cached num_prompt_logprobs fast_limit next_check"
     ).split()
@@ -87,9 +93,11 @@ class Request:
         eos_token_ids: frozenset[int],
         keys: Iterable[bytes] = (),
         regime_limit: int = sys.maxsize,
+        decoder_start_ids: Sequence[int] = (),
     ) -> None:
         """`choice`: which of the message's `n` sequences. `keys`: of its leading blocks, if they are known already.
-        `regime_limit`: ids, beyond which a sequence is in another regime."""
+        `regime_limit`: ids, beyond which a sequence is in another regime. `decoder_start_ids`: the message's prompt is
+        what an encoder reads, and this the prompt of the decoder."""
         limits, sampling = message.limits, message.sampling
         # What was asked for. It never changes, but for `wants_all`.
         self.rid = message.rid + choice
@@ -112,12 +120,13 @@ class Request:
         self.may_speculate = not (sampling.logprobs is not None or limits.min_tokens or self.is_constrained)
 
         # Its tokens.
-        self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt, and output that was applied
+        self.encoded = Encoded(message.prompt_ids) if decoder_start_ids else NOTHING
+        # Prompt, or what a decoder beside an encoder begins with, and output that was applied.
+        self.ids: array[int] = array("i", decoder_start_ids) or bytes_to_ids(message.prompt_ids)
         self.num_prompt = len(self.ids)
         self.ids.frombytes(message.resume_ids)
         self.num_resumed = len(self.ids) - self.num_prompt  # output that was delivered before the engine lost it
-        room = max_model_len - self.num_prompt
-        max_tokens = room if limits.max_tokens is None else min(room, limits.max_tokens)
+        max_tokens = min(max_model_len - self.num_prompt, _given(limits.max_tokens))
         self.max_len = self.num_prompt + max_tokens  # its ids never exceed it
         self.num_needed = self.num_prompt + max(0, max_tokens - 1)  # positions to compute: the last token needs no KV
         # How the model computes its positions: 1 if the token after them follows more than `regime_limit` ids, else 0.
@@ -299,6 +308,7 @@ class Request:
     def open(self) -> bool:
         """The worker is told of its row. True: for the first time, so the detokenizer must be told of the request."""
         self.is_open = True
+        self.encoded.told()
         self.slot_from = -1
         self.sources = []
         self._settle()
@@ -306,6 +316,8 @@ class Request:
             return False
         self.opened = True
         self.num_cached = min(self.num_computed, self.num_prompt)
+        if self.encoded:
+            self.num_cached = self.encoded.was_found * len(self.encoded)
         return True
 
     def grow(self, num: int, blocks: Sequence[Sequence[int]]) -> None:
@@ -426,6 +438,7 @@ class Request:
         self.num_total = len(self.ids)
         self.num_committed = min(self.num_committed, num // self.block_size)
         self.is_open = False
+        self.encoded.lose()
         self.late = []  # the worker has dropped those plans
         self._settle()
 
@@ -433,7 +446,8 @@ class Request:
         """Its KV gave numbers that are not finite. True: it may have found their cause in a cache, so from now on it
         computes all of its positions itself."""
         self.is_poisoned = True
-        may_recover = self.state is not State.ENDED and (self.num_found > 0 or self.num_loading > 0)
+        has_found = self.num_found > 0 or self.num_loading > 0 or self.encoded.was_found
+        may_recover = self.state is not State.ENDED and has_found
         self.wants_all |= may_recover
         return may_recover
 
@@ -466,6 +480,7 @@ class Request:
     def _forget(self) -> None:
         self.row, self.tables, self.num_blocks = -1, [], 0
         self.slot = self.slot_from = -1
+        self.encoded.leave()
         self.sources, self.num_wanted = [], 0
         self.after, self.num_after = array("i"), 0
         self.is_open = False
@@ -503,11 +518,16 @@ class Request:
         """The address of the engine that has or computes its KV; empty: it names none."""
         return self.asked.kv_peer
 
+    @property
+    def num_to_encode(self) -> int:
+        """Tokens that the encoder reads before its next pass, if its row is not open."""
+        return 0 if self.is_open or self.encoded.is_there else len(self.encoded)
+
     def misses(self, num: int) -> bool:
-        """Whether it wants no computing if no more than `num` of its positions are found in caches."""
+        """Whether it wants no computing if no more than `num` tokens of its prompt are found in caches."""
         threshold = self.asked.cache_hit_threshold
         is_new = not self.opened and not self.num_resumed
-        return threshold is not None and is_new and num < threshold * self.num_prompt
+        return threshold is not None and is_new and num < threshold * self.num_asked
 
     @property
     def salt_name(self) -> str:
@@ -522,11 +542,12 @@ class Request:
 
     @property
     def held(self) -> list[int]:
-        """Its blocks of all groups, in the order of their positions, its recurrent state, and what its first pass is to
-        read or copy."""
+        """Its blocks of all groups, in the order of their positions, those of the encoder's result, its recurrent
+        state, and what its first pass is to read or copy."""
         if len(self.tables) == 1 and self.slot < 0 and not self.sources:
-            return self.tables[0].blocks
+            return [*self.encoded.blocks, *self.tables[0].blocks] if self.encoded else self.tables[0].blocks
         blocks = [t.blocks[i - t.first] for i in range(self.num_blocks) for t in self.tables if i >= t.first]
+        blocks = [*self.encoded.blocks, *blocks]
         return [*blocks, *self.pinned] if self.slot < 0 else [*blocks, *self.pinned, self.slot]
 
     @property
@@ -675,15 +696,27 @@ class Request:
             state_from=pool.pages_of([self.slot_from]) if self.slot_from >= 0 else b"",
             regime=self.regime,
             rid=self.rid,
+            cross=pool.pages_of(self.encoded.blocks) if self.encoded else b"",
+            num_encoded=len(self.encoded),
+            encoder_ids=b"" if self.encoded.is_there else self.encoded.ids.tobytes(),
         )
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens of the prompt that its client has sent."""
+        return len(self.encoded) or self.num_prompt
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:
         """What the detokenizer is told first. `num_resumed`: of the output that it came with (default: all)."""
         asked, num = self.asked, self.num_prompt
         end = num + (self.num_resumed if num_resumed is None else num_resumed)
         context = self.ids[0 if asked.text.prompt else max(0, num - _NUM_CONTEXT_IDS) : num].tobytes()
+        if asked.text.prompt and self.encoded:
+            context = self.encoded.ids.tobytes()
         resumed = self.ids[num:end].tobytes()
-        return Opened(self.rid, num, self.num_cached, context, asked.text, asked.times, resumed, asked.resume_chars)
+        return Opened(
+            self.rid, self.num_asked, self.num_cached, context, asked.text, asked.times, resumed, asked.resume_chars
+        )
 
     def last_word(self, prompt_logprobs: RowLogprobs | None, vector: bytes) -> Tokens | Failed:
         """Its terminal message when its prompt is computed and nothing is to be generated."""
@@ -704,7 +737,7 @@ class Request:
         stop_token_id: int | None = None,
     ) -> Tokens:
         """Its terminal message when it has finished. ids: int32, output that was not told before."""
-        usage = Usage(self.num_prompt, len(self.ids) - self.num_prompt, self.num_cached)
+        usage = Usage(self.num_asked, len(self.ids) - self.num_prompt, self.num_cached)
         return Tokens(self.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
 
     def take_undelivered(self, start: int, logprobs: RowLogprobs) -> RowLogprobs | None:

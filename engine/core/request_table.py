@@ -11,7 +11,7 @@ from operator import attrgetter
 from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
 from .constraints import Constraints, allow
-from .kv_connector import Held, TierConnector
+from .kv_connector import ChunkConnector, Held, TierConnector
 from .micro_batches import MicroBatches
 from .output_buffer import OutputBuffer
 from .policy import Policy
@@ -45,6 +45,10 @@ class RequestTable:
         self._outputs = outputs
         self._counters = counters
         self._connector = connector
+        self.chunks: ChunkConnector | None = None  # the same, if it wants to be told of chunks
+        behind: object = connector  # of which mypy does not know that it can be both
+        if isinstance(behind, ChunkConnector) and behind.wants_chunks:
+            self.chunks = behind
         self._micro_batches = micro_batches
         self.constraints = constraints
         self.requests: dict[int, Request] = {}  # every request that has not ended

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -35,7 +36,7 @@ from ...ipc.messages import (
 )
 from . import decode_rows
 from .admission import Admission, Queued
-from .block_hash import args_key, root_key
+from .block_hash import args_key, block_key, root_key
 from .block_pool import BlockPool
 from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
@@ -119,12 +120,13 @@ class Scheduler:
         speculate: int = 0,
         is_chunked: bool = True,
         regime_limit: int | None = None,
+        decoder_start_ids: tuple[int, ...] = (),
         beside: "Scheduler | None" = None,
     ) -> None:
         """`depth`: plans in flight with one stage; each stage more of `num_stages` allows one more. `speculate`: draft
         tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`.
         `keys_by_args`: only requests with equal `extra_args` share cached KV. `regime_limit`: see `Request`; None: all
-        sequences are in one regime. `beside`: the scheduler of another KV
+        sequences are in one regime. `decoder_start_ids`: see `Request`. `beside`: the scheduler of another KV
         domain, whose policy, counters and queues of output are also this one's (`domains.py`)."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
@@ -133,17 +135,15 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
         self.max_model_len = pool.groups.longest(pool.num_pages, max_model_len, block_size)
-        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
+        self.decoder_start_ids = decoder_start_ids
+        num_start = len(decoder_start_ids) or None
+        self.admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens, num_start)
         self.max_in_flight = num_stages + depth - 1
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self.model_key = model_key
         self._keys_by_args = keys_by_args
         self.connector = connector
-        self._chunks: ChunkConnector | None = None
-        behind: object = connector  # of which mypy does not know that it can be both
-        if prefix_caching and isinstance(behind, ChunkConnector) and behind.wants_chunks:
-            self._chunks = behind
         self._reports_kv_events = kv_events
         self.counters: Counters = Counters() if beside is None else beside.counters
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
@@ -256,9 +256,10 @@ class Scheduler:
                 eos_token_ids=self.eos_token_ids,
                 keys=keys,
                 regime_limit=self.regime_limit,
+                decoder_start_ids=self.decoder_start_ids,
             )
             if message.n > 1 and not keys and self.prefix.enabled:  # one prompt is hashed once
-                keys = request.block_keys(num_prompt // self.block_size, self.block_size)
+                keys = request.block_keys(request.num_prompt // self.block_size, self.block_size)
             self.table.join(request)
             self._watch_start(request, expected)
             if message.limits.queue_timeout_s is not None:
@@ -279,8 +280,11 @@ class Scheduler:
         return Expected(*self._cost.of_request(num, max(0, num_output)))
 
     def root_of(self, message: Enqueue) -> bytes:
-        """The parent key of its first block, in the first regime."""
+        """The parent key of its first block, in the first regime. What the encoder reads changes all of the decoder's
+        KV."""
         root = root_key(self.model_key, message.salt)
+        if self.decoder_start_ids:
+            root = block_key(root, message.prompt_ids)
         return args_key(root, message.sampling.extra_args) if self._keys_by_args else root
 
     def allow(self, message: Masks) -> None:
@@ -345,6 +349,8 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
+        if flight.decodes or flight.others:
+            self.counters.passed(len(flight.decodes) + result.num_draft_tokens + sum(flight.counts), flight.pages_read)
         odd: set[int] = set()  # rids of decode rows whose output is not just tokens
         single = tokens  # of the rows without draft tokens
         if nums:
@@ -466,6 +472,10 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
+    def pages_of(self, rank: int) -> tuple[int, int]:
+        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+        return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""
         hits, lost = self.counters.hits_by_group, self.counters.lost_by_group
@@ -515,6 +525,8 @@ class Scheduler:
         if self.connector is not None:
             if evicted and self._loads is not None and self._loads.keeps:
                 self.connector.blocks_evicted(evicted)
+            if self.table.chunks is not None and builder.chunked:
+                self._tell_chunks(builder, self.table.chunks)
             kv = self.connector.build_connector_meta()
             if not self._reports_kv_events:
                 self.connector.take_events()  # or they would pile up
@@ -527,7 +539,9 @@ class Scheduler:
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
-        self._in_flight.append(builder.sent(self.step, learns))
+        ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
+        pages_read = self.pool.groups.pages_read(ends, self.block_size)
+        self._in_flight.append(builder.sent(self.step, learns, pages_read))
         extension = b""
         if self._extension is not None:
             requests, counts = builder.decodes + builder.others, [1] * len(builder.decodes) + builder.counts
@@ -535,6 +549,14 @@ class Scheduler:
             extension = self._extension.extend(self.step, [r.rid for r in requests], counts, starts)
         after_fault, self._oom_recovery.is_untold = self._oom_recovery.is_untold, False
         return builder.finish(self.step, kv, extension, after_fault)
+
+    def _tell_chunks(self, builder: PlanBuilder, chunks: ChunkConnector) -> None:
+        """Which blocks the plan's chunks fill."""
+        size = self.block_size
+        for request, count in zip(builder.others, builder.counts, strict=True):
+            last = min(request.num_planned, len(request.ids)) // size
+            if count > 1 and last > (first := (request.num_planned - count) // size):
+                chunks.filling(request, self.prefix.blocks_of(request, first, last))
 
     # ── how results are applied ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -597,8 +619,9 @@ class Scheduler:
             if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
-            if self._chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
-                self._chunks.filled(request, self.prefix.held_by(request))
+            chunks = self.table.chunks
+            if chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
+                chunks.filled(request, self.prefix.held_by(request))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -23,6 +23,11 @@ class Counters:
         self.num_drafts = 0  # rows of steps that had draft tokens
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # of them, those that were accepted
+        # What steps read of the device's memory, as far as the core knows it.
+        self.num_passes = 0
+        self.num_expert_passes = 0.0  # each counts as the share of a layer's experts that its tokens choose, expected
+        self.num_pages_read = 0.0  # of KV
+        self.expert_share = 0.0  # of a layer's experts, that one token chooses; who knows the model sets it
         self.step_decode_rows = Histogram(POWERS)
         self.step_prompt_tokens = Histogram(POWERS)
         self.step_tokens = Histogram(POWERS)
@@ -37,6 +42,12 @@ class Counters:
         limit = -1 if found.limit is None else found.limit
         self.hits_by_group[limit] += found.num
         self.lost_by_group[limit] += found.num_lost
+
+    def passed(self, num_tokens: int, num_pages: float) -> None:
+        """A step has computed so many positions, and read the KV in so many pages."""
+        self.num_passes += 1
+        self.num_expert_passes += 1 - (1 - self.expert_share) ** num_tokens  # as if each expert were as likely
+        self.num_pages_read += num_pages
 
     def planned(self, num_decodes: int, num_others: int) -> None:
         """A plan was sent: rows that compute one position, and the positions of the others."""

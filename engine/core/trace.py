@@ -190,6 +190,16 @@ class TracedConnector:
     def wants_chunks(self) -> bool:
         return isinstance(self._connector, ChunkConnector) and self._connector.wants_chunks
 
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.filling(request, held)
+
+    def spoiled(self, request: KvRequest) -> None:
+        """As `filled`."""
+        assert isinstance(self._connector, ChunkConnector), self._connector
+        self._connector.spoiled(request)
+
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """It has no answer, so nothing is recorded."""
         assert isinstance(self._connector, ChunkConnector), self._connector
@@ -288,6 +298,7 @@ def make_scheduler(
         keys_by_args=keys_by_args,
         is_chunked=not config.model.purpose.is_encoder,
         regime_limit=config.model.regime_limit,
+        decoder_start_ids=config.model.decoder_start_ids,
         beside=beside,
     )
 

@@ -30,7 +30,7 @@ class Waiting:
         """Inserts it at its place, so a preempted request gets its old place."""
         insort(self._queues.setdefault(request.queue_key, []), request, key=_place)
         self._num += 1
-        self.num_tokens += request.max_len
+        self.num_tokens += request.max_len + len(request.encoded)
 
     def remove(self, request: Request) -> None:
         """Takes it out of its queue, wherever it stands."""
@@ -41,7 +41,7 @@ class Waiting:
         if not queue:
             del self._queues[request.queue_key]
         self._num -= 1
-        self.num_tokens -= request.max_len
+        self.num_tokens -= request.max_len + len(request.encoded)
 
     def first(self) -> Request | None:
         """The request that is admitted next: that of the best rank; of equal ranks the one with the first place, then

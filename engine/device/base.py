@@ -9,6 +9,7 @@ from ...errors import ConfigError
 from ..parallel.rank import RankInfo
 from .kept_memory import KeptMemory
 from .queue import Queue
+from .report import DeviceReport
 
 
 class Device(Protocol):
@@ -30,6 +31,16 @@ class Device(Protocol):
 
     def trim(self) -> None:
         """Returns cached free memory to the system."""
+
+    def report(self) -> DeviceReport:
+        """What is known of it now."""
+
+    def measure(self) -> bool:
+        """Does one piece of what `report` needs, of a few milliseconds. Returns whether there is more. Called while no
+        request waits."""
+
+    def close(self) -> None:
+        """Ends its threads."""
 
 
 def choose_device(config: EngineConfig, *, rank_info: RankInfo) -> Device:

@@ -3,7 +3,9 @@
 import torch
 
 from ...config.machine import available_memory
+from .bandwidth import ReadBandwidth, enough_to_miss
 from .kept_memory import KeptMemory
+from .report import DeviceReport
 
 _CACHE_SHARE = 0.4  # of free memory: the machine runs other processes, and the cache never shrinks
 _CACHE_MAX = 4 << 30
@@ -18,6 +20,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.capability: int | None = None
         self.kept_memory: KeptMemory | None = None
+        self._bandwidth = ReadBandwidth(enough_to_miss())
         torch.set_num_threads(num_threads)
 
     def queue(self) -> None:
@@ -30,4 +33,14 @@ class CpuDevice:
         pass
 
     def trim(self) -> None:
+        pass
+
+    def report(self) -> DeviceReport:
+        found = self._bandwidth.bytes_per_s
+        return DeviceReport(found, "measured") if found else DeviceReport()
+
+    def measure(self) -> bool:
+        return self._bandwidth.advance()
+
+    def close(self) -> None:
         pass

@@ -4,7 +4,9 @@ import torch
 
 from ...kernels.triton import cubins
 from .kept_memory import KeptMemory, cuda_memory
+from .nvml import GpuMeter
 from .queue import CudaQueue
+from .report import DeviceReport
 
 
 class CudaDevice:
@@ -21,6 +23,8 @@ class CudaDevice:
         major, minor = torch.cuda.get_device_capability(index)
         self.capability: int | None = 10 * major + minor
         self.kept_memory: KeptMemory | None = cuda_memory(index)
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # which some builds lack
+        self._meter = None if uuid is None else GpuMeter.start(f"GPU-{uuid}")
         if (archive := cubins.shipped(self.capability)).exists():
             cubins.install_shipped(archive, kernels)
 
@@ -36,3 +40,17 @@ class CudaDevice:
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+
+    def report(self) -> DeviceReport:
+        if self._meter is None:
+            return DeviceReport()
+        bandwidth = self._meter.bandwidth
+        return DeviceReport(bandwidth, "nominal" if bandwidth else "", self._meter.values)
+
+    def measure(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None

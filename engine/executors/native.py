@@ -2,8 +2,7 @@
 on the same memory."""
 
 import ctypes
-import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -92,19 +91,19 @@ def _between(act: Activation, limit: float, sharpness: float, gate_scale: float 
 class _InC:
     """Operations that follow each other."""
 
-    first: int  # of the program's operations
+    numbers: list[int]  # of each, the first of the program's operations that it computes
     operations: "ctypes.Array[Operation]"
 
 
 @dataclass(frozen=True)
 class _InTorch:
-    first: int
+    number: int
     op: Op
 
 
 class NativeModel:
     """A `Model` on the C kernels. The reference runs all of it if attention is wrapped, because then every layer must
-    call it. With a runner plugin between layers each layer is a call of its own."""
+    call it. Where someone is told of layers (`by_layer.py`), it is several calls."""
 
     def __init__(self, reference: Reference, vocabulary: Vocabulary, kv_shape: KvShape, kernels: Kernels) -> None:
         self.kv_shape = kv_shape
@@ -137,23 +136,14 @@ class NativeModel:
     ) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
             return self._alone.stage(ids, positions, attention, regimes, received)
-        parts = self.parts(attention)
+        self.parts(attention)
         tokens, program = ids.shape[0], self._reference.program
         (step, fields), registers = self.begin(ids, positions, attention, regimes), None
         by_layer = self._reference.by_layer
-        if program.receives or program.sends or by_layer is not None:
+        if program.receives or program.sends or by_layer.hook is not None:
             registers = self._registers(tokens)
             put_received(registers, program, received)
-        if by_layer is not None and registers is not None:
-            firsts = [part.first for part in parts]
-
-            def run(first: int, last: int) -> None:
-                some = parts[bisect_left(firsts, first) : bisect_left(firsts, last)]
-                self._run(some, step, fields, registers)
-
-            by_layer.run(registers, run)
-        else:
-            self._run(parts, step, fields, registers)
+        by_layer.run(registers, lambda first, last: self._run(first, last, step, fields, registers))
         if program.sends:
             assert registers is not None
             return result_of(registers, program)
@@ -167,17 +157,23 @@ class NativeModel:
         none, fields = torch.empty(0, dtype=torch.int64), StepFields()
         self._kernels.threads()
         self._make_room(0, fields)
-        self._run(self.parts(attention), Step(none, none, None, none), fields, None)
+        self.parts(attention)
+        self._run(0, len(self._reference.program.ops), Step(none, none, None, none), fields, None)
 
-    def _run(self, parts: "list[_InC | _InTorch]", step: Step, fields: StepFields, registers: Registers | None) -> None:
-        for part in parts:
+    def _run(self, first: int, last: int, step: Step, fields: StepFields, registers: Registers | None) -> None:
+        """The operations [first, last) of the program, which is compiled."""
+        for part in self._parts or ():
             if isinstance(part, _InC):
-                self._kernels.program(ctypes.addressof(part.operations), len(part.operations), ctypes.addressof(fields))
+                at, end = bisect_left(part.numbers, first), bisect_left(part.numbers, last)
+                if at == end:
+                    continue
+                address = ctypes.addressof(part.operations) + at * ctypes.sizeof(Operation)
+                self._kernels.program(address, end - at, ctypes.addressof(fields))
                 if isinstance(group := self._reference.group, SharedMemoryGroup):
                     group.check()
-                continue
-            registers = registers or self._registers(fields.tokens)
-            self._reference.run(part.op, registers, step)
+            elif first <= part.number < last:
+                registers = registers or self._registers(fields.tokens)
+                self._reference.run(part.op, registers, step)
 
     def begin(
         self, ids: Tensor, positions: Tensor, attention: NativePagedAttention, regimes: Tensor | None
@@ -262,30 +258,30 @@ class _Compiler:
             self._readers[view.register] += 1
 
     def parts(self) -> list[_InC | _InTorch]:
-        by_layer = self._reference.by_layer
-        cuts = sorted({0, len(self._program.ops), *(() if by_layer is None else by_layer.cuts)})
-        return [part for first, last in itertools.pairwise(cuts) for part in self._parts(first, last)]
-
-    def _parts(self, first: int, last: int) -> list[_InC | _InTorch]:
-        """The operations [first, last) of the program."""
+        """No operation of C computes some of the program's on both sides of a layer's end that a hook sees."""
         found: list[_InC | _InTorch] = []
         run: list[Operation] = []
-        ops = self._program.ops[:last]
-        begun = number = first
-        while number < last:
-            if not self._is_in_torch(ops[number]):
-                operations, count = self._compile(ops[number : number + 4])
-                run += operations
-                number += count
-                continue
+        numbers: list[int] = []
+        ops, cuts, number = self._program.ops, [*self._reference.by_layer.cuts, len(self._program.ops)], 0
+
+        def close() -> None:
             if run:
-                found.append(_InC(begun, (Operation * len(run))(*run)))
-                run = []
-            found.append(_InTorch(number, ops[number]))
-            number += 1
-            begun = number
-        if run:
-            found.append(_InC(begun, (Operation * len(run))(*run)))
+                found.append(_InC(numbers.copy(), (Operation * len(run))(*run)))
+                run.clear()
+                numbers.clear()
+
+        while number < len(ops):
+            if self._is_in_torch(ops[number]):
+                close()
+                found.append(_InTorch(number, ops[number]))
+                number += 1
+                continue
+            end = min(number + 4, cuts[bisect_right(cuts, number)])
+            operations, count = self._compile(ops[number:end])
+            run += operations
+            numbers += [number] * len(operations)
+            number += count
+        close()
         return found
 
     def pieces(self) -> "list[tuple[tuple[Op, ...], ctypes.Array[Operation]]]":

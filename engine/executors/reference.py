@@ -3,6 +3,7 @@ against it. They also use it for the operations that they lack."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from ...kernels import reference_scans
 from ...kernels.ops import Matrix
+from ...kernels.reference import RelativeBias
 from ...kernels.states import StateRows
-from ..attention.base import Alibi, AttentionBackend, AttentionParameters
+from ..attention.base import Alibi, AttentionBackend, AttentionParameters, CrossBackend
 from ..attention.kv_cache import KvShape
+from ..attention.whole_text import WholeTextAttention
 from ..models.description import Rope
 from ..models.lower import latent_width
 from ..models.program import (
@@ -40,6 +43,7 @@ from ..models.program import (
     Rotate,
     Scale,
     Spread,
+    Store,
 )
 from ..parallel.collectives import Group
 from ..parallel.domains import Domain
@@ -77,11 +81,11 @@ class Reference:
         device: torch.device, group: Group, domain: Domain | None = None, by_layer: ByLayer | None = None,
     ) -> None:  # fmt: skip
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
-        rounded. domain: this rank's; None: there is one domain. by_layer: for a runner plugin that needs to be called
-        between layers."""
+        rounded. domain: this rank's; None: there is one domain. by_layer: with a runner plugin that needs to be
+        called between layers."""
         self.program, self.weights = program, weights
         self._dtype, self._weight_dtype, self._device = dtype, weight_dtype, device
-        self.group, self.domain, self.by_layer = group, domain, by_layer
+        self.group, self.domain, self.by_layer = group, domain, by_layer or ByLayer(program)
         self._attention: dict[Attend | AttendLatent, AttentionParameters] = {}
         self.mixers = Mixers[StateRows](weights, device, reference_scans)
         ropes = dict.fromkeys(op.args.rope for op in program.ops if isinstance(op.args, Rotate))
@@ -114,6 +118,7 @@ class Reference:
             Rotate: self._rotate,
             Heat: self._heat,
             Attend: self._attend,
+            Store: self._store,
             AttendLatent: self._attend_latent,
             Mixture: self._mixture,
             AllReduce: self._all_reduce,
@@ -136,6 +141,11 @@ class Reference:
     def step(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, regimes: Tensor | None = None) -> Step:
         """The tokens of a step. All are [tokens] int64."""
         return Step(ids, positions, attention, places_of(positions, regimes, self.program.regime_limit))
+
+    def no_step(self) -> Step:
+        """A step without tokens of this rank."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return Step(none, none, None, none)
 
     # What each operation computes. They return the columns of `op.outs`.
 
@@ -282,7 +292,17 @@ class Reference:
         q, *kv = (registers.get(view) for view in op.ins)
         key, value = (part.view(part.shape[0], args.kv_heads, -1) for part in kv) if kv else (None, None)
         query = q.view(q.shape[0], args.heads, -1)
-        return step.attention.forward(args.tile, query, key, value, self.attention(args)).flatten(1)
+        attention = step.attention
+        if args.reach.kind == "cross":
+            attention = cast(CrossBackend, attention).cross
+        return attention.forward(args.tile, query, key, value, self.attention(args)).flatten(1)
+
+    def _store(self, op: Op, registers: Registers, step: Step) -> Tensor:
+        args, attention = op.args, step.attention
+        assert isinstance(args, Store) and isinstance(attention, WholeTextAttention), "stores outside an encoder"
+        key, value = (registers.get(view) for view in op.ins)
+        attention.store(args.tile, *(part.reshape(part.shape[0], args.kv_heads, -1) for part in (key, value)))
+        return key
 
     def _attend_latent(self, op: Op, registers: Registers, step: Step) -> Tensor:
         args = op.args
@@ -306,7 +326,8 @@ class Reference:
     def attention(self, args: Attend) -> AttentionParameters:
         """The parameters of a layer; the same object for the same layer."""
         if args not in self._attention:
-            alibi = args.alibi
+            alibi, relative = args.alibi, args.relative
+            table = self.weights.vector(args.relative_table)
             self._attention[args] = AttentionParameters(
                 scale=args.scale,
                 window=args.reach.positions if args.reach.kind == "window" else None,
@@ -320,6 +341,9 @@ class Reference:
                     before_scale=alibi.before_scale,
                     rounded=alibi.is_rounded,
                 ),
+                relative=None
+                if relative is None or table is None
+                else RelativeBias(table, relative.longest, relative.is_two_sided),
             )
         return self._attention[args]
 
@@ -329,7 +353,9 @@ class Reference:
         own, domain = self.own_experts.get(op.layer), self.domain
         if args.is_exchanged and domain is not None and own is not None:
             x, logits = (
-                registers.get(view) if domain.num_own else torch.empty((0, view.width), dtype=self._dtype)
+                registers.get(view)
+                if domain.num_own
+                else torch.empty((0, view.width), dtype=self._dtype, device=self._device)
                 for view in op.ins
             )
             return exchanged_mixture(args, self.weights, x, logits, own, step.positions, self.group, domain.num_all)
@@ -412,8 +438,7 @@ class ReferenceModel:
 
     def help_others(self, attention: AttentionBackend) -> None:
         """Runs a step for a domain without rows: this rank's part of what all domains share."""
-        none = torch.empty(0, dtype=torch.int64)
-        self._run(Registers(), Step(none, none, None, none))
+        self._run(Registers(), self._reference.no_step())
 
     def _run(self, registers: Registers, step: Step) -> None:
         def run(first: int, last: int) -> None:
@@ -423,11 +448,7 @@ class ReferenceModel:
                 for register in dropped:
                     registers.drop(register)
 
-        by_layer = self._reference.by_layer
-        if by_layer is None:
-            run(0, len(self._dropped))
-        else:
-            by_layer.run(registers, run)
+        self._reference.by_layer.run(registers, run)
 
 
 def put_received(registers: Registers, program: Program, received: Tensor | None) -> None:

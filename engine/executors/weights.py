@@ -28,6 +28,9 @@ class Weights:
     def vector(self, vector: Vector | None) -> Tensor | None:
         return None if vector is None else self.vectors[vector.key]
 
+    def bytes_of(self, matrix: Matrix) -> int:
+        return sum(each.nbytes for each in self.matrices[matrix.key])
+
     @property
     def num_bytes(self) -> int:
         matrices = sum(matrix.nbytes for stack in self.matrices.values() for matrix in stack)

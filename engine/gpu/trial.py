@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...errors import BrokenDeviceError
+from ...ipc.messages import PassReads
 from ..attention.kv_cache import KvShape
 from ..device.queue import Queue
 from ..executors.registers import Registers as TorchRegisters
@@ -78,7 +79,7 @@ def try_kernels(
     decoder.begin_trial(expected, report, queue, journal)
     model = DeviceModel(
         decoder=decoder, state=RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device),
-        limits=limits, queue=queue, kv_shape=shape, weights=0, workspace=0, graphs=0, note="",
+        limits=limits, queue=queue, kv_shape=shape, weights=0, workspace=0, graphs=0, reads=PassReads(), note="",
     )  # fmt: skip
     steps = model.steps(config, trial.empty_cache(config, shape, queue.device, head_major=True))
     for plan in trial.plans(config, shape, samples=True):

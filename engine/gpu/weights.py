@@ -41,6 +41,10 @@ class Loaded:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (*self._matrices.values(), *self.vectors.values()))
 
+    def bytes_of(self, matrix: Matrix) -> int:
+        """Of one that is not taken."""
+        return self._matrices[matrix.key].nbytes
+
     def is_quantized(self, matrix: Matrix) -> bool:
         return not isinstance(self._matrices[matrix.key], Tensor)
 

@@ -9,7 +9,7 @@ in this order:
     start_load_kv()                      reads every block to be saved, begins to load
     wait_for_layer_load(layer) for each layer
     the forward pass                     if the plan has rows
-    save_kv_layer(layer) for each layer
+    save_kv_layer(layer) for each layer  a `LayerConnector` may have it called during the pass
     wait_for_save()
 
 and after every step, and every millisecond while `num_pending` is not 0, `get_finished` and
@@ -29,6 +29,7 @@ either is a class with the two static methods of `KVConnector`, and optionally t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -132,7 +133,8 @@ class WorkerConnector(Protocol):
         """Called for each layer before the forward pass. Loads never belong to the rows of the plan."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Called for each layer after the forward pass, which has written that layer's pages."""
+        """Called for each layer once the forward pass has written that layer's pages: after the pass, or as a
+        `LayerConnector` says. Not called for what a pass without memory has not written."""
 
     def wait_for_save(self) -> None:
         """Called after the forward pass. When it returns, the core may reuse blocks."""
@@ -148,6 +150,16 @@ class WorkerConnector(Protocol):
 
     def close(self) -> None:
         """Ends threads; closes files and sockets."""
+
+
+@runtime_checkable
+class LayerConnector(Protocol):
+    """A worker half that may pass on the layers of a block while the pass computes those behind them."""
+
+    @property
+    def layer_stops(self) -> Sequence[int]:
+        """Asked after `start_load_kv`: the layers after which the pass over this plan is to stop for `save_kv_layer` of
+        all layers up to there, if it can. The other layers follow after the pass, and all of them where it cannot."""
 
 
 class KVConnector(Protocol):

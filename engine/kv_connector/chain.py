@@ -14,7 +14,7 @@ from msgspec import Struct, msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
 from ..core.kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
-from .base import WorkerConnector
+from .base import LayerConnector, WorkerConnector
 
 if TYPE_CHECKING:
     from ..attention.kv_cache import KvCache
@@ -111,6 +111,14 @@ class ChainCore:
         for part in self._listeners:
             part.filled(request, held)
 
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        for part in self._listeners:
+            part.filling(request, held)
+
+    def spoiled(self, request: KvRequest) -> None:
+        for part in self._listeners:
+            part.spoiled(request)
+
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
         for part in self._parts:
             part.blocks_evicted(evicted)
@@ -189,6 +197,10 @@ class ChainWorker:
     def wait_for_layer_load(self, layer: int) -> None:
         for part in self._active:
             part.wait_for_layer_load(layer)
+
+    @property
+    def layer_stops(self) -> Sequence[int]:
+        return sorted({stop for part in self._active if isinstance(part, LayerConnector) for stop in part.layer_stops})
 
     def save_kv_layer(self, layer: int) -> None:
         for part in self._active:

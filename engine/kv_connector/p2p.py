@@ -6,8 +6,9 @@ tcp://HOST:PORT with `key-file=FILE`. Blocks are identified by their keys, so th
 requests: a proxy in front of them sends a prompt to the prefill instance with max_tokens = 1, and at the same time or
 after its answer the same prompt to the decode instance, which finds the blocks. The prefill instance announces the
 blocks of each request that it admits and keeps them as soon as a chunk has filled them, so they are sent while the rest
-of the prompt is still computed: a lookup of announced blocks waits for up to `wait_ms` until half of them exist. A peer
-that is dead, slow or wrong costs time, bounded by `timeout_ms` and `fetch_timeout_ms`, and never changes a token.
+of the prompt is still computed, and their first layers while the chunk is: a lookup of announced blocks waits for up to
+`wait_ms` until half of them exist. A peer that is dead, slow or wrong costs time, bounded by `timeout_ms` and
+`fetch_timeout_ms`, and never changes a token.
 
 If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
 address of its own (`rank_address`). The first rank of the peer is asked what there is, because all ranks keep the same.
@@ -94,6 +95,8 @@ class P2pCore:
         self._coming: list[tuple[int, bytes]] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
+        self._fill: list[tuple[int, bytes, bytes]] = []  # as `P2pPlan` has it
+        self._spoiled: list[int] = []
         self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
@@ -112,8 +115,15 @@ class P2pCore:
 
     @property
     def wants_chunks(self) -> bool:
-        """Whether `filled` is to be called."""
+        """Whether `filling` and `filled` are to be called."""
         return bool(self._settings.capacity) and self._facts.num_groups == 1
+
+    def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
+        """The layers of these blocks can go to peers while the next plan computes them."""
+        new = [one for one in held if one.item.name not in self._kept]
+        if new and request.rid in self._expected:
+            names, blocks, _ = _columns(new)
+            self._fill.append((request.rid, names, blocks))
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """A chunk of an announced request was computed: the blocks that it has filled can go to peers."""
@@ -121,6 +131,14 @@ class P2pCore:
             num = self._num_streamed.get(request.rid, 0)
             self._num_streamed[request.rid] = len(held)
             self._retain(held[num:])
+
+    def spoiled(self, request: KvRequest) -> None:
+        """Nothing more comes of what was announced."""
+        if request.rid in self._expected:
+            del self._expected[request.rid]
+            self._num_streamed.pop(request.rid, None)
+            self._spoiled.append(request.rid)
+        self._fill = [one for one in self._fill if one[0] != request.rid]
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         """The first call about a request asks the peer about all groups; the others are answered from its answer."""
@@ -155,7 +173,7 @@ class P2pCore:
         self._loads.append(P2pLoad(request.rid, names, blocks, pages, address))
 
     def build_connector_meta(self) -> bytes:
-        if not (self._coming or self._drop or self._keep or self._over or self._loads):
+        if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fill or self._spoiled):
             return b""
         names, blocks, pages = _columns(list(self._keep.values()))
         kept = [item for item, _ in self._keep.values() if item.group == self._facts.state]
@@ -168,8 +186,10 @@ class P2pCore:
             loads=tuple(self._loads),
             keep_pages=pages,
             states=tuple((item.parent or b"", item.key, item.num) for item in kept),
+            spoiled=tuple(self._spoiled),
+            fill=tuple(self._fill),
         )
-        for part in (self._coming, self._drop, self._keep, self._over, self._loads):
+        for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fill):
             part.clear()
         return msgspec.msgpack.encode(plan)
 
@@ -245,7 +265,7 @@ class P2pCore:
         )
 
     def reset(self) -> None:
-        for columns in (self._coming, self._drop, self._over, self._loads):
+        for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fill):
             columns.clear()
         for mapping in (
             self._kept, self._keep, self._expected, self._num_streamed, self._loading, self._questions, self._rids

@@ -1,9 +1,10 @@
 """Loads blocks from peers in a thread of its own, many loads at once.
 
 A load is a want at its peer. Pieces are verified and written into the pages of requests that compute nothing until
-their load is named as over. A load ends when all of its items are there, when the peer says that the rest is gone, when
-no piece came for `fetch_timeout_s`, or when the peer breaks the protocol; what is not there then has failed, and is
-computed instead. If the connection breaks, it is made again, and the want repeated with what is there.
+their load is named as over. An item is there once all of its parts have come, of a block the last layers among them. A
+load ends when all of its items are there, when the peer says that the rest is gone, when no piece came for
+`fetch_timeout_s`, or when the peer breaks the protocol; what is not there then has failed, and is computed instead. If
+the connection breaks, it is made again, and the want repeated with what is there.
 """
 
 import contextlib
@@ -88,7 +89,7 @@ class _Load:
     last: float  # it is never extended beyond
     is_sent: bool = False
     have: set[int] = field(default_factory=set)  # numbers of items that are written
-    part: tuple[int, bytearray] | None = None  # of an item that is larger than a piece: its number, what came
+    parts: dict[int, int] = field(default_factory=dict)  # number of an item that has begun to come → its bytes so far
     began_at: float = 0.0
     num_there: int = -1  # items that the peer had at first; -1: it has not answered
     ms: float = 0.0
@@ -295,7 +296,8 @@ class Fetcher:
         new = self._connect(peer.address)
         peer.socket, peer.monitor = new.socket, new.monitor
         for load in lost:
-            load.is_sent, load.part = False, None
+            load.is_sent = False
+            load.parts.clear()  # the server may have to compute their blocks again
             load.num_resumes += 1
             if load.num_resumes > _MAX_RESUMES:
                 raise _PeerFailed("the connection broke again and again")
@@ -410,9 +412,9 @@ class Fetcher:
             raise _PeerFailed("the peer sent blocks that were not asked for")
         if not load.have.isdisjoint(numbers):
             raise _PeerFailed("the peer sent blocks twice")
-        size = sum(load.counts[i] for i in numbers) * self._facts.block_bytes
-        is_part = piece.num == 1 and len(content) < size
-        if not is_part and (len(content) != size or piece.offset):
+        sizes = [load.counts[i] * self._facts.block_bytes for i in numbers]
+        is_part = len(content) < sum(sizes)
+        if not is_part and (len(content) != sum(sizes) or piece.offset):
             raise _PeerFailed("the peer sent blocks of another size")
         names = b"".join(load.names[i] for i in numbers)
         if not 0 <= piece.offset < 1 << 63 or checksum(names, piece.offset, content) != piece.checksum:
@@ -422,18 +424,21 @@ class Fetcher:
             self._tell(peer, Done(load.id))
             self._finish(load)
             return
-        whole: bytes | bytearray = content
         if is_part:
-            known = bytearray() if load.part is None or load.part[0] != piece.first else load.part[1]
-            if not content or piece.offset != len(known) or len(known) + len(content) > size:
+            size, rest = divmod(len(content), piece.num)
+            if not size or rest or len({*sizes}) > 1 or piece.offset + size > sizes[0]:
+                raise _PeerFailed("the peer sent blocks of another size")
+            if piece.offset and any(load.parts.get(i, 0) != piece.offset for i in numbers):
                 raise _PeerFailed("the peer sent parts of a block in another order")
-            known += content
-            load.part = (piece.first, known)
-            if len(known) < size:
+            self._write(load, numbers, content, piece.offset)
+            load.parts.update(dict.fromkeys(numbers, piece.offset + size))
+            if piece.offset + size < sizes[0]:
                 load.deadline = min(load.last, time.monotonic() + self._timeout_s)
                 return
-            whole, load.part = known, None
-        self._write(load, numbers, whole)
+        else:
+            self._write(load, numbers, content)
+        for i in numbers:
+            load.parts.pop(i, None)
         now = time.monotonic()
         load.deadline = min(load.last, now + self._timeout_s)
         load.have.update(numbers)
@@ -445,12 +450,22 @@ class Fetcher:
             self._tell(peer, Done(load.id))
             self._finish(load)
 
-    def _write(self, load: _Load, numbers: range, content: bytes | bytearray) -> None:
-        copier = self._copier
+    def _write(self, load: _Load, numbers: range, content: bytes, offset: int | None = None) -> None:
+        """offset: of these parts in each item; None: the items are whole."""
+        copier, page_bytes = self._copier, self._facts.block_bytes
         assert copier is not None, "started with one"
-        rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, self._facts.block_bytes)
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        pages = load.pages[load.starts[numbers[0]] : load.starts[numbers[-1] + 1]]
         self.may_write.wait()
-        copier.write(load.pages[load.starts[numbers[0]] : load.starts[numbers[-1] + 1]], rows)
+        if offset is None:
+            copier.write(pages, data.view(-1, page_bytes))
+        else:
+            of_items, num_pages = data.view(len(numbers), -1), len(pages) // len(numbers)
+            last = offset + of_items.shape[1]
+            for i in range(offset // page_bytes, -(-last // page_bytes)):
+                begin, end = max(offset, i * page_bytes), min(last, (i + 1) * page_bytes)
+                part = of_items[:, begin - offset : end - offset].contiguous()
+                copier.write(pages[i::num_pages], part, begin - i * page_bytes)
         if copier.device.type == "cuda":
             torch.cuda.synchronize(copier.device)
 

@@ -25,3 +25,5 @@ class P2pPlan(Struct, frozen=True, array_like=True):
     keep_pages: bytes = b""  # int32: how many pages each has; empty: one
     # Of what is kept, the recurrent states: key of the block before, its own key, positions between.
     states: tuple[tuple[bytes, bytes, int], ...] = ()
+    spoiled: tuple[int, ...] = ()  # announced rids of which nothing more may be kept; done before all others
+    fill: tuple[tuple[int, bytes, bytes], ...] = ()  # announced rid, names of the blocks that the pass fills, pages

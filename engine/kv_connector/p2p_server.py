@@ -1,13 +1,15 @@
 """Answers peers in a thread of its own: what there is, and the pieces that they want, as far as they have given credit.
 
-A want is served in the order of its names. An item that is neither there nor being computed is left out, and the asker
-is told at the end. Nothing of an asker outlives its leases.
+A want is served in the order of its names, and blocks that a pass is computing layer group by layer group. An item that
+is neither there nor being computed is left out, and the asker is told at the end. Nothing of an asker outlives its
+leases.
 """
 
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys, admit_only
 from .base import ConnectorFacts
 from .p2p_settings import check_free, secure
-from .p2p_store import BlockStore
+from .p2p_store import BlockStore, Part, There
 from .p2p_wire import (
     CREDIT_BYTES,
     KEY_BYTES,
@@ -52,6 +54,7 @@ _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
 _MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
 _LAG_S = 0.5  # by which a rank may run a plan later than the first rank, which said what there is
+_PROMISE_S = 1.0  # within which one that was told that blocks are coming asks for them
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
 
@@ -63,7 +66,8 @@ class _Waiting:
     question: Lookup
     until: float  # monotonic s
     num_changes: int  # of the store at the last check
-    num_at_first: int  # blocks that were there when it came
+    num_at_first: int  # bytes that were there when it came
+    names: frozenset[bytes]
 
 
 @dataclass
@@ -71,13 +75,19 @@ class _Want:
     """What is left to send of one want."""
 
     names: list[bytes]
-    left: deque[int]  # numbers of items
+    wanted: frozenset[bytes]  # names
+    left: list[int]  # numbers of items, in order
     until: float  # monotonic s, of its lease
     lease_s: float
     reads: bool
     patient_until: float  # monotonic s; before, an item that is missing may be in a plan that this rank has not run
-    offset: int = 0  # bytes of the first item that were sent
+    sent: dict[int, Part] = field(default_factory=dict)  # number of an item of which the first bytes were sent → these
     lacks_some: bool = False
+
+    def num_sent(self, number: int, there: There) -> int:
+        """Bytes of an item that need not be sent again: those of the computation that is there."""
+        part = self.sent.get(number)
+        return part.size if part is not None and part.origin == there.origin else 0
 
 
 @dataclass
@@ -101,6 +111,8 @@ class Server:
         self._digest = self._layout.digest
         self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
         self._waiting: list[_Waiting] = []
+        self._promised: list[tuple[float, frozenset[bytes]]] = []  # until when (monotonic s), names that are coming
+        self._awaited: tuple[frozenset[bytes], ...] = ()  # names that peers wait for
         self._swept_at = time.monotonic()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -140,6 +152,10 @@ class Server:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
+    def awaits(self, names: Sequence[bytes]) -> bool:
+        """Whether a peer has asked for one of these items and is still waiting. Any thread may call."""
+        return any(not wanted.isdisjoint(names) for wanted in self._awaited)
+
     def _stop_authenticator(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -152,7 +168,7 @@ class Server:
         with self._socket, self._ended:
             while True:
                 num_changes = self._store.num_changes
-                is_waiting = bool(self._waiting) or any(asker.wants for asker in self._askers.values())
+                is_waiting = bool(self._awaited)
                 ready = dict(poller.poll(1 if is_waiting else None))
                 if self._ended in ready:
                     return
@@ -164,6 +180,14 @@ class Server:
                 for sender in list(self._askers):
                     self._serve(sender)
                 self._sweep()
+                self._note_awaited()
+
+    def _note_awaited(self) -> None:
+        now = time.monotonic()
+        self._promised = [one for one in self._promised if now < one[0]]
+        awaited = [one.names for one in self._waiting] + [names for _, names in self._promised]
+        awaited += [want.wanted for asker in self._askers.values() for want in asker.wants.values()]
+        self._awaited = tuple(awaited)
 
     # ── what askers say ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,28 +214,32 @@ class Server:
                     asker.wants.pop(number, None)
 
     def _answer(self, sender: bytes, question: Lookup, num_changes: int) -> None:
-        reply = self._store.look_up(question)
+        reply, num_bytes = self._store.look_up(question)
         is_kept = reply.is_coming and len(self._waiting) < _MAX_WAITING
         # Until progress is seen, what is announced does not count.
         self._send(sender, Found(reply.id, reply.num, reply.is_coming, reply.names, reply.states))
         if is_kept:
             until = time.monotonic() + question.wait_ms / 1000
-            self._waiting.append(_Waiting(sender, question, until, num_changes, reply.num))
+            names = frozenset(split_keys(question.keys))
+            self._waiting.append(_Waiting(sender, question, until, num_changes, num_bytes, names))
 
     def _settle(self, one: _Waiting) -> bool:
-        """Sends the final answer if the blocks are there, or half of them are and the others come, or the time is up.
-        Returns whether it did."""
+        """Sends the final answer if the blocks are there, or half of their bytes are and the others come, or the time
+        is up. Returns whether it did."""
         num_changes = self._store.num_changes
         is_late = time.monotonic() >= one.until
         if num_changes == one.num_changes and not is_late:
             return False
         one.num_changes = num_changes
-        reply = self._store.look_up(one.question)
-        progresses = reply.num > one.num_at_first
-        is_half = progresses and 0 < reply.num_coming <= reply.num
+        reply, num_bytes = self._store.look_up(one.question)
+        progresses = num_bytes > one.num_at_first
+        of_all = (reply.num + reply.num_coming) * self._layout.block_bytes
+        is_half = progresses and reply.num_coming > 0 and 2 * num_bytes >= of_all
         if reply.is_coming and not is_late and not is_half:
             return False
         num_coming = reply.num_coming if progresses else 0
+        if num_coming:
+            self._promised.append((time.monotonic() + _PROMISE_S, one.names))
         self._send(one.sender, Found(reply.id, reply.num, False, reply.names, reply.states, num_coming))
         return True
 
@@ -227,14 +255,14 @@ class Server:
             self._send(sender, Gone(want.id))
             return
         names = split_keys(want.names)
-        left = deque(i for i in range(len(names)) if not has_bit(want.have, i))
+        left = [i for i in range(len(names)) if not has_bit(want.have, i)]
         num_there = sum(names[i] in self._store for i in left)
         num_coming = sum(self._store.is_coming(names[i]) for i in left if names[i] not in self._store)
         lease_s = want.lease_ms / 1000
         now = time.monotonic()
         patient_until = now + _LAG_S if self._layout.num_ranks > 1 else now
         asker.wants[want.id] = _Want(
-            names, left, now + lease_s, lease_s, want.reads and bool(self._agent), patient_until
+            names, frozenset(names), left, now + lease_s, lease_s, want.reads and bool(self._agent), patient_until
         )
         self._send(sender, Coming(want.id, num_there, num_coming, self._agent if want.reads else b""))
 
@@ -253,52 +281,57 @@ class Server:
 
     def _send_pieces(self, sender: bytes, asker: _Asker, number: int, want: _Want) -> bool:
         """False: its credit is used up, or it has left."""
-        while want.left:
-            first = want.left[0]
+        at = 0  # in `left`; of those before, all that is there was sent
+        while at < len(want.left):
+            first = want.left[at]
             is_coming = self._store.is_coming(want.names[first])  # asked first: it is kept before it stops to come
-            block = self._store.get(want.names[first])
-            if block is None:
-                if is_coming or time.monotonic() < want.patient_until:
+            there = self._store.there(want.names[first])
+            if there is None or there.num <= want.num_sent(first, there):
+                if there is None and not is_coming and time.monotonic() >= want.patient_until:
+                    del want.left[at]
+                    want.lacks_some = True
+                elif there is None:
                     return True
-                want.left.popleft()
-                want.offset, want.lacks_some = 0, True
+                else:
+                    at += 1
                 continue
-            if len(block) <= PIECE_BYTES:
-                blocks = self._following(want, block)
-                piece = b"".join(blocks)
-                num, offset = len(blocks), 0
-            else:
-                num, offset = 1, want.offset
-                piece = block[offset : offset + PIECE_BYTES]
+            num, part = self._next(want, at, there)
+            named = want.names[first : first + num]
+            piece = self._store.read(named, part)
+            if piece is None:
+                continue  # the store has changed
             if asker.credit < len(piece):
                 return False
-            named = want.names[first : first + num]
+            offset = 0 if part is None else part.offset
             sum_of_piece = checksum(b"".join(named), offset, piece)
-            places = self._store.places(named, offset, len(piece)) if want.reads else ()
+            places = self._store.places(named, part) if want.reads else ()
             head = Piece(number, first, num, offset, sum_of_piece, places)
             if not self._send(sender, head, None if places else piece):
                 return False
             asker.credit -= len(piece)
-            if offset + len(piece) < len(block) and num == 1:
-                want.offset = offset + len(piece)
+            if part is None or offset + part.size == there.size:
+                del want.left[at : at + num]
             else:
-                want.offset = 0
-                for _ in range(num):
-                    want.left.popleft()
+                now = Part(0, offset + part.size, there.origin)
+                want.sent.update(dict.fromkeys(range(first, first + num), now))
         return True
 
-    def _following(self, want: _Want, block: bytes) -> list[bytes]:
-        """This block, the first that is left, and those next to it that fit into the same piece."""
-        blocks, size = [block], len(block)
-        first = want.left[0]
-        for place in range(1, len(want.left)):
-            if want.left[place] != first + place or (more := self._store.get(want.names[first + place])) is None:
+    def _next(self, want: _Want, at: int, there: There) -> tuple[int, Part | None]:
+        """What fits into one piece, from the item at this place of those that are left: so many items next to each
+        other, whole (None), or this part of each."""
+        first, sent = want.left[at], want.num_sent(want.left[at], there)
+        is_whole = not sent and there.num == there.size <= PIECE_BYTES
+        num, room = 1, PIECE_BYTES - (there.num - sent)
+        for place in range(at + 1, len(want.left)):
+            follower = want.left[place]
+            if follower != first + num or (more := self._store.there(want.names[follower])) is None:
                 break
-            size += len(more)
-            if size > PIECE_BYTES:
+            is_equal = more.num == more.size if is_whole else more == there
+            room -= more.num - sent
+            if not is_equal or want.num_sent(follower, more) != sent or room < 0:
                 break
-            blocks.append(more)
-        return blocks
+            num += 1
+        return num, None if is_whole else Part(sent, min(there.num - sent, PIECE_BYTES), there.origin)
 
     def _sweep(self) -> None:
         """Forgets wants whose lease has ended."""

@@ -10,9 +10,13 @@ names items (`engine/core/kv_connector.py`), whose names are the keys if there i
              Done
 
 A server sends no byte of blocks without credit. Of a `Want` it sends what it has, and what it is computing as soon as
-that is there, in the order of the names; it forgets the want when its lease ends. An asker whose connection breaks
-connects again and repeats its `Want` with a bitmap of what it has. Every `Lookup` and `Want` carries the digest of the
-asker's layout; a server with another one answers `Welcome`, from which the asker sees what differs.
+that is there, in the order of the names; it forgets the want when its lease ends. A block that is being computed comes
+layer group by layer group, of several blocks in one piece, and is whole with the last one, which is sent when the pass
+is known to be good. If it has to be computed again, its parts begin at 0 again.
+
+An asker whose connection breaks connects again and repeats its `Want` with a bitmap of what it has whole. Every
+`Lookup` and `Want` carries the digest of the asker's layout; a server with another one answers `Welcome`, from which
+the asker sees what differs.
 """
 
 from hashlib import sha256
@@ -25,7 +29,7 @@ from msgspec import Meta, Struct
 from .base import ConnectorFacts
 from .options import MAX_WAIT_MS
 
-VERSION = 3  # of this protocol
+VERSION = 4  # of this protocol
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
 MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + MAX_KEYS // 8 + 4096
@@ -157,12 +161,13 @@ class Coming(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Piece(Struct, frozen=True, array_like=True, tag=True):
-    """The head of a piece: whole items, or a part of one that is larger than a piece. Its content is the next frame."""
+    """The head of a piece: whole items, or the same part of each of some items of one size, in order. Its content is
+    the next frame."""
 
     id: int  # of the want
     first: int  # number of the first item in the want's names
     num: int  # items
-    offset: int  # bytes before it of the item, if it is a part of one
+    offset: int  # bytes of each item before it; the parts of an item follow each other, and 0 begins it anew
     checksum: int  # see `checksum`
     places: tuple[tuple[int, int], ...] = ()  # where it is: addresses and bytes; no frame follows
 

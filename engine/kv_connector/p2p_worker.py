@@ -6,6 +6,7 @@ blocks (`p2p_server.py`). The fetcher's asks peers and writes verified blocks in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -22,6 +23,8 @@ from .p2p_server import Server
 from .p2p_settings import Settings, keys_of, rank_address
 from .p2p_store import BlockStore
 from .p2p_wire import split_keys
+
+_NUM_GROUPS = 8  # of layers, at most: each costs a call of the program, and the last one follows the prompt
 
 _decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
 
@@ -43,6 +46,8 @@ class P2pWorker:
         self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys, reader) if settings.asks else None
         self._copier: BlockCopier | None = None
         self._plan: P2pPlan | None = None
+        self._groups: dict[int, tuple[int, int]] = {}  # as `layer_groups` has them
+        self._fills: list[tuple[list[bytes], Sequence[int]]] = []  # names and pages of blocks that the pass fills
         self._num_under_way = 0
         self._failed: set[int] = set()  # failed blocks of the loads that `get_finished` named last
         self._num_timed = 0
@@ -54,6 +59,7 @@ class P2pWorker:
 
     def register_kv_caches(self, cache: KvCache) -> None:
         self._copier = BlockCopier(cache)
+        self._groups = layer_groups(cache)
         if self._fetcher is not None:
             self._fetcher.start(BlockCopier(cache))
 
@@ -63,29 +69,63 @@ class P2pWorker:
     def start_load_kv(self) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None and self._copier is not None, "start_load_kv before metadata or cache"
+        self._store.give_up(plan.spoiled)
         self._store.expect([(rid, split_keys(keys)) for rid, keys in plan.coming])
         self._store.drop(split_keys(plan.drop))
-        if plan.keep_keys:
-            names = split_keys(plan.keep_keys)
-            parts = self._copier.read(bytes_to_ids(plan.keep_blocks))
-            pages = iter([page.tobytes() for part in parts for page in part.numpy()])
-            counts = bytes_to_ids(plan.keep_pages) if plan.keep_pages else [1] * len(names)
-            self._store.keep(names, [b"".join(islice(pages, num)) for num in counts], plan.states)
-        if plan.over:
-            self._store.give_up(plan.over)
+        self._keep(plan)
+        self._store.give_up(plan.over)
         for load in plan.loads:
             assert self._fetcher is not None, "a load without a peer"
             self._fetcher.may_write.clear()
             self._num_under_way += 1
             self._fetcher.fetch(load)
+        self._begin_fills(plan)
+
+    def _keep(self, plan: P2pPlan) -> None:
+        """Reads what is to be kept from the cache, unless the pass that has filled it was followed."""
+        assert self._copier is not None
+        names, pages = split_keys(plan.keep_keys), iter(bytes_to_ids(plan.keep_blocks))
+        nums = bytes_to_ids(plan.keep_pages) if plan.keep_pages else [1] * len(names)
+        of_names = [(name, list(islice(pages, num))) for name, num in zip(names, nums, strict=True)]
+        left = [own for name, own in of_names if not self._store.is_filled(name)]
+        read = self._copier.read([page for own in left for page in own])
+        rows = iter([page.tobytes() for part in read for page in part.numpy()])
+        contents = [None if self._store.is_filled(name) else b"".join(islice(rows, len(own))) for name, own in of_names]
+        if names:
+            self._store.keep(names, contents, plan.states)
+
+    def _begin_fills(self, plan: P2pPlan) -> None:
+        """What peers wait for of the blocks that the pass fills is read layer group by layer group."""
+        if not self._groups or self._server is None:
+            return
+        *_, (limit, _) = self._groups.values()
+        seen: set[bytes] = set()
+        for rid, keys, blocks in plan.fill:
+            names, pages = split_keys(keys), bytes_to_ids(blocks)
+            if not self._server.awaits(names):
+                continue
+            new = [(name, page) for name, page in zip(names, pages, strict=True) if name not in seen]
+            seen.update(names)  # another row of the pass may compute the same
+            if new:
+                own = [name for name, _ in new]
+                self._store.fill(rid, own, limit)
+                self._fills.append((own, [page for _, page in new]))
 
     def wait_for_layer_load(self, layer: int) -> None:
         pass
 
+    @property
+    def layer_stops(self) -> Sequence[int]:
+        """None if nobody waits for what the plan computes."""
+        return list(self._groups)[:-1] if self._fills else ()
+
     def save_kv_layer(self, layer: int) -> None:
-        pass
+        if (group := self._groups.get(layer)) is not None and self._copier is not None:
+            for names, pages in self._fills:
+                self._store.grow(names, group[0], self._copier.read_part(pages, *group))
 
     def wait_for_save(self) -> None:
+        self._fills = []
         if self._fetcher is not None:
             self._fetcher.may_write.set()
 
@@ -116,3 +156,15 @@ class P2pWorker:
             self._agent.close()
         if self._fetcher is not None:
             self._fetcher.close()
+
+
+def layer_groups(cache: KvCache) -> dict[int, tuple[int, int]]:
+    """The groups of layers in which blocks leave during a pass: last layer → the bytes [first, last) of a page that the
+    group's layers have. Empty: a pass cannot be followed, because layers are in several pages, or it runs on a GPU,
+    which is told of a whole pass at once."""
+    places, num = cache.groups.places[: len(cache.shape.layers)], len(cache.shape.layers)
+    if cache.device.type != "cpu" or len(places) < 2 or cache.groups.num_tables != 1 or cache.shape.states:
+        return {}
+    offsets = [*(place.offset for place in places), cache.groups.page_bytes]
+    ends = [num * (i + 1) // min(num, _NUM_GROUPS) for i in range(min(num, _NUM_GROUPS))]
+    return {end - 1: (offsets[first], offsets[end]) for first, end in zip([0, *ends], ends, strict=False)}

@@ -55,6 +55,8 @@ def cut(
     the model cannot be divided among `size` ranks."""
     if size == 1:
         return decoder
+    if decoder.encoder is not None:
+        raise ConfigError(f"--tensor-parallel-size {size}: a model with an encoder cannot be divided among ranks.")
     if deals_experts and not any(isinstance(body, Moe) for body in decoder.bodies):
         raise ConfigError("--enable-expert-parallel is for models with experts, and this one has none; leave it out.")
     ranks = _Ranks(

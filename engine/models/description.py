@@ -1,5 +1,5 @@
 """What a decoder computes, as data: a family's page turns a config.json into a `Decoder`, `lower.py` turns that into a
-list of operations, and executors run the list.
+list of operations, and executors run the list. An encoder that it reads is a part of it.
 
 Sizes count elements; positions are tokens; scales are factors. A name of a tensor is relative to the model's body, so
 that files which put the body under different prefixes share a page; a name that begins with "/" is one at the root of
@@ -97,9 +97,10 @@ class Rope(Data):
 
 class Reach(Data):
     """The positions that a query reads. window: itself and the positions − 1 before it; chunk: those of its chunk of so
-    many positions, up to itself."""
+    many positions, up to itself; whole: all of its text, also behind it, of an encoder's layers; cross: all of the
+    encoder's, whose result gives the keys and values."""
 
-    kind: Literal["full", "window", "chunk"] = "full"
+    kind: Literal["full", "window", "chunk", "whole", "cross"] = "full"
     positions: int = 0
 
 
@@ -118,6 +119,20 @@ class Alibi(Data):
     slopes: tuple[float, ...]
     is_rounded: bool = False
     before_scale: bool = False
+
+
+class Relative(Data):
+    """A number of the table is added to the scores of a head: that of the bucket of the distance between query and key
+    (T5, arXiv 1910.10683). Half of the buckets are for one distance each, the others for ranges that grow up to
+    `longest`. Two-sided: half of all buckets are for keys behind the query."""
+
+    table: Weight  # [buckets, heads]
+    longest: int
+    is_two_sided: bool = False
+
+    @property
+    def buckets(self) -> int:
+        return self.table.rows
 
 
 class Attention(Data):
@@ -143,6 +158,7 @@ class Attention(Data):
     key_scale: float = 1.0
     sinks: Part | None = None  # a logit for each head that takes part in the softmax and has no value
     alibi: Alibi | None = None
+    relative: Relative | None = None
     temperature: Temperature | None = None
     gate: Weight | None = None  # the heads' outputs are multiplied by sigmoid(gate) before o
     low: tuple[LowRank, LowRank, LowRank] | None = None  # added to the products of q, k and v
@@ -444,8 +460,16 @@ class Streams(Data):
         return 1 + len(self.split)
 
 
+class Encoder(Data):
+    """Reads a whole text. Its layers have attention of the reach `whole`."""
+
+    embedding: Embedding  # with the decoder's table
+    blocks: tuple[Block, ...]
+    norm: Norm | None
+
+
 class Decoder(Data):
-    """A decoder-only language model."""
+    """A language model that generates."""
 
     hidden: int
     vocab: int
@@ -459,6 +483,7 @@ class Decoder(Data):
     # Longrope: all positions of a sequence of more tokens have the `long_divisors`, and a sequence that grows beyond is
     # computed again. None: such sequences are not served.
     regime_limit: int | None = None
+    encoder: Encoder | None = None  # that attention of the reach `cross` reads
 
     @property
     def bodies(self) -> tuple[Body, ...]:

@@ -10,6 +10,10 @@ from .program import Args, Attend, Glu, Program
 def lacks(args: Args) -> str | None:
     """What C lacks to compute an operation, in the field's words; None: it has the operation."""
     match args:
+        case Attend(relative=relative) if relative is not None:
+            return "attention with relative positions"
+        case Attend(reach=reach) if reach.kind == "cross":
+            return "cross-attention"
         case Attend():
             what = attention_lacks(args.head_dim, args.value_dim)
             return None if what is None else f"attention with {what}"

@@ -17,6 +17,7 @@ from .description import (
     Conv,
     Decoder,
     DeltaNet,
+    Encoder,
     LatentAttention,
     Lightning,
     LowRank,
@@ -70,6 +71,7 @@ from .program import (
     Spread,
     State,
     States,
+    Store,
     Tile,
     Use,
     Vector,
@@ -92,8 +94,12 @@ def lower(decoder: Decoder, *, ranks: int = 1, first_id: int = 0, has_domains: b
 
 
 class _Lowering:
-    def __init__(self, decoder: Decoder, ranks: int, first_id: int, *, has_domains: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, ranks: int, first_id: int, *, has_domains: bool = False, prefix: str = ""
+    ) -> None:
+        """prefix: of the keys of its weights."""
         self._decoder = decoder
+        self._prefix = prefix
         self._ranks, self._first_id = 1 if has_domains else ranks, first_id
         self._num_domains = ranks if has_domains else 1
         self._shared: set[int] = set()
@@ -110,8 +116,17 @@ class _Lowering:
         self._beside: View | None = None  # the stream, and the embedding beside it
         self._matrices: dict[tuple[tuple[Weight, ...], Use], Matrix] = {}
         self._vectors: dict[tuple[tuple[Weight, ...], bool], Vector] = {}
+        self._crossing: list[tuple[Attend, Attention]] = []  # those that read the encoder
 
     def program(self) -> Program:
+        decoder, x = self._decoder, self._body_of()
+        encoder = None
+        if decoder.encoder is not None:
+            encoder = self._lowered(decoder.encoder)
+        return self._finished(x, encoder)
+
+    def _body_of(self) -> View:
+        """The operations before the head."""
         decoder, x = self._decoder, self._embed()
         if decoder.streams is not None:
             x = self._split(decoder.streams, x)
@@ -125,7 +140,24 @@ class _Lowering:
             x = self._join(decoder.streams, x)
         if decoder.norm is not None:
             x = self._norm(decoder.norm, x, "norm")
-        head = decoder.head
+        return x
+
+    def _lowered(self, encoder: Encoder) -> Program:
+        """The encoder, and the keys and values that the decoder's layers read of its result."""
+        assert self._ranks == 1 and self._num_domains == 1, "an encoder cannot be divided"
+        alone = replace(
+            self._decoder, embedding=encoder.embedding, blocks=encoder.blocks, norm=encoder.norm, encoder=None
+        )
+        lowering = _Lowering(alone, 1, 0, prefix="encoder.")
+        x = lowering._body_of()
+        for attend, a in self._crossing:
+            assert a.k is not None and a.v is not None, "cross-attention without keys and values"
+            views = lowering._projections(f"cross.{attend.layer}.", x, {"k": a.k, "v": a.v})
+            lowering._op(Store(attend.tile, a.kv_heads), (views["k"], views["v"]), (views["k"],))
+        return replace(lowering._finished(x, None), has_head=False)
+
+    def _finished(self, x: View, encoder: Program | None) -> Program:
+        decoder, head = self._decoder, self._decoder.head
         table = self._table(decoder.embedding.table)
         bias = None if head.bias is None else self._vector("head.bias", head.bias)
         return Program(
@@ -143,6 +175,7 @@ class _Lowering:
             states=tuple(self._states),
             regime_limit=decoder.regime_limit,
             shared=frozenset(self._shared),
+            encoder=encoder,
         )
 
     # Registers and operations.
@@ -157,7 +190,8 @@ class _Lowering:
         self._ops.append(Op(self._layer, args, ins, outs))
 
     def _key(self, name: str) -> str:
-        return f"{self._layer}.{name}" if 0 <= self._layer < len(self._decoder.blocks) else name
+        is_in_layer = 0 <= self._layer < len(self._decoder.blocks)
+        return f"{self._prefix}{self._layer}.{name}" if is_in_layer else self._prefix + name
 
     def _table(self, weight: Weight) -> Matrix:
         return Matrix("embedding", (weight,), "table")
@@ -257,7 +291,7 @@ class _Lowering:
         if embedding.project is not None:
             x = self._product("embedding.project", x, embedding.project)
         if embedding.positions is not None:
-            positions = Matrix("positions", (embedding.positions,), "table")
+            positions = Matrix(self._prefix + "positions", (embedding.positions,), "table")
             self._op(Positions(positions, embedding.offset), (), (x,))
         if embedding.norm is not None:
             x = self._norm(embedding.norm, x, "embedding.norm")
@@ -435,7 +469,8 @@ class _Lowering:
 
     def _attention(self, a: Attention, x: View, at: str) -> View:
         a = _with_halves(a)
-        weights = {name: weight for name in ("q", "k", "v", "gate") if (weight := getattr(a, name)) is not None}
+        names = ("q", "gate") if a.reach.kind == "cross" else ("q", "k", "v", "gate")
+        weights = {name: weight for name in names if (weight := getattr(a, name)) is not None}
         views = self._projections(at, x, weights)
         q, k, v, gate = (views.get(name) for name in ("q", "k", "v", "gate"))
         assert q is not None
@@ -452,7 +487,10 @@ class _Lowering:
         self._turn(a, q, k, at)
         out = self._register(a.heads * a.value_dim)
         ins = (q,) if k is None or v is None else (q, k, v)
-        self._op(self._attend(a, at), ins, (out,))
+        attend = self._attend(a, at)
+        self._op(attend, ins, (out,))
+        if a.reach.kind == "cross":
+            self._crossing.append((attend, a))
         if gate is not None:
             self._op(Multiply("sigmoid"), (out, gate), (out,))
         return self._product(at + "o", out, a.o)
@@ -493,14 +531,9 @@ class _Lowering:
             self._op(Add(), (view, self._product(f"{at}low.{number}.up", inner[low.down], low.up)), (view,))
 
     def _attend(self, a: Attention, at: str) -> Attend:
-        if a.shared is None:
-            self._tile_of[self._layer] = len(self._tiles)
-            self._tiles.append(Tile(a.kv_heads, a.head_dim, a.value_dim, a.reach))
-        else:
-            self._tile_of[self._layer] = self._tile_of[a.shared]
         return Attend(
             layer=self._layer,
-            tile=self._tile_of[self._layer],
+            tile=self._tile(a),
             heads=a.heads,
             kv_heads=a.kv_heads,
             head_dim=a.head_dim,
@@ -510,7 +543,22 @@ class _Lowering:
             softcap=a.softcap,
             sinks=None if a.sinks is None else self._vector(at + "sinks", Weight((a.sinks,)), is_float32=True),
             alibi=a.alibi,
+            relative=a.relative,
+            relative_table=None
+            if a.relative is None
+            else self._vector(at + "relative", a.relative.table, is_float32=True),
         )
+
+    def _tile(self, a: Attention) -> int:
+        if a.reach.kind == "whole":
+            return -1
+        if a.shared is not None:
+            self._tile_of[self._layer] = self._tile_of[a.shared]
+            return self._tile_of[self._layer]
+        self._tiles.append(Tile(a.kv_heads, a.head_dim, a.value_dim, a.reach))
+        if a.reach.kind != "cross":
+            self._tile_of[self._layer] = len(self._tiles) - 1
+        return len(self._tiles) - 1
 
     def _latent_attention(self, a: LatentAttention, x: View, at: str) -> View:
         a = _latent_with_halves(a)

@@ -11,7 +11,7 @@ back what belongs to its own. An exchanged `Mixture` sends the tokens by itself.
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .description import Activation, Alibi, Data, Norm, Place, Reach, Rope, Router, Temperature, Weight
+from .description import Activation, Alibi, Data, Norm, Place, Reach, Relative, Rope, Router, Temperature, Weight
 
 Use = Literal["product", "gated", "table", "router", "experts", "gated experts", "heads", "heads, transposed"]
 
@@ -178,11 +178,11 @@ class Heat(Data):
 
 
 class Attend(Data):
-    """Writes keys and values to a tile of the cache, unless they are shared, and attends. ins: queries, keys, values,
-    or queries only; outs[0]: the heads' results."""
+    """Writes keys and values to a tile of the cache, unless they are shared or the encoder's, and attends. ins:
+    queries, keys, values, or queries only; outs[0]: the heads' results."""
 
     layer: int
-    tile: int
+    tile: int  # −1: the reach is `whole`, and nothing is kept
     heads: int
     kv_heads: int
     head_dim: int
@@ -192,6 +192,15 @@ class Attend(Data):
     softcap: float = 0.0
     sinks: Vector | None = None
     alibi: Alibi | None = None
+    relative: Relative | None = None
+    relative_table: Vector | None = None  # that of `relative`
+
+
+class Store(Data):
+    """An encoder's: writes keys and values to a tile of the cache. ins: keys, values; outs[0]: ins[0], unchanged."""
+
+    tile: int
+    kv_heads: int
 
 
 class AttendLatent(Data):
@@ -330,7 +339,7 @@ class Keep(Data):
 Args = (
     MixStreams | MatchMagnitude
     | Embed | Positions | Normalize | Product | GatedProduct | Add | Scale | Activate | Glu | Multiply | Clip | Rotate
-    | Heat | Attend | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
+    | Heat | Attend | Store | AttendLatent | Mixture | AllReduce | Convolve | ScanDelta | ScanMamba1 | ScanMamba2
     | ScanLightning | GatedNormalize | MeanSquares | Spread | Keep
 )  # fmt: skip
 
@@ -378,6 +387,7 @@ class Program(Data):
     sends: tuple[View, ...] = ()  # and of a stage before the last: what the next one needs, beside each other
     # Registers of the tokens of all KV domains, one domain after the other; the others have those of the rank's own.
     shared: frozenset[int] = frozenset()
+    encoder: "Program | None" = None  # that gives the tiles of the reach `cross` their keys and values; without a head
 
     @property
     def passed(self) -> frozenset[int]:
@@ -415,6 +425,8 @@ class Program(Data):
 
 def _parts(program: Program) -> list[Matrix | Vector]:
     found = [value for op in program.ops for value in vars(op.args).values() if isinstance(value, Matrix | Vector)]
+    if program.encoder is not None:
+        found += _parts(program.encoder)
     if not program.has_head:
         return found
     found.append(program.head)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...config.config import EngineConfig
 from ...errors import ConfigError
+from ...ipc.messages import PassReads
 from ..attention.cache_groups import CacheGroups
 from ..attention.kv_cache import KvShape
 from ..checkpoint.spec import ModelSpec
@@ -17,7 +18,7 @@ from ..executors.base import Model
 from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
-from ..executors.reference import Reference
+from ..executors.reference import Reference, ReferenceModel
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
@@ -35,6 +36,7 @@ from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
 from .plugin import open_plugin, tell_model
+from .reads import reads_of
 from .served import DTYPES, Served, how_served, top_k
 from .shared_weights import SharedWeights, segment_key
 from .stages import part_of_stage
@@ -63,6 +65,7 @@ class HostModel:
     backend: Backend
     kv_shape: KvShape
     weights: int  # bytes
+    reads: PassReads  # of its weights, in each step
     workspace: int  # bytes, estimated
     note: str  # for the operator
     failed_kernels: tuple[str, ...] = ()  # that torch, or a lower level of the C kernels, replaces
@@ -72,6 +75,8 @@ class HostModel:
     replicas: ExpertReplicas | None = None  # of these experts, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
     plugin: PluginGuard | None = None  # the runner plugin
+    by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
+    encoder: Model | None = None  # that the model reads
     graphs = 0
     head_major = False
 
@@ -118,7 +123,9 @@ def load_model(
     opened = open_plugin(config, served, torch_device, group)
     own_experts: Mapping[int, OwnExperts] = {}
     replicas: ExpertReplicas | None = None
+    by_layer: ByLayer | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
+    encoder: Model | None = None
     if served.program is not None:
         options = Options(
             ops=backend.ops, dtype=dtype, weight_dtype=backend.weight_dtype, device=torch_device, keeps=served.is_kept
@@ -129,9 +136,8 @@ def load_model(
         else:
             fill(packing)
             loaded = packing.weights
-        by_layer = None
-        if opened is not None and opened.spans:
-            by_layer = ByLayer(served.program, opened.spans, opened.guard)
+        spans, hook = (opened.spans, opened.guard) if opened is not None and opened.spans else ((), None)
+        by_layer = ByLayer(served.program, spans, hook)
         reference = Reference(
             served.program, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
             device=torch_device, group=group, domain=domain, by_layer=by_layer,
@@ -141,9 +147,16 @@ def load_model(
             read = partial(_read, config, served)
             replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
         weights = loaded.num_bytes
+        reads = reads_of(served.program, loaded.bytes_of, sum(vector.nbytes for vector in loaded.vectors.values()))
         # A domain has a whole head, and samples by itself.
         vocabulary = Vocabulary(served.program, loaded, group if domain is None else Alone())
         model = backend.model(reference, vocabulary, served.kv_shape)
+        if (whole := served.program.encoder) is not None:
+            reading = Reference(
+                whole, loaded, max_len=config.max_model_len, dtype=dtype, weight_dtype=backend.weight_dtype,
+                device=torch_device, group=group,
+            )  # fmt: skip
+            encoder = ReferenceModel(reading, vocabulary, served.kv_shape)
         if replicas is not None and isinstance(model, NativeModel):
             replicas.native = model
     else:
@@ -155,6 +168,7 @@ def load_model(
             is_certain=served.is_certain,
         )  # fmt: skip
         model.kv_shape = replace(model.kv_shape, dtype=DTYPES[config.kv_cache_dtype])
+        reads = PassReads(weights)
     if opened is not None:
         tell_model(opened, config, served, torch_device, group)
     return HostModel(
@@ -170,6 +184,9 @@ def load_model(
         replicas=replicas,
         domain=domain,
         plugin=None if opened is None else opened.guard,
+        by_layer=by_layer,
+        reads=reads,
+        encoder=encoder,
         workspace=host_workspace(config, spec, model.kv_shape),
     )
 
@@ -264,6 +281,7 @@ def _on_device(
         fill(loaded)
     else:
         kept.load(segment_key(config, rank_info.rank, f"Triton, {dtype}, {served.is_kept}"), loaded, fill)
+    reads = reads_of(program, loaded.bytes_of, sum(vector.nbytes for vector in loaded.vectors.values()))
     groups = shape.groups(config.block_size)
     limits = limits_of(
         config,
@@ -287,6 +305,7 @@ def _on_device(
         is_deterministic=config.deterministic,
         attention=attention,
         without=checked.without | served.left_out,
+        num_domains=config.kv_domains,
     )
     # Only the last stage samples, and so has counts and bits for each token of the vocabulary.
     state = RowState(limits=limits, vocab_size=config.model.vocab_size if triton.is_last else 1, device=queue.device)
@@ -320,6 +339,8 @@ def _on_device(
         temporary=temporary,
         attention=attention,
         handover=handover,
+        domain=Domain(group.rank) if config.kv_domains > 1 else None,
+        reads=reads,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
     )

@@ -56,7 +56,8 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
         pages, span = f"{group.pages} page{'' if group.pages == 1 else 's'}", group.lifetime.span
         if group.lifetime.kind == "state":
             return f"state: {pages} a request"
-        name = {"full": "full attention", "window": f"windows of {span:,}", "chunk": f"chunks of {span:,}"}
+        name = {"full": "full attention", "window": f"windows of {span:,}", "chunk": f"chunks of {span:,}",
+                "cross": "what the encoder has read"}  # fmt: skip
         return f"{name[group.lifetime.kind]}: {pages} for {self.block_size} tokens"
 
 

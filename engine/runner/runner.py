@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,7 @@ from ...ipc.messages import (
     GroupShape,
     Hidden,
     LateMasks,
+    PassReads,
     PlaceExperts,
     SampledIds,
     StepPlan,
@@ -35,10 +37,11 @@ from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
 from ..device.queue import Queue
+from ..device.report import DeviceReport
 from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
 from ..extension import load_extension
-from ..kv_connector.base import ConnectorFacts, WorkerConnector
+from ..kv_connector.base import ConnectorFacts, LayerConnector, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
@@ -64,6 +67,13 @@ log = logging.getLogger(__name__)
 
 _ALONE = RankInfo()
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers under way
+
+
+@dataclass
+class _Transfer:
+    """What the connector is told of a pass."""
+
+    is_dropped: bool = False  # it may not have written its KV
 
 
 class Runner:
@@ -105,6 +115,8 @@ class Runner:
             num_sharers=config.data_parallel_size if shared is not None and shared.fits else 1,
         )
         self._num_pages = 0  # of the cache, once it is open
+        self._is_asleep = False
+        self._has_run = False  # a plan
         self._cache: KvCache | None = None
         self._steps: Steps | None = None
         self._connector: WorkerConnector | None = None
@@ -195,6 +207,29 @@ class Runner:
         return self._memory
 
     @property
+    def reads(self) -> PassReads:
+        """Bytes of the weights that a step reads."""
+        return self._model.reads
+
+    def memory_by_kind(self) -> dict[str, int]:
+        """What it holds of the device's memory now, and what the plan keeps free for steps and their graphs."""
+        memory = self._memory
+        is_parked = self._is_asleep and not self._keeps_weights
+        found = {"weights": 0 if is_parked else memory.weights, "workspace": memory.workspace}
+        if memory.graphs:
+            found["graphs"] = memory.graphs
+        num_pages = 0 if self._is_asleep else self._num_pages
+        if memory.page_bytes:
+            found["kv_cache"] = num_pages * memory.page_bytes
+        if num_spares := num_spare_states(self._config, memory.groups, num_pages):
+            found["draft_states"] = num_spares * memory.groups.state_pages * memory.page_bytes
+        return found
+
+    def device_report(self) -> DeviceReport:
+        """What the device says of itself."""
+        return self._device.report()
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one page of KV: of a block, all layers, if the model has one group."""
         return self._memory.page_bytes
@@ -282,6 +317,7 @@ class Runner:
             domain=model.domain,
             agree=(lambda: None) if model.domain is not None else self._group.agree,
             plugin=model.plugin,
+            encoder=model.encoder,
         )
         if config.stages_by_mail:
             self._stage_steps = StageSteps(
@@ -307,31 +343,40 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Starts the plan; `collect` gives its result. A plan that does not fit into memory is dropped, and so are the
         plans that the core made before it knew."""
+        self._has_run = True
         with torch.inference_mode():
-            with self._transferring(plan):
+            with self._transferring(plan) as transfer:
                 self._late = {step: masks for step, masks in self._late.items() if step >= plan.step}
                 self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(
                     plan, lambda: self._opened().launch(plan)
                 )
+                transfer.is_dropped = self._is_faulted
                 self._order.append(_out_of_memory(plan) if self._is_faulted else None)
             if plan.late_rows and not self._is_faulted:
                 self._waiting = plan
                 self._sample()
 
     @contextmanager
-    def _transferring(self, plan: StepPlan) -> Iterator[None]:
+    def _transferring(self, plan: StepPlan) -> "Iterator[_Transfer]":
         """Around the pass over a plan, which may not be run at all: what its `kv` asks of the connector."""
-        connector = self._connector if plan.kv else None
+        transfer, connector = _Transfer(), self._connector if plan.kv else None
         if connector is None:
-            yield
+            yield transfer
             return
         self._device.synchronize()  # the connector reads blocks that earlier steps write
         connector.bind_connector_metadata(plan.kv)
         connector.start_load_kv()
-        self._for_layers(connector.wait_for_layer_load)
-        yield
+        num_tiles = len(self._model.kv_shape.layers)
+        for tile in range(num_tiles):
+            connector.wait_for_layer_load(tile)
+        by_layer = self._model.by_layer if isinstance(self._model, HostModel) else None
+        if by_layer is not None and isinstance(connector, LayerConnector) and (stops := connector.layer_stops):
+            by_layer.listen(stops, connector.save_kv_layer)
+        yield transfer
         self._device.synchronize()
-        self._for_layers(connector.save_kv_layer)
+        num_told = 0 if by_layer is None else by_layer.end()
+        for tile in () if transfer.is_dropped else range(num_told, num_tiles):
+            connector.save_kv_layer(tile)
         connector.wait_for_save()
 
     def tell(self, message: LateMasks) -> None:
@@ -378,8 +423,10 @@ class Runner:
         """This stage's part of a plan: what the next stage needs, or the result in the last stage. It is a fault if
         there is no memory for the step, here or in an earlier stage, or if the plan was made before the core knew of
         such a step. hidden: from the stage before; None in the first stage. The caller knows the times."""
-        with torch.inference_mode(), self._transferring(plan):
+        self._has_run = True
+        with torch.inference_mode(), self._transferring(plan) as transfer:
             found = self._run_stage(plan, None if hidden is None else received_of(hidden, self._input))
+            transfer.is_dropped = found is None
         if isinstance(found, Passed):
             return found.message(plan.step, self._output)
         if found is not None:
@@ -458,13 +505,19 @@ class Runner:
         cache = self._cache
         assert cache is not None and not self._order, "sleep before open_cache, or with plans pending"
         num_bytes = self._num_pages * self._memory.page_bytes
+        self._is_asleep = True
         self._opened().forget_addresses()
         cache.drop()
-        if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
+        if not self._keeps_weights:
             num_bytes += self._parked.park(storages_of(self._model, self._device.torch_device, cache.storage))
             num_bytes += self._kept.park() if self._kept is not None else 0
         self._device.trim()
         return num_bytes
+
+    @property
+    def _keeps_weights(self) -> bool:
+        """`sleep` moves no weights: they are in the host's memory already."""
+        return isinstance(self._model, HostModel) and self._device.torch_device.type == "cpu"
 
     def wake(self) -> bool:
         """Allocates and restores what `sleep` freed. False: there is too little memory, and it is still asleep."""
@@ -481,6 +534,7 @@ class Runner:
             log.warning("no memory to wake up: %s", error)
             self._device.trim()
             return False
+        self._is_asleep = False
         return True
 
     def use_idle(self) -> bool:
@@ -489,7 +543,8 @@ class Runner:
             return False
         try:
             with torch.inference_mode():
-                return self._steps.use_idle()
+                # The device is measured only in an engine that is used, so that a start takes no longer.
+                return self._steps.use_idle() or (self._has_run and self._device.measure())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -535,10 +590,7 @@ class Runner:
         if self._connector is not None:
             self._connector.close()
             self._connector = None
-
-    def _for_layers(self, call: Callable[[int], None]) -> None:
-        for tile in range(len(self._model.kv_shape.layers)):
-            call(tile)
+        self._device.close()
 
     def _stages(self) -> StageSteps:
         assert self._stage_steps is not None, "one stage, or a plan before open_cache"

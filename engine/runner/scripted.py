@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ...config.config import EngineConfig
 from ...errors import ConfigError
-from ...ipc.messages import RowLogprobs, RowOpen, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import PassReads, RowLogprobs, RowOpen, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
 from ..attention.kv_cache import KvCache, KvShape
 from ..executors.experts import OwnExperts
 from ..steps.base import ImmediateSteps
@@ -95,6 +95,7 @@ class ScriptedModel:
     script: Script
     kv_shape: KvShape = field(default_factory=lambda: KvShape(layers=(), dtype=torch.float32))
     weights = workspace = graphs = 0
+    reads = PassReads()
     head_major = False
     note: str
     failed_kernels: tuple[str, ...] = ()

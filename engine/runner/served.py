@@ -23,7 +23,7 @@ from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..gpu import attention, rules
 from ..gpu.rules import Target
 from ..models.cut import cut, share
-from ..models.description import LatentAttention
+from ..models.description import LatentAttention, Reach
 from ..models.families import pages
 from ..models.in_c import operations_in_torch
 from ..models.lower import lower
@@ -324,13 +324,18 @@ def program_of(
 
 def shape_of(program: Program, dtype: torch.dtype) -> KvShape:
     """The KV of a program."""
-    lifetimes = [Lifetime(tile.reach.kind, tile.reach.positions) for tile in program.tiles]
+    lifetimes = [_lifetime(tile.reach) for tile in program.tiles]
     tiles = zip(program.tiles, lifetimes, strict=True)
     return KvShape(
         layers=tuple(Tile(tile.kv_heads, tile.head_dim, tile.value_dim, lifetime) for tile, lifetime in tiles),
         dtype=dtype,
         states=tuple(StateTile(state.shape) for state in program.states),
     )
+
+
+def _lifetime(reach: Reach) -> Lifetime:
+    assert reach.kind != "whole", "an encoder's own layers keep nothing"
+    return Lifetime(reach.kind, reach.positions)
 
 
 def kv_shape_of(config: EngineConfig, program: Program) -> KvShape:

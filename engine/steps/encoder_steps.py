@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...config.config import EngineConfig
-from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
+from ...ipc.messages import PassReads, RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..attention.kv_cache import KvCache, KvShape
 from ..executors.encoder import Encoder
 from ..executors.experts import OwnExperts
@@ -29,6 +29,11 @@ class EncoderModel:
     head_major = False
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> PassReads:
+        """Of its weights, in each step."""
+        return PassReads(self.weights)
 
     def steps(self, config: EngineConfig, cache: KvCache) -> "EncoderSteps":
         return EncoderSteps(self.encoder, synchronize=self.synchronize)

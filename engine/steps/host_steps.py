@@ -21,6 +21,7 @@ from ..parallel.domains import Domain
 from ..plugin.guard import PluginGuard
 from .base import ImmediateSteps, copy_blocks
 from .draft_states import DraftStates, within
+from .encoder_pass import EncoderPass
 from .logprobs import PromptScores, best_logprobs, prompt_scores, row_logprobs
 from .ngram import draft
 from .pooling import RowPooler
@@ -58,10 +59,11 @@ class HostSteps(ImmediateSteps):
         domain: Domain | None = None,
         agree: Callable[[], None] = lambda: None,
         plugin: PluginGuard | None = None,
+        encoder: Model | None = None,
     ) -> None:
         """domain: of this rank, of a model that can be divided; None: there is one domain. agree: called at the end of
         a pass, and of sampling; raises an error if another rank has failed there. plugin: the same that the model's
-        executor calls between layers."""
+        executor calls between layers. encoder: that the model reads, if there is one."""
         super().__init__()
         self._domain = domain
         self._agree = agree
@@ -79,6 +81,7 @@ class HostSteps(ImmediateSteps):
             vocab_size=config.model.vocab_size,
             groups=cache.groups,
         )
+        self._encoder = None if encoder is None else EncoderPass(encoder, cache, ops)
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
         self._passed: _Passed | None = None  # the plan launched last, until it has sampled
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
@@ -135,6 +138,8 @@ class HostSteps(ImmediateSteps):
                 cast(DescribedModel, self._model).help_others(self._attention)
             return passed
         rows = self.rows
+        if self._encoder is not None:
+            self._encoder.run(plan, rows)
         draft_tokens = self.propose(plan)
         if rows.has_states and draft_tokens.any():
             draft_tokens = within(draft_tokens, len(self._cache.spare_states))

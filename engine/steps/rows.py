@@ -3,8 +3,9 @@
 A row is the slot of one running request. The core decides which request has which row; this file keeps what the core
 sent and what was sampled since. All columns are NumPy arrays, so that a step over many rows runs no Python per row.
 
-A row has a block table for each shelf of each group of the cache (`attention/cache_groups.py`), except for that of
-states, which comes last. A state has pages that the next pass reads, and pages that all passes write.
+A row has a block table for each shelf of each group of the cache (`attention/cache_groups.py`), except for those of
+states and of an encoder's result, of which one comes last. A state has pages that the next pass reads, and pages that
+all passes write. Of an encoder's result there is a table of as many positions as it has read.
 """
 
 import math
@@ -26,19 +27,25 @@ class Rows:
         self, *, num_rows: int, max_len: int, block_size: int, vocab_size: int, groups: CacheGroups = ONE_GROUP
     ) -> None:
         self._vocab_size = vocab_size
-        self._block_size = block_size
+        self.block_size = block_size
         state_pages = [group.pages for group in groups.groups if group.lifetime.kind == "state"]
-        self.has_states = bool(state_pages)
-        num_groups = len(groups.groups) - len(state_pages)
+        cross = [number for number, group in enumerate(groups.groups) if group.lifetime.kind == "cross"]
+        self.has_states, self.has_cross = bool(state_pages), bool(cross)
+        num_groups = len(groups.groups) - len(state_pages) - len(cross)
         self._group_tables = [groups.tables(number) for number in range(num_groups)]
         # The system zeroes the two large columns lazily: they take memory only where rows write.
         self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
-        num_tables, max_blocks = groups.num_tables - sum(state_pages), -(-(max_len + 1) // block_size)
+        of_cross = groups.tables(cross[0]) if cross else range(0)
+        num_tables = groups.num_tables - sum(state_pages) - len(of_cross)
+        max_blocks = -(-(max_len + 1) // block_size)
         self.tables: NDArray[np.int32] = np.zeros((num_tables, num_rows, max_blocks), np.int32)  # pages
         self.num_blocks: NDArray[np.int64] = np.zeros((num_groups, num_rows), np.int64)  # released ones included
         # Pages of the recurrent state, [rows, k]: those that the next pass reads (-1: zeros), and those that it writes.
         self.state_read: NDArray[np.int32] = np.full((num_rows, sum(state_pages)), -1, np.int32)
         self.state_written: NDArray[np.int32] = np.full((num_rows, sum(state_pages)), -1, np.int32)
+        # Pages of the encoder's result, and the tokens that it is of.
+        self.cross: NDArray[np.int32] = np.zeros((len(of_cross), num_rows, max_blocks), np.int32)
+        self.num_encoded: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_ids: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # ids known; those beyond are stale
         self.num_prompt: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # positions whose KV is in the cache
@@ -84,6 +91,10 @@ class Rows:
         if self.has_states:
             self.state_read[i] = np.frombuffer(row.state_from, "<i4") if row.state_from else -1
             self.state_written[i] = np.frombuffer(row.state, "<i4")
+        if self.has_cross:
+            blocks = np.frombuffer(row.cross, "<i4").reshape(-1, len(self.cross))
+            self.cross[:, i, : len(blocks)] = blocks.T
+            self.num_encoded[i] = row.num_encoded
         self.temperature[i] = sampling.temperature
         self.top_k[i] = sampling.top_k
         self.top_p[i] = sampling.top_p
@@ -133,7 +144,7 @@ class Rows:
         if not self._group_tables:
             return np.full(len(rows), self.ids.shape[1], np.int64)
         least: NDArray[np.int64] = self.num_blocks[:, rows].min(axis=0)
-        return least * self._block_size
+        return least * self.block_size
 
     def pages_of_block(self, row: int, block: int) -> Iterator[tuple[int, int]]:
         """(table, page) of one of the row's blocks, for all groups of positions."""

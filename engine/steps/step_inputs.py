@@ -102,7 +102,23 @@ def step_inputs(
             if rows.has_states
             else None,
             extension=plan.extension,
+            cross=_cross_of(rows, row_of_token) if rows.has_cross else None,
         ),
+    )
+
+
+def _cross_of(rows: Rows, row_of_token: NDArray[np.int64]) -> AttentionStep:
+    """Attention of each token to the encoder's result of its row."""
+    lengths = rows.num_encoded[row_of_token]
+    own = rows.cross[:, row_of_token, : -(-int(lengths.max()) // rows.block_size)]
+    others = np.zeros((len(rows.tables), *own.shape[1:]), np.int32)
+    return AttentionStep(
+        num_decode=len(row_of_token),
+        context_lens=lengths,
+        query_lens=np.ones_like(lengths),
+        tables=np.concatenate((others, own)),
+        slots=torch.zeros((0, len(row_of_token)), dtype=torch.int64),
+        order=np.arange(len(row_of_token)),
     )
 
 

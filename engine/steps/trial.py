@@ -165,7 +165,7 @@ def trial_program(program: Program) -> Program:
     (table, *_) = program.head.weights
     few = replace(table, parts=(replace(table.parts[0], count=_HEAD_ROWS, times=1),))
     head = replace(program.head, weights=(few,))
-    return replace(program, ops=tuple(kept), head=head, head_bias=None, head_project=None)
+    return replace(program, ops=tuple(kept), head=head, head_bias=None, head_project=None, encoder=None)
 
 
 def signature(op: Op) -> tuple[object, ...]:
@@ -342,7 +342,12 @@ def plans(config: EngineConfig, shape: KvShape, *, samples: bool) -> Iterator[St
             if row in opened:
                 continue
             opened.add(row)
-            tables = tuple(GroupTable(0, take(blocks * each.pages)) for each in groups if each.lifetime.kind != "state")
+            tables = tuple(
+                GroupTable(0, take(blocks * each.pages))
+                for each in groups
+                if each.lifetime.kind not in ("cross", "state")
+            )
+            cross = b"".join(take(blocks * each.pages) for each in groups if each.lifetime.kind == "cross")
             state = b"".join(take(each.pages) for each in groups if each.lifetime.kind == "state")
             prompt = [
                 (11 * i + 5 * row + 2) % config.model.vocab_size for i in range(_PROMPTS[row] + (0 if samples else 2))
@@ -357,6 +362,8 @@ def plans(config: EngineConfig, shape: KvShape, *, samples: bool) -> Iterator[St
                     sampling=_SAMPLINGS[row],
                     tables=tables,
                     state=state,
+                    cross=cross,
+                    num_encoded=_POSITIONS if cross else 0,
                 )
             )
         yield StepPlan(

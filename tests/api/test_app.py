@@ -295,6 +295,15 @@ def test_an_unresponsive_engine_is_a_503() -> None:
         assert answer.headers["retry-after"] == "1" and "12 s" in answer.error["message"]
 
 
+def test_health_says_what_the_engine_waits_for_while_it_goes_on() -> None:
+    engine = FakeEngine()
+    assert request(engine, "/health").json == {"status": "ok"}
+    waits_for = "waiting for a node for worker-1, because b leaves"
+    engine.gateway.waits_for = waits_for
+    answer = request(engine, "/health")
+    assert answer.status == 200 and answer.json == {"status": "ok", "waits_for": waits_for}
+
+
 def metrics(engine: FakeEngine) -> dict[str, float]:
     answer = request(engine, "/metrics")
     assert answer.headers["content-type"].startswith("text/plain")

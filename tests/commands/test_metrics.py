@@ -4,17 +4,21 @@ import io
 import math
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.metrics import Metrics
-from pagewire.commands.metrics import Reading, quantile, rate, read, stage_shares
-from pagewire.commands.top import Screen, curve, duration, stage_bar
+from pagewire.commands.metrics import Reading, cpus_used, quantile, rate, read, stage_shares
+from pagewire.commands.top import Screen, curve, duration, gpu_line, stage_bar
 from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.latency_classes import LatencyClass
 from pagewire.config.resolve import resolve
-from pagewire.ipc.messages import Reset, Snapshot
+from pagewire.ipc.messages import ProcessUsage, Pulse, Reset, Snapshot, WorkerSnapshot, WorkerUsage
+from pagewire.ipc.reports import SECONDS, Histogram
 
+NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+NO_LAG = Histogram(SECONDS).report()
 FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32")
 
 
@@ -72,6 +76,43 @@ def test_the_screen_says_how_often_each_latency_class_had_its_tokens_in_time() -
     Console(file=shown, width=100).print(screen.render())
     lines = [line.split() for line in shown.getvalue().splitlines() if " class " in line]
     assert [line[2:4] for line in lines] == [["chat", "75.0"], ["batch", "idle"]]
+
+
+def worker(cpu_s: float, gpu: dict[str, float]) -> WorkerSnapshot:
+    usage = WorkerUsage(0, ProcessUsage(cpu_s, 4, 5, 6, 7), {}, 20e9, "measured", gpu)
+    memory = {"weights": 3 << 20, "kv_used": 1 << 20, "kv_free": 2 << 30, "kv_cached": 0}
+    return WorkerSnapshot(usage, memory, 10, 0.5)
+
+
+def test_the_screen_says_what_the_machine_does() -> None:
+    gateway = Gateway(lambda message: None, lambda message: None)
+    screen, shown = Screen("http://x", "m"), io.StringIO()
+    gpu = {
+        "gpu_utilization_ratio": 0.83, "gpu_power_watts": 250.6, "gpu_power_limit_watts": 300.0,
+        "gpu_temperature_celsius": 64.0, "gpu_memory_used_bytes": 3.0 * (1 << 30), "gpu_sm_clock_hertz": 1.41e9,
+        "gpu_is_slowed": 1.0, "gpu_ecc_uncorrected_errors_total": 0.0, "gpu_xid_errors_total": 2.0,
+    }  # fmt: skip
+    for at, cpu_s in ((0.0, 10.0), (2.0, 13.0)):
+        own = replace(NO_SNAPSHOT, workers=(worker(cpu_s, gpu),))
+        gateway.handle([own, replace(own, workers=(worker(cpu_s, {}),), engine=1)])
+        usage = ProcessUsage(at / 8, 3, 5, 6, 0)
+        gateway.handle([Pulse("core", NO_LAG, usage=usage), Pulse("api", NO_LAG)])
+        screen.add(read(Metrics(gateway, resolve(Config(), FACTS, MachineFacts(num_cores=1))).render().decode(), at))
+    Console(file=shown, width=140).print(screen.render())
+    text = {line[2:21].strip(): line[21:].strip("│ ") for line in shown.getvalue().splitlines()}
+    assert text["memory"].split("  ")[-1] == "weights 6.0 MB, KV in use 2.0 MB, KV free 4.0 GB", "of both engines"
+    assert text["CPUs used"].split() == ["3.12", "worker", "3.00,", "core", "0.12"]
+    assert text["roof of the memory"].split()[0] == "50" and "20.0 GB/s, measured" in text["roof of the memory"]
+    assert text["GPU 0/0"] == "83 %  251 of 300 W, 64 °C, 3.0 GB, 1410 MHz, slowed, 2 errors"
+    assert "GPU 1/0" not in text
+    assert gpu_line({}) == "" and gpu_line({"gpu_power_watts": 30.0}) == "30 W"
+
+
+def test_a_process_that_is_new_has_used_nothing_yet() -> None:
+    old, new = (Reading(at, by_label={"process_cpu_seconds_total/process": {"core": 2.0}}) for at in (0.0, 1.0))
+    new.by_label["process_cpu_seconds_total/process"] = {"core": 1.5, "worker": 9.0}
+    assert cpus_used(old, new) == {"core": 0.0}, "a process that was replaced counts from zero"
+    assert cpus_used(new, new) == {}
 
 
 def test_quantiles_are_those_of_the_new_samples() -> None:

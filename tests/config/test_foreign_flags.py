@@ -111,6 +111,21 @@ def test_a_command_line_of_sglang_and_one_of_llama_server() -> None:
     assert config.engine.override_generation_config == {"temperature": 0.5, "top_k": 4}
 
 
+def test_the_models_own_tokenizer_may_be_named() -> None:
+    for argv in (
+        ["a/b", "--tokenizer", "a/b"],
+        ["--tokenizer=a/b", "--model=a/b"],
+        ["-m", "m", "--tokenizer-path", "m"],
+    ):
+        config, notes = read(*argv)
+        assert config.source.model in argv[0] + argv[1] and not notes
+    for argv in (["a/b", "--tokenizer", "c/d"], ["a", "--served-model-name", "c", "--tokenizer", "c"]):
+        with pytest.raises(
+            ConfigError, match=r"--tokenizer is not there: the tokenizer in the model's folder is used\."
+        ):
+            read(*argv)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

@@ -14,6 +14,7 @@ from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
 from waiting import until
 
+from pagewire.commands.metrics import read
 from pagewire.engine.checkpoint.source import DEMO_MODEL
 from pagewire.tools.servers import Server, free_port
 
@@ -123,6 +124,30 @@ def test_a_spare_takes_over_from_a_lost_machine(machines: Machines, how: str) ->
         until(lambda: not first.children(), "the processes of the machine that was frozen have ended", END_S)
         until(lambda: first.log.read_text().count("b has joined") == 2, "it joins again, as a spare", END_S)
     assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_a_machine_that_leaves_hands_over_to_a_spare(machines: Machines) -> None:
+    """Under a stream, as a planned step and not as a death; then its heir does the same. The last one drains all."""
+    first = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    expected = text_of(long_stream(machines.lead))
+    for name, host in (("c", "127.0.0.3"), ("d", "127.0.0.4")):
+        spare = machines.join(name, host)
+        says(spare, f"{name} has joined")
+        stream = long_stream(machines.lead)
+        first.process.terminate()
+        assert first.process.wait(END_S) == 0
+        assert "another machine takes over; the processes here end (worker-1)." in first.log.read_text()
+        assert text_of(stream) == expected
+        assert set(spare.children()) == {"worker-1"}
+        first = spare
+    said = machines.lead.log.read_text()
+    assert "d takes over worker-1 from c, which leaves. Replacing " in said
+    assert "has not answered" not in said and "was killed" not in said, said
+    assert read(machines.lead.get("/metrics"), 0.0).values["processes_lost_total"] == 0
+    first.process.terminate()
+    assert first.process.wait(END_S) == 0 and machines.lead.process.wait(END_S) == 0
 
 
 @pytest.mark.long

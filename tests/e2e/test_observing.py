@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -34,7 +36,7 @@ def samples(server: Server) -> dict[str, float]:
         for sample in family.samples:
             name = sample.name.partition(":")[2] + "".join(
                 f"[{sample.labels[label]}]"
-                for label in ("finished_reason", "reason", "process", "source", "le")
+                for label in ("finished_reason", "reason", "process", "source", "kind", "le")
                 if label in sample.labels
             )
             found[name] = sample.value
@@ -158,3 +160,46 @@ def test_request_logs_spans_and_the_metrics_prefix_of_vllm(start: Callable[..., 
     failed = next(span for span in collector.spans if span.name.startswith("text_completion"))
     assert attributes(failed)["error.type"] == "error:context_length_exceeded" and failed.status.code == 2
     assert failed.parent_span_id == b"" and len(collector.spans) == 7
+
+
+def test_what_the_machine_does_is_plausible(start: Callable[..., Server]) -> None:
+    server = start("--kv-cache-memory", "64M").wait_ready()
+
+    def now(name: str) -> float:
+        return samples(server).get(name, 0.0)
+
+    until(lambda: now("worker_memory_bytes[weights]") > 0, "the worker reports")
+    first = samples(server)
+    pagewire_weights = first["worker_memory_bytes[weights]"]
+    assert 3 << 20 < pagewire_weights < 64 << 20, "the demo model has 2 million parameters"
+    cache = sum(first[f"worker_memory_bytes[kv_{kind}]"] for kind in ("used", "cached", "free"))
+    assert 60 << 20 < cache <= 64 << 20 and first["worker_memory_bytes[kv_used]"] == 0
+    assert first["worker_memory_bytes[workspace]"] > 0
+    resident = sum(first[f"process_resident_memory_bytes[worker][{kind}]"] for kind in ("anonymous", "file", "shared"))
+    assert resident > pagewire_weights and first["process_threads[worker]"] >= 1
+    assert {"api", "tokenizer", "core", "detokenizer", "grammar", "worker"} <= {
+        name[len("process_cpu_seconds_total[") : -1] for name in first if name.startswith("process_cpu_seconds_total[")
+    }
+    assert "memory_bandwidth_bytes_per_second[measured]" not in first, "it is measured in an engine that was used"
+
+    def ask() -> None:
+        body = {"prompt": "Count from 1 to 20", "max_tokens": 2000, "ignore_eos": True}
+        while not is_seen.is_set():
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    is_seen = threading.Event()
+    with ThreadPoolExecutor(1) as asking:
+        asked = asking.submit(ask)
+        try:
+            until(lambda: now("worker_memory_bytes[kv_used]") > 0, "the KV of a request is in use")
+        finally:
+            is_seen.set()
+    asked.result()
+    until(lambda: now("worker_memory_bytes[kv_used]") == 0, "its KV is given back")
+    until(lambda: now("memory_roof_ratio") > 0, "the bandwidth is measured when the engine is idle")
+    last = samples(server)
+    assert last["worker_memory_bytes[kv_cached]"] > 0
+    assert last["process_cpu_seconds_total[worker]"] > first["process_cpu_seconds_total[worker]"] > 0
+    assert last["estimated_read_bytes_per_gpu_total"] >= 1999 * 0.9 * pagewire_weights
+    assert 1e8 < last["memory_bandwidth_bytes_per_second[measured]"] < 1e13
+    assert 0 < last["memory_roof_ratio"] < 100

@@ -71,7 +71,7 @@ def ask(page: Page, text: str) -> Locator:
     """Sends a question with the keyboard. Returns the message with the complete answer."""
     page.locator("#prompt").fill(text)
     page.locator("#prompt").press("Enter")
-    expect(page.locator("#send")).to_have_text("Send")
+    expect(page.locator("#send")).to_have_text("Send", timeout=60_000)
     return page.locator(".message").last
 
 
@@ -321,6 +321,49 @@ def test_the_live_view_has_a_bar_for_each_stage(open_page: Open) -> None:
     expect(page.locator("#stages dt")).to_have_text(["Stage 0", "Stage 1"])
     expect(page.locator("#stages dd")).to_have_text(["idle", "50 %"])
     assert page.locator("#stages .stage .busy").nth(1).evaluate("part => part.style.width") == "50%"
+
+
+def test_the_live_view_shows_what_the_machine_does(open_page: Open) -> None:
+    page = open_page()
+    expect(page.locator("#memory")).to_be_visible()
+    expect(page.locator("#memory div.weights dd")).to_have_text(re.compile(r"^\d\.\d MB$"))
+    expect(page.locator("#machine")).to_be_visible()
+    expect(page.locator("#cpus")).to_have_text(re.compile(r"^\d+\.\d\d$"))
+    expect(page.locator("#classes")).to_be_hidden()
+    counts = {"num": 0, "met": 0}
+
+    def answer(route: Any) -> None:
+        counts.update(num=counts["num"] + 4, met=counts["met"] + 3)
+        lines = [
+            'worker_memory_bytes{model_name="m",rank="0",kind="weights"} 3221225472',
+            'worker_memory_bytes{model_name="m",rank="1",kind="weights"} 3221225472',
+            'worker_memory_bytes{model_name="m",rank="0",kind="kv_used"} 2147483648',
+            'worker_memory_bytes{model_name="m",rank="0",kind="kv_cached"} 0',
+            'process_cpu_seconds_total{model_name="m",process="worker"} 7',
+            'memory_roof_ratio{model_name="m",rank="0"} 0.5',
+            'memory_roof_ratio{model_name="m",rank="1"} 0.7',
+            'memory_bandwidth_bytes_per_second{model_name="m",rank="0",source="nominal"} 2.5e12',
+            'gpu_utilization_ratio{model_name="m",rank="0"} 0.83',
+            'gpu_power_watts{model_name="m",rank="0"} 250.6',
+            'gpu_is_slowed{model_name="m",rank="0"} 1',
+            'gpu_xid_errors_total{model_name="m",rank="0"} 2',
+            'gpu_cache_usage_perc{model_name="m"} 0.5',
+            f'slo_observations_total{{model_name="m",latency_class="chat",target="itl"}} {counts["num"]}',
+            f'slo_attained_total{{model_name="m",latency_class="chat",target="itl"}} {counts["met"]}',
+            'slo_observations_total{model_name="m",latency_class="batch",target="ttft"} 0',
+        ]
+        route.fulfill(body="\n".join([*(f"pagewire:{line}" for line in lines), ""]))
+
+    page.route("**/metrics", answer)
+    expect(page.locator("#memory-all")).to_have_text("8.0 GB")
+    expect(page.locator("#memory dt")).to_have_text(["Weights", "KV in use"])
+    expect(page.locator("#memory dd")).to_have_text(["6.0 GB", "2.0 GB"])
+    assert page.locator("#memory .parts i").first.evaluate("part => part.style.width") == "75%"
+    expect(page.locator("#roof")).to_have_text("60 % of 2500 GB/s")
+    expect(page.locator("#gpus dt")).to_have_text(["GPU 0"])
+    expect(page.locator("#gpus dd")).to_have_text(["83 % · 251 W · slowed · 2 errors"])
+    expect(page.locator("#classes dt")).to_have_text(["chat", "batch"])
+    expect(page.locator("#classes dd")).to_have_text(["75 %", "idle"])
 
 
 def test_the_live_view_shows_the_metrics_of_the_engine(open_page: Open, server: Server) -> None:

@@ -56,3 +56,16 @@ def test_attend_applies_the_softcap_to_scores():
     torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, 3.0), scores.softmax(-1) @ value)
     plain = (query @ key.transpose(-1, -2) * 0.5 + mask).softmax(-1) @ value
     torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, None), plain)
+
+
+@pytest.mark.parametrize("is_two_sided", [False, True])
+@pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (12, 40)])
+def test_relative_positions_are_those_of_t5(buckets, longest, is_two_sided):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    table = torch.randn(buckets, 3)
+    bias = reference.RelativeBias(table, longest, is_two_sided)
+    queries, keys = torch.arange(300)[:, None], torch.arange(300)
+    theirs = T5Attention._relative_position_bucket(keys - queries, is_two_sided, buckets, longest)
+    assert len(theirs.unique()) == buckets - is_two_sided  # no key at distance 0 is behind the query
+    assert torch.equal(reference.relative_bias(bias, keys, queries), table[theirs].permute(2, 0, 1))

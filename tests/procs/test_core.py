@@ -29,7 +29,9 @@ from pagewire.ipc.messages import (
     Masks,
     Message,
     OpenCache,
+    PassReads,
     Ping,
+    ProcessUsage,
     Reset,
     Sampled,
     Settings,
@@ -39,6 +41,8 @@ from pagewire.ipc.messages import (
     StopHit,
     ToCore,
     TokenBatch,
+    WorkerSnapshot,
+    WorkerUsage,
     bytes_to_ids,
 )
 from pagewire.procs import core as core_module
@@ -337,3 +341,64 @@ def test_plans_go_on_without_a_request_whose_mask_takes_too_long(monkeypatch: py
     while late.plans:
         late.step()
     assert late.output == expected_output([4, 5, 6], 20, 100, 1, True, grammar=1)
+
+
+def test_a_snapshot_says_what_each_rank_holds_and_has_read() -> None:
+    core = CoreActor(config_of())
+    worker = FakeWorker(num_blocks=30, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    plans: list[StepPlan] = []
+    snapshots: list[Snapshot] = []
+
+    def post(receiver: str, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            plans.append(message)
+        elif isinstance(message, Snapshot):
+            snapshots.append(message)
+
+    def answer() -> None:
+        core.handle([replace(worker.run(plans.pop(0)), device_ms=500.0)])
+
+    def rank() -> WorkerSnapshot:
+        core.handle([Ping()])
+        (found,) = snapshots[-1].workers
+        return found
+
+    core.start(post)
+    core.handle([CacheOffer(0, 30, block_bytes=100, reads=PassReads(fixed=10_000))])
+    core.handle([Ping()])
+    assert snapshots[-1].workers == (), "the rank has not reported"
+    process = ProcessUsage(1.5, 4, 1000, 200, 30)
+    usage = WorkerUsage(0, process, {"weights": 12_000, "kv_cache": 3000}, 100_000.0, "measured", {"gpu_watts": 7.0})
+    core.handle([usage])
+    before = rank()
+    assert before.usage == usage
+    assert before.memory == {"weights": 12_000, "kv_used": 0, "kv_cached": 0, "kv_free": 3000}
+    assert before.read_bytes == 0 and before.roof_ratio == 0.0
+
+    core.handle([enqueue(1, list(range(8)), max_tokens=4, ignore_eos=True)])
+    answer()
+    during = rank()
+    assert during.memory["kv_used"] == 300, "three blocks: 8 positions of the prompt, and those after it"
+    assert sum(during.memory.values()) == 15_000
+    assert during.read_bytes == 10_000 + 8 * 25, "a block of 4 positions has 100 bytes"
+    assert during.roof_ratio == pytest.approx(10_200 / 100_000 / 0.5)
+    while plans:
+        answer()
+    after = rank()
+    assert after.read_bytes == 4 * 10_000 + (8 + 9 + 10 + 11) * 25
+    assert after.roof_ratio == pytest.approx(after.read_bytes / 100_000 / (4 * 0.5))
+    assert after.memory["kv_used"] == 0 and after.memory["kv_cached"] == 300, "others may find it"
+
+    core.handle([Reset(2, 2, ("worker",), "It died.")])
+    core.handle([Ping()])
+    assert snapshots[-1].workers == (), "what a dead rank took counts no more"
+
+
+def test_the_roof_without_a_known_bandwidth_is_not_guessed() -> None:
+    core = CoreActor(config_of())
+    snapshots: list[Snapshot] = []
+    core.start(lambda receiver, message: snapshots.append(message) if isinstance(message, Snapshot) else None)
+    core.handle([CacheOffer(0, 30, block_bytes=100, reads=PassReads(fixed=10_000))])
+    core.handle([WorkerUsage(0, ProcessUsage(), {"weights": 1}), Ping()])
+    (rank,) = snapshots[-1].workers
+    assert rank.roof_ratio == 0.0 and rank.memory == {"weights": 1}, "a model without KV"

@@ -18,7 +18,6 @@ from pagewire.engine.checkpoint.spec import fingerprint
 from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.control_messages import (
     Assign,
-    Away,
     Beat,
     Bound,
     Copying,
@@ -97,7 +96,6 @@ def run(
     keys: Keys | None = None,
     model: Path | None = None,
     rejoin_s: float = 60.0,
-    gives_way: bool = False,
 ) -> int:
     """Runs a follower beside the scenario. Its exit code."""
     lead = PlayedLead(folder)
@@ -110,7 +108,6 @@ def run(
             name="b",
             model=model,
             rejoin_s=rejoin_s,
-            gives_way=gives_way,
         )
         running = asyncio.ensure_future(follower.run())
         try:
@@ -140,21 +137,6 @@ def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: P
         assert await lead.receive(Leave) == Leave(("worker-1",))
 
     assert run(tmp_path, scenario) == 0
-
-
-def test_a_follower_that_gives_way_says_so_when_its_processes_have_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def scenario(lead: PlayedLead, follower: Follower) -> None:
-        await lead.welcome()
-        await lead.receive(Beat)
-        lead.send(Assign(("worker-1",)))
-        await lead.receive(Bound)
-        signal.raise_signal(signal.SIGTERM)
-        assert await lead.receive(Away) == Away()
-
-    assert run(tmp_path, scenario, gives_way=True) == 0
-    assert "b goes away; others take over from it (worker-1)." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["silence", "gone", "failure"])

@@ -1,7 +1,7 @@
 """Leases: unit tests, and random histories of a lead and its followers in virtual time.
 
 The histories have messages that are delayed, held back in one or both directions, or lost with their connection,
-machines that freeze, are killed and come back, and leads that are replaced. The invariants:
+machines that freeze, are killed and come back, or leave, and leads that are replaced. The invariants:
 
 - a lead starts no process in the place of another one of its own that can still run;
 - no frame of a process that the present lead did not start is accepted;
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from pagewire.ipc.control_messages import (
     Assign,
+    Away,
     Beat,
     Begin,
     Bound,
@@ -32,8 +33,9 @@ from pagewire.ipc.control_messages import (
     Versions,
 )
 from pagewire.ipc.epochs import counter_of, first_epoch
+from pagewire.ipc.messages import Leave
 from pagewire.procs import leases
-from pagewire.procs.leases import Fleet, Lease, LeaseTimes, lease_times, mismatch
+from pagewire.procs.leases import Fleet, Lease, LeaseTimes, Machine, lease_times, mismatch
 
 HANG_S = 10.0
 STEP_S = 0.05
@@ -101,6 +103,58 @@ def test_groups_are_given_to_those_who_joined_first_and_to_spares_later() -> Non
     assert fleet.overdue(6.9) == [] and fleet.overdue(7.0) == [a]
     fleet.remove(a.peer)
     assert fleet.deal() == [c] and c.actors == GROUPS[0]
+
+
+def bound_fleet(*peers: bytes) -> Fleet:
+    """The first followers have the groups, and one epoch has begun."""
+    fleet = Fleet(GROUPS, term=7, hang_timeout_s=HANG_S)
+    for peer in peers:
+        fleet.join(peer, join(), now=0.0)
+    for machine in fleet.deal():
+        machine.bound = Bound({name: f"tcp://{machine.peer.decode()}:1" for name in machine.actors}, "")
+    fleet.begin(Begin(first_epoch(7), first_epoch(7), (), "why", {}))
+    return fleet
+
+
+def test_a_machine_that_leaves_works_until_its_heir_has_mailboxes() -> None:
+    fleet = bound_fleet(b"a", b"b", b"c")
+    a, b, c = fleet.machines
+    assert fleet.deal_heirs() == [] and fleet.leaving == []
+    a.is_leaving = True
+    assert fleet.deal_heirs() == [c] and fleet.heir(a) is c and fleet.due(c) == [Assign(GROUPS[0])]
+    assert fleet.deal_heirs() == [] and fleet.missing == []
+    c.bound = Bound({"worker-1": "tcp://c:1"}, "")
+    assert fleet.addresses["worker-1"] == "tcp://a:1"
+    assert fleet.begin(Begin(first_epoch(7) + 1, first_epoch(7), (), "another reason", {})) == [a, b]
+    assert fleet.due(c) == [], "two of them would run the same ranks"
+    fleet.relieve(a)
+    assert not fleet.is_complete and fleet.get(b"a") is None and fleet.leaving == []
+    assert fleet.addresses["worker-1"] == "tcp://c:1" and fleet.missing == []
+    fleet.remove(b"a")
+    assert fleet.is_complete
+    assert fleet.begin(Begin(first_epoch(7) + 2, first_epoch(7) + 1, (), "why", {})) == [b, c]
+
+
+def test_a_relieved_machine_that_says_nothing_is_waited_for_like_a_lost_one() -> None:
+    fleet = bound_fleet(b"a", b"b", b"c")
+    a, b, c = fleet.machines
+    a.is_leaving = True
+    fleet.deal_heirs()
+    c.bound = Bound({"worker-1": "tcp://c:1"}, "")
+    fleet.relieve(a)
+    for machine in (b, c):
+        machine.heard(Beat(2, 1), now=5.0)
+    assert fleet.overdue(6.9) == [] and fleet.overdue(7.0) == [a] and a.actors == ()
+
+
+def test_who_leaves_is_no_heir_and_what_is_lost_is_given_first() -> None:
+    fleet = bound_fleet(b"a", b"b", b"c")
+    a, b, c = fleet.machines
+    a.is_leaving = c.is_leaving = True
+    assert fleet.deal_heirs() == [] and fleet.heir(a) is None
+    c.is_leaving = False
+    fleet.remove(b.peer)
+    assert fleet.deal() == [c] and c.actors == GROUPS[1] and fleet.deal_heirs() == []
 
 
 def test_a_message_that_comes_when_half_of_the_lease_is_over_is_counted() -> None:
@@ -204,7 +258,7 @@ class SimFollower:
     def __init__(self, name: str, world: "World") -> None:
         self.name, self._world = name, world
         self.to_lead, self.from_lead = Direction(world.rng), Direction(world.rng)
-        self.is_frozen = False
+        self.is_frozen = self.is_leaving = self.has_left = False
         self.down_until = self.acted_at = 0.0
         self.term = 0
         self.peer = b""
@@ -222,12 +276,16 @@ class SimFollower:
     def kill(self, until: float) -> None:
         self._restart()
         self.previous, self.term, self.down_until = b"", 0, until
+        self.is_leaving = self.has_left = False
         self.to_lead.lose()
         self.from_lead.lose()
 
     def step(self, now: float) -> None:
         if self.is_frozen or now < self.down_until:
             return
+        if self.has_left:
+            self.has_left = False
+            self.kill(now)
         self.acted_at = now
         for name, epoch in self.children.items():  # also just after it was frozen: no lease was checked yet
             self._world.frame(name, epoch, self.peer)
@@ -235,6 +293,8 @@ class SimFollower:
             self._take(message, now)
         if self.lease.has_run_out(now):
             self._restart()
+        if self.is_leaving and not self.children:
+            self.is_leaving = False
         if now >= self.next_at:
             self.next_at = now + (0.5 if self.times is None else self.times.beat_s)
             number = self.lease.send(now)
@@ -245,6 +305,8 @@ class SimFollower:
                 states = tuple(ChildState(name, at, self.epoch, True) for name, at in self.children.items())
                 said = Beat(number, self.echo, self.epoch, states)
             self.to_lead.put(now, self.peer, said)
+            if self.is_leaving and self.times is not None:
+                self.to_lead.put(now, self.peer, Leave(self.actors))
 
     def _take(self, message: object, now: float) -> None:
         match message:
@@ -265,7 +327,13 @@ class SimFollower:
                     if name in self.actors:
                         self.children[name] = message.epoch
             case Gone() if self.times is not None:
-                self._restart()
+                if self.is_leaving:
+                    self.to_lead.put(now, self.peer, Away())
+                    self._world.num_handed_over += 1
+                    self.children, self.has_left = {}, True
+                    self.down_until = now + 0.5  # until its service manager starts it again
+                else:
+                    self._restart()
 
 
 class SimLead:
@@ -290,6 +358,14 @@ class SimLead:
             self._lose(machine.peer)
         for machine in self.fleet.deal():
             self._send(machine.peer, Assign(machine.actors), now)
+        for machine in self.fleet.deal_heirs():
+            self._send(machine.peer, Assign(machine.actors), now)
+        for machine in self.fleet.leaving:
+            if (heir := self.fleet.heir(machine)) is not None and heir.bound is not None:
+                self.epoch += not self.lost
+                self.lost.update(machine.actors)
+                self.fleet.relieve(machine)
+                self._send(machine.peer, Gone(), now)
         if self.lost and self.fleet.is_complete:
             self.epoch = self.epoch or first_epoch(self.fleet.term if self._world.has_terms else 0)
             begin = Begin(self.epoch, self.epoch, tuple(self.lost), "why", {})
@@ -308,10 +384,19 @@ class SimLead:
                 follower.from_lead.put(now, peer, answer)
             return
         machine = self.fleet.get(peer)
-        if machine is None:
+        if isinstance(message, Away):
+            if machine is not None:
+                self._lose(peer)
+            self.fleet.remove(peer)
+        elif machine is None:
             follower.from_lead.put(now, peer, Gone())
         elif isinstance(message, Bound):
             machine.bound = message
+        elif isinstance(message, Leave):
+            if machine.begins_at:
+                machine.is_leaving = True
+            else:
+                self.fleet.remove(peer)
         elif isinstance(message, Beat):
             machine.heard(message, now)
             self._send(peer, self.fleet.answer(machine), now)
@@ -320,7 +405,8 @@ class SimLead:
 
     def _lose(self, peer: bytes) -> None:
         machine = self.fleet.remove(peer)
-        assert machine is not None
+        if machine is None:  # it was relieved
+            return
         self.num_lost += 1
         if machine.begins_at:
             self.epoch += not self.lost  # before others take its place: its frames are old from now on
@@ -340,6 +426,7 @@ class World:
         self.now = 0.0
         self.has_terms = has_terms
         self._num_peers = 0
+        self.num_handed_over = 0
         self.followers: list[SimFollower] = []
         self.followers += [SimFollower(f"follower {i}", self) for i in range(3)]
         self.lead = SimLead(self, self._term())
@@ -412,7 +499,7 @@ def play(seed: int, *, has_terms: bool = True) -> World:
             return
         follower = rng.choice(world.followers)
         until = world.now + rng.choice((1.0, 4.0, 6.0, 9.0, 15.0))
-        match rng.randrange(7):
+        match rng.randrange(8):
             case 0 | 1:
                 cut(rng.choice((follower.to_lead, follower.from_lead)), until)
             case 2:
@@ -429,6 +516,8 @@ def play(seed: int, *, has_terms: bool = True) -> World:
                 follower.kill(world.now + rng.uniform(0, 8.0))
             case 6 if rng.random() < 0.4:
                 world.new_lead()
+            case 7:
+                follower.is_leaving = True
 
     def cut(direction: Direction, until: float) -> None:
         direction.is_cut = True
@@ -465,6 +554,16 @@ def test_slow_messages_and_short_cuts_pass_unnoticed() -> None:
 
     world.run(120.0, cut)
     assert world.is_whole and world.lead.num_lost == 0 and counter_of(world.lead.epoch) == 1
+
+
+def test_followers_leave_one_after_another_and_none_counts_as_lost() -> None:
+    world = World(1)
+    world.run(5.0)
+    for number in range(1, 5):
+        next(follower for follower in world.followers if follower.children).is_leaving = True
+        world.run(2.0)
+        assert world.is_whole and world.num_handed_over == number
+    assert world.lead.num_lost == 0 and counter_of(world.lead.epoch) == 5
 
 
 def held_back() -> World:
@@ -507,12 +606,25 @@ class _FromReceipt(Lease):
             self.ends_at = self._latest + self._lease_s
 
 
-@pytest.mark.parametrize("mutant", ["the lead waits shorter than the lease", "lease from receipt", "no term"])
+class _Hasty(Fleet):
+    """Does not wait for the end of a machine's processes when another one has taken over."""
+
+    def relieve(self, machine: Machine) -> None:
+        super().relieve(machine)
+        del self._relieved[machine.peer]
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["the lead waits shorter than the lease", "lease from receipt", "no term", "who leaves is not waited for"],
+)
 def test_a_history_finds_each_mutant(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "the lead waits shorter than the lease":
         monkeypatch.setattr(leases, "lease_times", _short_wait)
     elif mutant == "lease from receipt":
         monkeypatch.setitem(globals(), "Lease", _FromReceipt)
+    elif mutant == "who leaves is not waited for":
+        monkeypatch.setitem(globals(), "Fleet", _Hasty)
     wanted = "of another lead" if mutant == "no term" else "still runs"
     if mutant == "lease from receipt":
         with pytest.raises(Violation, match=wanted):

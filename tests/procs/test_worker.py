@@ -26,11 +26,14 @@ from pagewire.ipc.messages import (
     Reset,
     RowOpen,
     Sampling,
+    Sleep,
     StepPlan,
     StepResult,
     Stop,
     ToWorker,
     Transferred,
+    Wake,
+    WorkerUsage,
     bytes_to_ids,
     ids_to_bytes,
 )
@@ -106,12 +109,17 @@ def test_a_worker_is_ready_only_when_its_first_steps_are_prepared(
 
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[MemoryChannel[ToWorker], "queue.Queue[object]"]]:
-    """A worker in a thread, whose cache is open: its mailbox, and what it posts."""
+    """A worker in a thread, whose cache is open: its mailbox, and what it posts but for its `WorkerUsage`."""
     checkpoints.make_checkpoint(folder, "llama")
     config = prepare(make_config(model=str(folder), threads=1, max_num_seqs=4))
     inbox: MemoryChannel[ToWorker] = MemoryChannel(ToWorker)
     posted: queue.Queue[object] = queue.Queue()
-    arguments = Worker(config), inbox, lambda _, message: posted.put(message), posted.put, lambda: posted.put("pong")
+
+    def post(_: str, message: object) -> None:
+        if not isinstance(message, WorkerUsage):
+            posted.put(message)
+
+    arguments = Worker(config), inbox, post, posted.put, lambda: posted.put("pong")
     thread = threading.Thread(target=run, args=arguments)
     thread.start()
     try:
@@ -202,3 +210,35 @@ def test_a_plan_that_waits_is_given_up_with_its_core(tmp_path: Path) -> None:
         inbox.send(_plan(2))
         inbox.send(Ping())
         assert posted.get(timeout=TIMEOUT_S) == "pong"  # and the loop ends while a plan waits
+
+
+def test_a_ping_has_the_worker_say_what_it_takes_about_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.make_checkpoint(tmp_path, "llama")
+    config = prepare(make_config(model=str(tmp_path), threads=1, max_num_seqs=4))
+    now = 100.0
+    monkeypatch.setattr("pagewire.procs.worker.time.monotonic", lambda: now)
+    posted: list[object] = []
+    worker = Worker(config)
+    worker.start(lambda _, message: posted.append(message))
+    (offer,) = posted
+    assert isinstance(offer, CacheOffer) and offer.reads.fixed > 0 and offer.reads.experts == 0
+    worker.open(OpenCache(8))
+    found: list[dict[str, int]] = []
+    for at, task in ((100.0, None), (100.5, None), (101.0, Sleep()), (102.0, Wake()), (103.0, None)):
+        now = at
+        posted.clear()
+        if task is not None:
+            worker.take(task)
+        worker.rest()
+        usages = [message for message in posted if isinstance(message, WorkerUsage)]
+        assert len(usages) == (at != 100.5), at
+        for usage in usages:
+            assert usage.rank == 0 and usage.process.num_threads > 0 and usage.process.cpu_s > 0
+            assert usage.bandwidth == 0.0 and usage.gpu == {}, "no plan has run, and there is no GPU"
+            found.append(usage.memory)
+    worker.close()
+    awake = {**found[0], "kv_cache": 8 * offer.block_bytes}
+    assert found == [awake, {**awake, "kv_cache": 0}, awake, awake]
+    assert awake["weights"] > offer.reads.fixed, "the table of the vocabulary is not read"

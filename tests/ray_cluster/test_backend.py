@@ -11,6 +11,7 @@ from open_requests import END_S, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
+from pagewire.commands.metrics import read
 from pagewire.tools.servers import SERVE, Server
 
 pytestmark = [
@@ -25,7 +26,7 @@ HANG_S = "10"  # less, and a busy machine is taken for a lost one
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    nodes = RayNodes()
+    nodes = RayNodes(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="300")
     yield nodes
     nodes.close()
 
@@ -47,8 +48,8 @@ def start(nodes: RayNodes, tmp_path: Path) -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-def long_stream(server: Server) -> OpenRequest:
-    return open_stream(server, "/v1/completions", max_tokens=TOKENS)
+def long_stream(server: Server, max_tokens: int = TOKENS) -> OpenRequest:
+    return open_stream(server, "/v1/completions", max_tokens=max_tokens)
 
 
 def text_of(stream: OpenRequest) -> str:
@@ -120,6 +121,40 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
     assert server.stop() == 0, server.log.read_text()
     assert nodes.is_free()
     assert not any(named(nodes, number, "pagewire.ray.follower") for number in (3, 5))
+
+
+def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: Callable[..., Server]) -> None:
+    """It goes on while there is no room elsewhere, and hands over when there is: no death, and no lease that ends."""
+    for number in nodes.numbers[1:]:
+        nodes.kill(number)
+    nodes.add(8)
+    nodes.add(9)
+    server = start().wait_ready()
+    expected = text_of(long_stream(server, 1000))
+    stream = long_stream(server, 1000)
+    nodes.drain(9)
+    until(
+        lambda: "leaves: Ray has no room for 1 times 1 CPU" in json.loads(health(server)).get("waits_for", ""),
+        lambda: f"/health says what is missing: {health(server)}",
+        END_S,
+    )
+    told = json.loads(health(server))
+    assert told["status"] == "ok" and told["waits_for"].startswith("waiting for a node for worker"), told
+    assert ", because 127.0.0.9/" in told["waits_for"], told
+    assert text_of(stream) == expected, "it goes on"
+    nodes.add(10)
+    while "from 127.0.0.9/" not in server.log.read_text():
+        assert text_of(stream := long_stream(server, 1000)) == expected
+    until(lambda: named(nodes, 10, "pagewire: worker"), "a stage is there", END_S)
+    assert text_of(stream) == expected
+    nodes.kill(9)
+    assert text_of(long_stream(server, 1000)) == expected
+    said = server.log.read_text()
+    assert "has not answered" not in said and "has ended" not in said, said
+    assert read(server.get("/metrics"), 0.0).values["processes_lost_total"] == 0
+    until(lambda: "waits_for" not in health(server), lambda: health(server), END_S)
+    assert server.stop() == 0, server.log.read_text()
+    assert nodes.is_free()
 
 
 def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start: Callable[..., Server]) -> None:

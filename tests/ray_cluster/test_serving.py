@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Set
 from typing import NamedTuple
 
 import pytest
-from open_requests import OpenRequest, open_stream
+from open_requests import GREEDY, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
+from pagewire.procs.models import PROCESSES_BYTES
 from pagewire.tools.servers import free_port
 
 pytestmark = [
@@ -60,15 +61,20 @@ class App(NamedTuple):
         )
         assert done.returncode == 0, done.stderr[-3000:]
 
-    def engines(self) -> set[str]:
-        """The addresses of the engines that are ready and stay."""
+    def loaded(self) -> dict[str, list[str]]:
+        """The engines that are ready and stay, with the models that each has loaded."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as response:
-            return {engine["url"] for engine in json.load(response)["engines"] if engine["ready"]}
+            return {engine["url"]: engine["loaded"] for engine in json.load(response)["engines"] if engine["ready"]}
+
+    def engines(self) -> set[str]:
+        return set(self.loaded())
 
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    nodes = RayNodes(RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1")
+    nodes = RayNodes(
+        RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="120"
+    )
     try:
         for number in (3, 4, 5):
             nodes.add(number)
@@ -91,6 +97,11 @@ def text_of(stream: OpenRequest) -> str:
     return "".join(choice["text"] for choice in choices)
 
 
+def node_of(url: str) -> int:
+    """The number of an engine's node."""
+    return int(url.rpartition(":")[0].rpartition(".")[2])
+
+
 def test_engines_come_and_go_and_streams_stay(app: App) -> None:
     until(lambda: len(app.engines()) == 1, "the first engine is ready", LONG_S)
     expected = text_of(stream(app))
@@ -109,8 +120,7 @@ def test_engines_come_and_go_and_streams_stay(app: App) -> None:
 
     until(lambda: are(2), "a second engine has come with the load", LONG_S)
     before = app.engines()
-    hosts = {url: int(url.rpartition(":")[0].rpartition(".")[2]) for url in before}
-    victim = next(host for host in hosts.values() if named(app.nodes, host, ":Door") is None)
+    victim = next(node for node in map(node_of, before) if named(app.nodes, node, ":Door") is None)
     app.nodes.kill(victim)
     app.nodes.add(6)
     until(lambda: are(2) and app.engines() != before, "another engine takes the place of the lost one", LONG_S)
@@ -129,3 +139,56 @@ def test_engines_come_and_go_and_streams_stay(app: App) -> None:
         "the engines have ended with the application",
         LONG_S,
     )
+
+
+def test_several_models_are_loaded_where_there_is_room_and_a_stream_takes_its_model_along(app: App) -> None:
+    """Two engines with memory for one of two models each."""
+    names = ("pagewire-demo", "pagewire-demo-hybrid")
+    memory = {"models_memory": PROCESSES_BYTES + (300 << 20), "kv_cache_memory": 32 << 20}
+    app.deploy({**SETTINGS, **memory, "models": ["demo", "demo-hybrid"], "min_replicas": 2, "version": "several"})
+    until(lambda: [*app.loaded().values()] == [[], []], lambda: f"nothing is loaded yet: {app.loaded()}", LONG_S)
+
+    def begun(name: str) -> OpenRequest:
+        request = OpenRequest(
+            app, "/v1/completions", {**GREEDY, "max_tokens": 1500, "prompt": "hello", "stream": True, "model": name}
+        )
+        until(lambda: request.num_events > 5, "the stream has begun", LONG_S)
+        return request
+
+    expected = {name: text_of(begun(name)) for name in names}
+    where = app.loaded()
+    assert sorted(where.values()) == [[name] for name in names], "each engine has one"
+    for _ in range(3):
+        for name in names:
+            assert text_of(begun(name)) == expected[name]
+    assert app.loaded() == where, "and nothing was unloaded"
+
+    url = next(url for url in where if named(app.nodes, node_of(url), ":Door") is None)
+    ((kept,),) = (loaded for other, loaded in where.items() if other != url)
+    ((moved,),) = (loaded for other, loaded in where.items() if other == url)
+    stream = begun(moved)
+    app.nodes.kill(node_of(url))
+    until(lambda: stream.has_ended, "the stream has ended", LONG_S)
+    assert text_of(stream) == expected[moved]
+    assert text_of(begun(kept)) == expected[kept]
+    app.deploy(None)
+
+
+def test_an_engine_leaves_a_node_that_drains(app: App) -> None:
+    """Serve starts another one, and ends that of the node, whose stream goes on elsewhere."""
+    app.nodes.add(7)
+    app.deploy({**SETTINGS, "min_replicas": 2, "version": "drains"})
+    until(lambda: len(app.engines()) == 2, "both engines are ready", LONG_S)
+    expected = text_of(stream(app))
+    before = app.engines()
+    url = next(url for url in before if named(app.nodes, node_of(url), ":Door") is None)
+    streams = [stream(app) for _ in range(2)]
+    app.nodes.drain(node_of(url))
+    until(
+        lambda: len(now := app.engines()) == 2 and url not in now,
+        lambda: f"another engine has taken over: {app.engines()}, before: {before}",
+        LONG_S,
+    )
+    for one in streams:
+        assert text_of(one) == expected
+    app.deploy(None)

@@ -18,6 +18,11 @@ def test_values_may_be_text_as_serve_run_gives_them() -> None:
     assert config.engine.max_num_seqs == 8
 
 
+def test_several_values_are_a_list_or_have_commas() -> None:
+    for models in ("a,b", ["a", "b"]):
+        assert split({"models": models})[2].source.models == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

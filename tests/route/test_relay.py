@@ -134,6 +134,18 @@ def test_load_is_balanced(stack: ExitStack) -> None:
     assert num_submits(engines) == [3, 3]
 
 
+def test_a_request_goes_to_an_engine_that_serves_its_model(stack: ExitStack) -> None:
+    names: tuple[tuple[str, ...], ...] = (("one",), ("two", "alias"))
+    engines = [stack.enter_context(Behind(FakeEngine(PIECES), served_model_names=each)) for each in names]
+    router = stack.enter_context(Routed(*engines))
+    for i in range(4):
+        assert router.complete(model="alias", prompt=f"{i}").status == 200
+        assert router.complete(prompt=f"{i}").status == 200, "the first one"
+        assert router.complete(model="three", prompt=f"{i}").status == 404
+    assert num_submits(engines) == [4, 4]
+    assert [engine["loaded"] for engine in router.ask("/health").json["engines"]] == [list(each) for each in names]
+
+
 def test_a_prompt_goes_to_the_engine_with_its_prefix(stack: ExitStack) -> None:
     engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))

@@ -33,8 +33,12 @@ class Ask:
         min_tokens: int,
         constraint: Constraint | None,
         marks: tuple[int, ...],
+        starts: tuple[int, ...] = (),
     ) -> None:
+        """`starts`: with these ids the decoder begins, and an encoder reads the prompt."""
         self.prompt = prompt
+        self.own = list(starts) or prompt  # what the decoder's ids begin with
+        self.encoded = prompt if starts else []
         self.max_tokens = max_tokens
         self.priority = priority
         self.tenant = tenant
@@ -97,11 +101,11 @@ class Client:
         self.grammar_fails = grammar_fails
         self.may_be_too_large = may_be_too_large
         self.stop_after = stop_after
-        room = max_len - len(ask.prompt)
+        room = max_len - len(ask.own)
         self.max_tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
         grammar = None if ask.constraint is None else rid
         self.expected = expected_output(
-            ask.prompt,
+            ask.own,
             self.max_tokens,
             max_len,
             rid,
@@ -111,6 +115,7 @@ class Client:
             grammar,
             groups,
             regime_limit,
+            ask.encoded,
         )
         self.is_twice_as_long = regime_limit is not None and len(ask.prompt) + self.max_tokens > regime_limit
         # What plans in flight at its end may sample after it. A constrained row samples one token at a time.
@@ -118,7 +123,14 @@ class Client:
             []
             if ask.constraint
             else expected_output(
-                ask.prompt + self.expected, 12, 10**6, rid, True, groups=groups, regime_limit=regime_limit
+                ask.own + self.expected,
+                12,
+                10**6,
+                rid,
+                True,
+                groups=groups,
+                regime_limit=regime_limit,
+                encoded=ask.encoded,
             )
         )
         self.output: list[int] = []
@@ -144,7 +156,8 @@ class Client:
     def size(self) -> int:
         """The most positions and tokens that serving it takes, for the bound on its wait. If its regime may change, all
         of it may be computed twice."""
-        return (len(self.ask.prompt) + self.max_tokens + 1) * (1 + self.is_twice_as_long)
+        num_prompt = len(self.ask.own) + len(self.ask.encoded)
+        return (num_prompt + self.max_tokens + 1) * (1 + self.is_twice_as_long)
 
     def hear_tokens(self, tokens: Tokens) -> None:
         """Output of the core with its log-probabilities and end."""
@@ -203,7 +216,8 @@ class Journal:
     def add(self, client: Client) -> None:
         """Adds a client whose request is about to be sent."""
         self.clients[client.rid] = client
-        self._oracle.learn(client.ask.prompt + client.expected + client.beyond, client.ask.salt)
+        ask = client.ask
+        self._oracle.learn(ask.own + client.expected + client.beyond, ask.salt, ask.encoded)
         if client.fails:  # no KV computed after the bad step may be cached
             client.expected = []
 

@@ -59,13 +59,21 @@ Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 class History:
     """A setting, and the events in it."""
 
-    def __init__(self, seed: int, log: Callable[[str], None] | None = None, num_stages: int = 1) -> None:
-        """`log`: gets a line for each event. `num_stages`: of the model's layers, each with a worker of its own."""
+    def __init__(
+        self,
+        seed: int,
+        log: Callable[[str], None] | None = None,
+        num_stages: int = 1,
+        *,
+        has_encoder: bool = False,
+    ) -> None:
+        """`log`: gets a line for each event. `num_stages`: of the model's layers, each with a worker of its own.
+        `has_encoder`: of the model, beside its decoder."""
         self.rng = Random(seed)
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self._log = log
-        self._setting = Setting(self.rng, num_stages)
+        self._setting = Setting(self.rng, num_stages, has_encoder=has_encoder)
         self._passed: dict[Request, int] = {}  # see `FirstInQueue`
         self._oracle = Oracle(self._setting.groups, BLOCK_SIZE, self._setting.regime_limit)
         self._journal = Journal(self._oracle)
@@ -151,6 +159,9 @@ class History:
             earlier = rng.choice(list(self._journal.clients.values()))
             salt = earlier.ask.salt
             prompt = (earlier.ask.prompt + earlier.expected + prompt)[: setting.max_len - rng.randint(1, 8)] or prompt
+        if setting.starts and self._journal.clients and rng.random() < 0.5:  # a prompt that was read before
+            earlier = rng.choice(list(self._journal.clients.values()))
+            prompt, salt = earlier.ask.prompt, rng.choice([earlier.ask.salt, salt])
         is_constrained = rng.random() < setting.constrained_share
         ask = Ask(
             prompt[: setting.max_len - 1],
@@ -162,11 +173,12 @@ class History:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=rng.choice([(), (), (3, 11)]),
             logprobs=0 if rng.random() < 0.1 else None,
-            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if rng.random() < 0.1 and not setting.starts else None,
             queue_timeout_s=rng.choice([None, None, None, 0.01]),
             min_tokens=0 if is_constrained or rid % 5 else 6,
             constraint=Constraint() if is_constrained else None,
             marks=tuple(rng.sample(range(80), rng.choice([0, 1, 2]))),
+            starts=setting.starts,
         )
         n = rng.choice([1, 1, 1, 2, 3])
         for choice in range(n):
@@ -230,6 +242,7 @@ class History:
             kv_events=setting.kv_events,
             speculate=setting.speculate,
             regime_limit=setting.regime_limit,
+            decoder_start_ids=setting.starts,
         )
         self._scheduler.change(self._changed)
         is_ranked = setting.policy != "fair" and not (setting.policy == "slo" and setting.has_shares)
@@ -421,6 +434,8 @@ class History:
         self._check_content()
         self.counts["copies"] += len(copies) // 2
         self.counts["states kept"] += len(plan.keep_rows) // 4
+        self.counts["prompts read"] += sum(bool(row.encoder_ids) for row in plan.open)
+        self.counts["prompts found"] += sum(row.num_encoded > 0 and not row.encoder_ids for row in plan.open)
         self.counts["states found"] += sum(bool(row.state_from) for row in plan.open)
         if plan.rows:
             self._patience.plan()
@@ -586,7 +601,8 @@ class History:
         """Draft tokens of a row, each right with probability `draft_accuracy`."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
-            ids.append(next_token(Content(self._setting.groups, ids, row.regime).reads(), row.sampling.seed))
+            regime = self._workers[0].regime_of(row)
+            ids.append(next_token(Content(self._setting.groups, ids, regime).reads(), row.sampling.seed))
             if rng.random() >= self._setting.draft_accuracy:
                 ids[-1] = rng.randrange(VOCAB)
         return ids[len(row.ids) :]

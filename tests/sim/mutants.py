@@ -13,6 +13,7 @@ from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
+from pagewire.engine.core.encoded import Encoded
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.kv_connector import Held, Item
 from pagewire.engine.core.loads import Loads
@@ -27,7 +28,7 @@ from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.host import HostCore
-from pagewire.ipc.messages import Enqueue, Failed, RowOpen, StepPlan, Tokens
+from pagewire.ipc.messages import Enqueue, Failed, RowOpen, StepPlan, Tokens, bytes_to_ids, ids_to_bytes
 
 from .stages import Hidden, Sampled, Stage
 from .stores import Copy, StoreWorker
@@ -77,6 +78,7 @@ _restorable = PrefixCache.restorable
 _send = Scheduler._send
 _num_batches = MicroBatches._num_batches
 _hear = Stage.hear
+_encoded_give = Encoded.give
 
 
 def _leak_a_block(self: BlockPool, blocks: list[int]) -> None:
@@ -741,9 +743,43 @@ MUTANTS_OF_STAGES: dict[str, Patch] = {
 """Faults that histories with several stages must find."""
 
 
+def _find_a_part(self: PrefixCache, request: Request) -> tuple[int, ...]:
+    assert self._pool.groups.cross is not None
+    return tuple(self._pool.match(request.encoded.keys(request.root, self._block_size), self._pool.groups.cross))
+
+
+def _trust_what_was_given(self: Encoded, blocks: list[int], *, is_there: bool) -> None:
+    _encoded_give(self, blocks, is_there=True)
+
+
+def _pages_of_other_blocks(self: Request, pool: BlockPool) -> RowOpen:
+    row = _request_as_row(self, pool)
+    pages = bytes_to_ids(row.cross)
+    return replace(row, cross=ids_to_bytes(pages[::-1]))
+
+
+def _root_without_prompt(self: Scheduler, message: Enqueue) -> bytes:
+    return root_key(self.model_key, message.salt)
+
+
+MUTANTS_OF_ENCODERS: dict[str, Patch] = {
+    "a part of an encoder's result counts as found": (PrefixCache, "_find_cross", _find_a_part),
+    "an encoder's result counts as found": (Encoded, "give", _trust_what_was_given),
+    "an encoder's result of a dropped plan counts": (Encoded, "lose", _nothing),
+    "a preempted request keeps its encoder's result": (Encoded, "leave", _nothing),
+    "the pages of an encoder's result are out of order": (Request, "as_row", _pages_of_other_blocks),
+    "a key of the decoder does not name what the encoder reads": (Scheduler, "root_of", _root_without_prompt),
+    "an encoder's result needs no pages": (Groups, "cross_pages", lambda self, num, size: 0),
+    "blocks of a step without memory are found": MUTANTS["blocks of a step without memory are found"],
+    "a block leaks": MUTANTS["a block leaks"],
+    "a block is owned twice": MUTANTS["a block is owned twice"],
+}
+"""Faults that histories of models with an encoder must find."""
+
+
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """Runs the block with this fault in the engine."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(*({**MUTANTS, **MUTANTS_OF_STAGES}[name])))
+        stack.enter_context(patch.object(*({**MUTANTS, **MUTANTS_OF_STAGES, **MUTANTS_OF_ENCODERS}[name])))
         yield

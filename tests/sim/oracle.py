@@ -5,9 +5,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from fakes import KV_BYTES, Content, shelved
+from fakes import KV_BYTES, Content, encoded_kv, regime_of, shelved
 
-from pagewire.engine.core.block_hash import regime_key, root_key
+from pagewire.engine.core.block_hash import block_key, regime_key, root_key
 from pagewire.engine.core.groups import Groups
 
 
@@ -18,18 +18,30 @@ class Oracle:
         self.groups = groups
         self.regime_limit = sys.maxsize if regime_limit is None else regime_limit
         self._block_size = block_size
+        self._cross: dict[bytes, bytes] = {}  # key of a block of an encoder's result → its values
         self._known: dict[bytes, tuple[Content, int, int]] = {}  # key → a sequence, and its positions from … to
 
-    def learn(self, ids: Sequence[int], salt: bytes) -> None:
-        """Adds the keys of a sequence with this salt: of its full blocks, and of every beginning of a block."""
+    def learn(self, ids: Sequence[int], salt: bytes, encoded: Sequence[int] = ()) -> None:
+        """Adds the keys of a sequence with this salt: of its full blocks, and of every beginning of a block. `encoded`:
+        what an encoder reads of it."""
+        if encoded:
+            root = block_key(root_key(b"", salt), array("i", encoded).tobytes())
+            values, size = encoded_kv(encoded), KV_BYTES * self._block_size
+            for place in range(-(-len(encoded) // self._block_size)):
+                key = sha256(b"cross" + place.to_bytes(4, "little") + root).digest()
+                self._cross[key] = values[place * size : (place + 1) * size]
+            self._learn_from(root, Content(self.groups, ids, regime_of(self.groups, encoded)), ids)
+            return
         self._learn(ids[: self.regime_limit], salt, 0)
         if len(ids) > self.regime_limit:
             self._learn(ids, salt, 1)
 
     def _learn(self, ids: Sequence[int], salt: bytes, regime: int) -> None:
-        size, known = self._block_size, self._known
-        content, data = Content(self.groups, ids, regime), array("i", ids).tobytes()
-        parent = regime_key(root_key(b"", salt), regime)
+        self._learn_from(regime_key(root_key(b"", salt), regime), Content(self.groups, ids, regime), ids)
+
+    def _learn_from(self, parent: bytes, content: Content, ids: Sequence[int]) -> None:
+        """`parent`: the root."""
+        size, known, data = self._block_size, self._known, array("i", ids).tobytes()
         for start in range(0, len(ids), size):
             digest = sha256(parent)
             for end in range(start + 1, min(start + size, len(ids)) + 1):
@@ -39,6 +51,11 @@ class Oracle:
 
     def expect(self, key: bytes, *pages: bytes, group: int = 0, stage: int = 0) -> None:
         """Asserts that the pages of a block of a stage match its key."""
+        if group == self.groups.cross:
+            parts = shelved(self._cross[key], self.groups.sizes[group])
+            for page, part in zip(pages, parts, strict=True):
+                assert page[: len(part)] == part, "a block of an encoder's result does not match its key"
+            return
         assert key in self._known, "a key of tokens that no request has"
         content, start, end = self._known[key]
         for _ in range(stage):

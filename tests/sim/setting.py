@@ -34,7 +34,7 @@ def _draw_groups(rng: Random) -> Groups:
 class Setting:
     """The configuration of an engine and its clients."""
 
-    def __init__(self, rng: Random, num_stages: int = 1) -> None:
+    def __init__(self, rng: Random, num_stages: int = 1, *, has_encoder: bool = False) -> None:
         self.num_stages = num_stages
         self.num_blocks = rng.randint(4, 24)
         self.depth = rng.randint(1, 3)
@@ -56,8 +56,7 @@ class Setting:
         self.stop_rate = rng.choice([0.0, 0.2])
         self.stem_share = rng.choice([0.0, 0.7, 1.0])
         self.turn_share = rng.choice([0.0, 0.3, 0.7])
-        self.worker_losses = rng.choice([0, 0, 0, 1, 2])
-        self.core_losses = rng.choice([0, 0, 0, 1])
+        self.worker_losses, self.core_losses = rng.choice([0, 0, 0, 1, 2]), rng.choice([0, 0, 0, 1])
         self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # draft tokens of a row in a step
         self.draft_accuracy = rng.choice([0.0, 0.5, 0.9, 1.0])  # probability that a draft token is right
         self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
@@ -117,3 +116,13 @@ class Setting:
                 self.speculate = 0
             self.groups = StagedGroups(self.groups, num_stages)
             self.tier = None  # `tests/sim/stores.py` copies the blocks of one worker
+        self.starts = self._with_encoder(rng) if has_encoder else ()  # ids with which a decoder beside one begins
+
+    def _with_encoder(self, rng: Random) -> tuple[int, ...]:
+        others = [shape for shape in _draw_groups(rng).shapes if shape.kind != "state"] or [*PLAIN.shapes]
+        self.groups = Groups([*others, GroupShape("cross", 0, rng.randint(1, 4))])
+        fewest = self.groups.num_pages(0, self.max_len, 1, BLOCK_SIZE)
+        fewest += self.groups.cross_pages(self.max_len, BLOCK_SIZE)
+        self.num_pages = int(fewest * rng.choice([1.0, 1.2, 1.5, 2.0, 3.0]))
+        self.tier = self.regime_limit = None
+        return rng.choice([(1,), (1, 2), (1, 2, 3, 4, 5)])

@@ -8,12 +8,13 @@ from collections import Counter
 import pytest
 
 from .history import History
-from .mutants import MUTANTS, MUTANTS_OF_STAGES, mutated
+from .mutants import MUTANTS, MUTANTS_OF_ENCODERS, MUTANTS_OF_STAGES, mutated
 
 NUM_BATCHES, BATCH = 1, 1000
 MUTANT_SEEDS = 2000
 NUM_OF_STAGES = 40
 STAGES = (2, 3, 4)  # in turn
+NUM_WITH_ENCODER = 60
 
 # Events that must happen at least so often in every batch; otherwise the histories no longer test them.
 COVERED = {
@@ -120,6 +121,21 @@ def test_some_history_of_stages_fails_for_each_mutant(name: str) -> None:
     with mutated(name), pytest.raises((AssertionError, KeyError, IndexError, TypeError, ValueError)):
         for seed in range(NUM_OF_STAGES):
             History(seed, num_stages=STAGES[seed % len(STAGES)]).run()
+
+
+def test_histories_of_models_with_an_encoder() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_WITH_ENCODER):
+        counts += History(seed, has_encoder=True).run()
+    least = {"prompts read": 300, "prompts found": 100, "preempted": 5, "steps without memory": 50, "copies": 50}
+    assert all(counts[event] >= number for event, number in least.items()), counts
+
+
+@pytest.mark.parametrize("name", MUTANTS_OF_ENCODERS)
+def test_some_history_with_an_encoder_fails_for_each_mutant(name: str) -> None:
+    with mutated(name), pytest.raises((AssertionError, KeyError, IndexError, TypeError, ValueError)):
+        for seed in range(5 * NUM_WITH_ENCODER):
+            History(seed, has_encoder=True).run()
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,11 +1,22 @@
 // The live view: looks at /metrics once a second and keeps two minutes of it.
 
-import { quantile, rate, sample, stageShares } from "./metrics.js";
+import { attainment, cpusUsed, quantile, rate, sample, stageShares } from "./metrics.js";
 import { request } from "./server.js";
 
 const INTERVAL_MS = 1000;
 const KEPT_S = 120; // what the charts show
 const LATENCY_S = 60; // the window of the latencies
+const KINDS = {
+  weights: "Weights",
+  kv_used: "KV in use",
+  kv_cached: "KV kept for others",
+  kv_free: "KV free",
+  draft_states: "States of draft tokens",
+  workspace: "Workspace",
+  graphs: "Graphs",
+  host_tier: "KV in host memory",
+}; // of memory
+const LEAST_CPUS = 0.01; // of a process that is shown
 const STATES = ["busy", "input", "ids", "plan"]; // of a pipeline's stage
 const [WIDTH, HEIGHT] = [240, 56]; // of a chart, in its own units
 
@@ -71,10 +82,79 @@ function draw(element, charts, samples) {
   show("guesses", now.draftTokens ? share(now.acceptedTokens / now.draftTokens) : "–");
 
   drawStages(element("stages"), stageShares(recent, now), now.bubbles);
+  drawMemory(element("memory"), now.memory, show);
+  drawMachine(element, cpusUsed(recent, now), now, show);
+  const classes = element("classes");
+  const shares = Object.entries(attainment(earliest, now));
+  classes.hidden = !shares.length;
+  drawRows(classes.querySelector("dl"), shares.map(([name, met]) => [name, met === null ? "idle" : share(met)]));
 
   charts.speed.add(now.time, [rate(before, now, "outputTokens"), rate(before, now, "promptTokens")], samples.length);
   charts.load.add(now.time, [now.running, now.waiting], samples.length);
   charts.kv.add(now.time, [now.kvShare], samples.length);
+}
+
+/** What holds the workers' memory; hidden until they say it. */
+function drawMemory(card, memory, show) {
+  const kinds = Object.keys(KINDS).filter((kind) => memory[kind]);
+  card.hidden = !kinds.length;
+  if (card.hidden) return;
+  const all = kinds.reduce((sum, kind) => sum + memory[kind], 0);
+  show("memory-all", bytes(all));
+  const bar = card.querySelector(".parts");
+  while (bar.children.length > kinds.length) bar.lastElementChild.remove();
+  kinds.forEach((kind, i) => {
+    const part = bar.children[i] ?? bar.appendChild(document.createElement("i"));
+    part.className = kind;
+    part.style.width = `${(100 * memory[kind]) / all}%`;
+  });
+  const list = card.querySelector("dl");
+  drawRows(list, kinds.map((kind) => [KINDS[kind], bytes(memory[kind])]));
+  kinds.forEach((kind, i) => (list.children[i].className = kind));
+}
+
+/** CPUs, the roof, and GPUs if there are any; hidden until the processes say what they take. */
+function drawMachine(element, cpus, now, show) {
+  const processes = Object.entries(cpus).sort(([, a], [, b]) => b - a);
+  element("machine").hidden = !processes.length;
+  show("cpus", processes.reduce((sum, [, used]) => sum + used, 0).toFixed(2));
+  const busy = processes.filter(([, used]) => used >= LEAST_CPUS);
+  show("cpus-by-process", busy.map(([process, used]) => `${process}\u00a0${used.toFixed(2)}`).join(" · "));
+  element("roof-row").hidden = element("roof-meter").hidden = now.roof === null;
+  show("roof", `${share(now.roof ?? 0)} of ${(now.bandwidth / 1e9).toFixed(now.bandwidth < 1e11 ? 1 : 0)} GB/s`);
+  element("roof-meter").value = now.roof ?? 0;
+  const gpus = Object.entries(now.gpus).map(([rank, values]) => [`GPU ${rank}`, gpuLine(values)]);
+  drawRows(element("gpus"), gpus);
+}
+
+/** What a GPU says of itself, as far as it does. */
+function gpuLine(values) {
+  const number = (name, factor, unit) =>
+    values[name] === undefined ? [] : [`${(values[name] * factor).toFixed(0)} ${unit}`];
+  const errors = (values.gpu_ecc_uncorrected_errors_total ?? 0) + (values.gpu_xid_errors_total ?? 0);
+  return [
+    ...number("gpu_utilization_ratio", 100, "%"),
+    ...number("gpu_power_watts", 1, "W"),
+    ...number("gpu_temperature_celsius", 1, "°C"),
+    ...(values.gpu_memory_used_bytes === undefined ? [] : [bytes(values.gpu_memory_used_bytes)]),
+    ...number("gpu_sm_clock_hertz", 1e-6, "MHz"),
+    ...(values.gpu_is_slowed ? ["slowed"] : []),
+    ...(errors ? [`${errors} errors`] : []),
+  ].join(" · ");
+}
+
+/** Rows of names and values; those that are there are kept. */
+function drawRows(list, rows) {
+  while (list.children.length > rows.length) list.lastElementChild.remove();
+  rows.forEach(([name, value], i) => {
+    if (!list.children[i]) {
+      const row = list.appendChild(document.createElement("div"));
+      row.append(document.createElement("dt"), document.createElement("dd"));
+    }
+    const [term, text] = list.children[i].children;
+    if (term.textContent !== name) term.textContent = name;
+    if (text.textContent !== value) text.textContent = value;
+  });
 }
 
 /** A bar for each stage of a pipeline; hidden without stages. */
@@ -111,6 +191,13 @@ function whole(value) {
 
 function share(value) {
   return `${(value * 100).toFixed(value > 0 && value < 0.0995 ? 1 : 0)} %`;
+}
+
+/** Powers of 1024. */
+function bytes(value) {
+  let power = 0;
+  while (value >= 1024 && power < 4) [value, power] = [value / 1024, power + 1];
+  return `${value.toFixed(value < 10 && power ? 1 : 0)} ${["bytes", "kB", "MB", "GB", "TB"][power]}`;
 }
 
 function duration(seconds) {

@@ -27,6 +27,11 @@ export function sample(text, time) {
   const mean = (name) => sum(name) / Math.max(1, (families.get(name) ?? []).length); // of several engines
   const by = (name, label) =>
     Object.fromEntries((families.get(name) ?? []).map(({ labels, value }) => [labels[label], value]));
+  const sumBy = (name, label) => {
+    const sums = {}; // of several engines and ranks
+    for (const { labels, value } of families.get(name) ?? []) sums[labels[label]] = (sums[labels[label]] ?? 0) + value;
+    return sums;
+  };
   const histogram = (name) => {
     const counts = new Map(); // bound → how many were at or under it
     for (const { labels, value } of families.get(`${name}_bucket`) ?? []) {
@@ -49,6 +54,13 @@ export function sample(text, time) {
     draftTokens: sum("spec_decode_num_draft_tokens_total"),
     acceptedTokens: sum("spec_decode_num_accepted_tokens_total"),
     bubbles: mean("pipeline_bubble_ratio"),
+    memory: sumBy("worker_memory_bytes", "kind"),
+    cpuSeconds: sumBy("process_cpu_seconds_total", "process"),
+    roof: families.get("memory_roof_ratio")?.length ? mean("memory_roof_ratio") : null,
+    bandwidth: mean("memory_bandwidth_bytes_per_second"),
+    gpus: byRank([...families].filter(([name]) => name.startsWith("gpu_"))),
+    observed: sumBy("slo_observations_total", "latency_class"),
+    attained: sumBy("slo_attained_total", "latency_class"),
     stages: byStage(families.get("stage_seconds_total") ?? []),
     finished: by("request_success_total", "finished_reason"),
     firstToken: histogram("time_to_first_token_seconds"),
@@ -66,6 +78,39 @@ function byStage(series) {
     states[labels.state] = (states[labels.state] ?? 0) + value;
   }
   return stages;
+}
+
+/** Rank with a GPU → metric → value; of several engines engine/rank. */
+function byRank(families) {
+  const ranks = {};
+  for (const [name, series] of families) {
+    for (const { labels, value } of series) {
+      if (labels.rank === undefined) continue; // vLLM's old names begin alike
+      const rank = labels.engine === undefined ? labels.rank : `${labels.engine}/${labels.rank}`;
+      (ranks[rank] ??= {})[name] = value;
+    }
+  }
+  return ranks;
+}
+
+/** Process → the CPUs that it used between two samples; none that the first one lacks. */
+export function cpusUsed(before, after) {
+  const seconds = after.time - before.time;
+  if (seconds <= 0) return {};
+  const known = Object.entries(after.cpuSeconds).filter(([process]) => process in before.cpuSeconds);
+  return Object.fromEntries(
+    known.map(([process, value]) => [process, Math.max(0, value - before.cpuSeconds[process]) / seconds]),
+  );
+}
+
+/** Latency class → the share of its first tokens and gaps between two samples that met their target; null: none came. */
+export function attainment(before, after) {
+  return Object.fromEntries(
+    Object.entries(after.observed).map(([name, total]) => {
+      const num = total - (before.observed[name] ?? 0);
+      return [name, num > 0 ? ((after.attained[name] ?? 0) - (before.attained[name] ?? 0)) / num : null];
+    }),
+  );
 }
 
 /** Stage → state → share of the time with plans in flight between two samples; empty if there was none. */

@@ -43,6 +43,28 @@ def test_blocks_become_messages() -> None:
     assert json.loads(prompt.tools)[0]["function"]["name"] == "weather" and engine.submits[0].tenant == "me"
 
 
+def document(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": text}, **fields}
+
+
+def test_documents_of_text_are_read() -> None:
+    engine = FakeEngine()
+    parts = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    read = document("", source=parts, citations={"enabled": False})
+    rain = document("It rains.", title="Weather", context="of today")
+    messages = [
+        {"role": "user", "content": [rain, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [read]}]},
+    ]  # fmt: skip
+    answer = ask(engine, messages=messages, tools=TOOLS)
+    assert answer.status == 200, answer.json
+    asked, _, result = json.loads(last_prompt(engine).messages)
+    document_text = "<document>\nWeather\nof today\nIt rains.\n</document>\n"
+    assert asked["content"] == [{"type": "text", "text": document_text}, {"type": "text", "text": "?"}]
+    assert result["content"] == "<document>\na\nb\n</document>\n"
+
+
 def test_a_final_assistant_message_is_continued() -> None:
     engine = FakeEngine()
     ask(engine, messages=[QUESTION, {"role": "assistant", "content": "Hel"}])
@@ -62,6 +84,11 @@ def test_a_final_assistant_message_is_continued() -> None:
          "messages[0].content[0]"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"system": [document("x")]}, "system[0]"),
+        ({"messages": [{"role": "user", "content": [document("x", source={"type": "base64", "data": "JVBER"})]}]},
+         "messages[0].content[0]: a block of type 'document'"),
+        ({"messages": [{"role": "user", "content": [document("x", citations={"enabled": True})]}]},
+         "messages[0].content[0].citations"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -14,8 +14,9 @@ from pagewire.api.engines.choice import (
     Condition,
     Conversation,
     Member,
-    stable_hash,
 )
+from pagewire.api.engines.presence import Presence
+from pagewire.api.engines.stable_hash import stable_hash
 
 NOW = 1000.0
 
@@ -269,3 +270,55 @@ def test_roles_are_preferences() -> None:
     assert choice.legs([17, 18], None, 2000, NOW) == (of["d"], of["p"])
     choice.described(of["p"], "both", 1.0, 0.1)
     assert {choice.choose([i], None, NOW) for i in range(20, 29)} == {of["p"]}, "the idler one"
+
+
+LOADED, FITS, UNLOADED, FAILED = Presence
+
+
+def served(choice: Choice[Member], model: str | None, num: int) -> list[str]:
+    """The engines of so many requests for a model, which stay open."""
+    found = []
+    for _ in range(num):
+        member, _ = choice.legs([], None, 0, NOW, model=model)
+        assert member is not None
+        choice.opened(member)
+        found.append(member.name)
+    return found
+
+
+def test_a_model_is_used_where_it_is_loaded_and_loaded_once_before_the_engine_says_so() -> None:
+    choice = choice_of(3)
+    for member, presence in zip(choice.members, (FITS, LOADED, FITS), strict=True):
+        choice.hosts(member, {"a": presence, "b": FITS})
+    assert set(served(choice, "a", 3)) == {choice.members[1].name}
+    (home,) = set(served(choice, "b", 3))
+    assert home != choice.members[1].name, "the one with a model has more to do"
+    assert set(served(choice, "unknown", 6)) == {member.name for member in choice.members}, "each says so itself"
+
+
+def test_a_model_whose_engine_is_busy_is_loaded_by_another_one_that_has_room() -> None:
+    choice = choice_of(2)
+    first, second = choice.members
+    choice.hosts(first, {"a": LOADED, "b": LOADED})
+    choice.hosts(second, {"a": UNLOADED, "b": LOADED})
+    assert set(served(choice, "a", 20)) == {first.name}, "b would have to go from the other one"
+    choice.hosts(second, {"a": FITS, "b": LOADED})
+    assert served(choice, "a", 1) == [second.name]
+    assert Counter(served(choice, "a", 15))[second.name] == 15, "it has it now, and less to do"
+
+
+def test_a_request_without_a_model_is_for_the_first_one_and_other_requests_are_for_none() -> None:
+    choice = choice_of(2)
+    for member, presence in zip(choice.members, (LOADED, FITS), strict=True):
+        choice.hosts(member, {"a": presence, "b": LOADED})
+    assert set(served(choice, "", 2)) == set(served(choice, "a:latest", 2)) == {choice.members[0].name}
+    assert set(served(choice, None, 4)) == {choice.members[1].name}
+
+
+def test_who_has_refused_is_not_asked_again_for_the_model() -> None:
+    choice = choice_of(2)
+    first, second = choice.members
+    choice.hosts(first, {"a": LOADED})
+    choice.hosts(second, {"a": UNLOADED})
+    assert choice.legs([], None, 0, NOW, [first], model="a") == (second, None)
+    assert choice.legs([], None, 0, NOW, [first, second], model="a") == (None, None)

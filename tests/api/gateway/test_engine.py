@@ -226,7 +226,8 @@ def test_what_another_version_takes_the_place_of_is_not_continued() -> None:
         begun = gateway.submit([make_submit("a")])
         gateway.handle([Reset(2, 2, (), "It is not loaded.")])
         waiting = gateway.submit([make_submit("b")])
-        gateway.replaced("Another version has taken its place.", max_open=1)
+        gateway.change({"outage_wait_s": 60.0, "max_held": 1, "max_open": 1, "latency_classes": {}})
+        gateway.replaced("Another version has taken its place.")
         with pytest.raises(EngineFailed, match="Another version"):
             await begun.admitted()
         gateway.handle([Restored(2)])

@@ -10,7 +10,7 @@ from harness import CONFIG
 from metrics_page import MODEL, families, page
 
 from pagewire.api.gateway.gateway import Gateway
-from pagewire.api.gateway.metrics import OLD_NAMES, Metrics
+from pagewire.api.gateway.metrics import GPU_METRICS, OLD_NAMES, Metrics
 from pagewire.config.latency_classes import LatencyClass
 from pagewire.ipc.epochs import NO_ENGINE
 from pagewire.ipc.messages import Chunk, IdsPrompt, Limits, Pulse, Sampling, Snapshot, Submit, TextBatch, TextSpec
@@ -29,6 +29,7 @@ request_success_total prefix_cache_queries_total prefix_cache_hits_total num_pre
 iteration_tokens_total_bucket request_time_per_output_token_seconds_bucket external_prefix_cache_hits_total
 spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 external_prefix_cache_queries_total prompt_tokens_cached_by_source_total engine_sleep_state lora_requests_info
+estimated_read_bytes_per_gpu_total
 """  # names of samples
 
 
@@ -84,6 +85,29 @@ def test_each_engine_has_series_of_its_own() -> None:
     (ended,) = {s.labels.get("engine") for s in found["pagewire:request_success"].samples}
     assert ended is None, "what the api counts is of all engines"
     assert all("engine" not in s.labels for family in families(page()).values() for s in family.samples)
+
+
+def test_each_rank_has_its_memory_its_process_and_its_share_of_the_roof() -> None:
+    found = families(page())
+
+    def values(name: str, *labels: str) -> dict[tuple[str | None, ...], float]:
+        return {tuple(s.labels.get(x) for x in labels): s.value for s in found[f"pagewire:{name}"].samples}
+
+    memory = values("worker_memory_bytes", "rank", "kind")
+    assert memory["0", "weights"] == memory["1", "weights"] == 900 << 20 and memory["0", "kv_cached"] == 5000
+    assert values("process_cpu_seconds", "process") == {("worker",): 12.5, ("worker-1",): 12.5, ("core",): 2.5}
+    assert values("process_threads", "process")["core",] == 3, "the api has not said what it takes"
+    resident = values("process_resident_memory_bytes", "process", "kind")
+    assert resident["worker", "shared"] == 900 << 20 and resident["core", "file"] == 6 and len(resident) == 9
+    assert values("estimated_read_bytes_per_gpu", "rank") == {("0",): 6e9, ("1",): 5e9}
+    assert values("memory_bandwidth_bytes_per_second", "rank", "source") == {("0", "measured"): 20e9}
+    assert values("memory_roof_ratio", "rank") == {("0",): 0.75}, "the bandwidth of rank 1 is not known"
+    assert values("gpu_utilization_ratio", "rank") == {("0",): 7.0}
+    assert values("host_memory_available_bytes", "rank") == {("0",): 9, ("1",): 9}
+    kinds = {name: found[f"pagewire:{name.removesuffix('_total')}"].type for name in GPU_METRICS}
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
+    nobody = families(Metrics(Gateway(lambda message: None), CONFIG).render().decode())
+    assert not any(name.startswith(("pagewire:gpu_", "pagewire:worker_")) for name in nobody)
 
 
 def test_the_document_names_the_metrics_that_vllm_lacks() -> None:
@@ -155,7 +179,7 @@ def test_old_names_stand_beside_new_ones_under_vllms_prefix_only() -> None:
         now = new[f"vllm:{name}"]
         assert was.type == now.type
         assert [(s.labels, s.value) for s in was.samples] == [(s.labels, s.value) for s in now.samples]
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `([a-z_]+)` \|$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert dict(rows) == {old: name for name, old in OLD_NAMES.items()}
 
 

@@ -74,6 +74,12 @@ def test_a_prompt_is_truncated_or_too_long_as_it_would_be() -> None:
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
 
 
+def test_an_empty_prompt_is_refused_as_it_would_be() -> None:
+    for prompt in ("", ["a", ""]):
+        answer = render("/v1/completions", {"prompt": prompt})
+        assert (answer.status, answer.error["message"]) == (400, "The prompt is empty.")
+
+
 @pytest.mark.parametrize(
     "field",
     [

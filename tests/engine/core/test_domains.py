@@ -311,11 +311,15 @@ def test_what_is_told_of_all_domains() -> None:
     assert core.has_deadlines
     (plans,) = [core.plan()]
     assert plans is not None and core.num_pages_held == 6 and core.num_running == 2
+    assert [core.pages_of(rank) for rank in (0, 1)] == [(3, 0)] * 2
     for rank, plan in zip(ranks, plans, strict=True):
         rank.plans.append(plan)
         core.apply(rank.run())
     _run(core, ranks)
     assert core.groups() == (GroupSnapshot("full", 0, 6, 0, 0), GroupSnapshot("none", 0, 0, 0, 0))
+    assert [core.pages_of(rank) for rank in (0, 1)] == [(0, 3)] * 2
+    counters = core.counters
+    assert counters.num_passes == 2 * 3 and counters.num_pages_read == 2 * (9 + 10 + 11) / BLOCK_SIZE
     core.is_paused = True
     _add(core, 3, [3])
     assert core.plan() is None and all(scheduler.is_paused for scheduler in core.schedulers)

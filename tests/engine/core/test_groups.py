@@ -48,3 +48,11 @@ def test_the_longest_row_is_the_last_that_fits() -> None:
         assert longest == 100 or groups.num_pages(0, longest + 1, 1, SIZE) > num_pages
     assert Groups([WINDOW]).longest(9, 10**6, SIZE) == 10**6, "a window never needs more than its span"
     assert PLAIN.longest(9, 100, SIZE) == 36 and PLAIN.is_plain
+
+
+def test_a_step_reads_each_position_that_its_rows_need_and_their_states() -> None:
+    assert PLAIN.pages_read([10, 6], SIZE) == (10 + 6) / SIZE
+    assert PLAIN.pages_read([], SIZE) == 0
+    groups = Groups([FULL, WINDOW, CHUNK, GroupShape("state", 0, 5)])
+    positions = 2 * (4 + 100) + 3 * (4 + 6) + 1 * (4 + 10)
+    assert groups.pages_read([4, 100], SIZE) == positions / SIZE + 2 * 5

@@ -12,7 +12,7 @@ from pagewire.engine.executors.by_layer import ByLayer
 from pagewire.engine.executors.registers import Registers
 from pagewire.engine.models.layers import layer_spans
 from pagewire.engine.models.lower import lower
-from pagewire.engine.models.program import View
+from pagewire.engine.models.program import Attend, View
 
 TOKENS = 4
 
@@ -65,3 +65,39 @@ def test_layers_run_in_order_and_rows_skip_them(fixed: bool, moves: bool) -> Non
     assert ran == [(a, b) for a, b in pairwise(ends) if a != spans[2].first]
     assert hook.seen == {0: [1, 1, 1, 1], 1: [1, 11, 1, 11]}
     assert registers.get(places[-1])[:, 0].tolist() == [1, 11, 1, 11]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_pass_tells_of_tiles_at_stops(skips: bool) -> None:
+    """In order, once the operations have run that write them. The end of a layer that all rows skip is no stop."""
+    decoder = of_checkpoint("qwen3")
+    assert decoder is not None
+    program = lower(decoder)
+    spans = layer_spans(program, 3)
+    ends = [number + 1 for number, op in enumerate(program.ops) if isinstance(op.args, Attend)]
+    registers = Registers([torch.zeros(TOKENS, width) for width in program.widths])
+    by_layer = ByLayer(program, spans, Hook(layer1=True)) if skips else ByLayer(program)
+    ran: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []  # tiles, and the operation up to which all had run
+
+    def run(first: int, last: int) -> None:
+        assert first < last
+        ran.append((first, last))
+
+    for stops, expected in (
+        ((0, 1), [(0, ends[0])] if skips else [(0, ends[0]), (1, ends[1])]),
+        ((1,), [] if skips else [(0, ends[1]), (1, ends[1])]),
+        ((2, 7), [(0, ends[2]), (1, ends[2]), (2, ends[2])]),
+        ((), []),
+    ):
+        by_layer.listen(stops, lambda tile: seen.append((tile, ran[-1][1])))
+        by_layer.run(registers, run)
+        assert seen == expected and by_layer.end() == len(expected)
+        done = [number for first, last in ran for number in range(first, last)]
+        skipped = range(spans[1].first, spans[1].last) if skips else ()
+        assert done == [number for number in range(len(program.ops)) if number not in skipped]
+        ran.clear()
+        seen.clear()
+    by_layer.listen((0,), lambda tile: pytest.fail("it has ended"))
+    assert by_layer.end() == 0
+    by_layer.run(registers, run)

@@ -220,6 +220,31 @@ def num_operations(engine: Engine) -> int:
     return sum(len(part.operations) for part in engine.model._parts or () if isinstance(part, native._InC))
 
 
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_a_pass_that_is_followed_has_the_same_bits_in_more_calls(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention over heads of 24 numbers runs in torch."""
+    engine = Engine(decoder(head_dim=head_dim))
+    by_layer, program, num_calls = engine.model._reference.by_layer, engine.kernels.program, 0
+
+    def counted(*arguments: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        program(*arguments)
+
+    monkeypatch.setattr(engine.kernels, "program", counted)
+    at_once = engine.states(in_c=True)
+    num_at_once, num_calls = num_calls, 0
+    told: list[int] = []
+    by_layer.listen([0, 1], told.append)
+    followed = engine.states(in_c=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(followed, at_once, strict=True))
+    assert told == [0, 1] and by_layer.end() == 2, "of the second pass nobody hears again"
+    assert num_at_once == (2 if head_dim == 16 else 6)
+    assert num_calls == num_at_once + (4 if head_dim == 16 else 0), "a call for each stop of both passes"
+
+
 def on_attention(**changes: object) -> Callable[[Body], Body]:
     return lambda body: replace(body, **changes) if isinstance(body, Attention) else body
 

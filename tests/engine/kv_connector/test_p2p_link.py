@@ -4,17 +4,22 @@ happens when connections break."""
 import random
 from array import array
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kv_instance import Asked, held
-from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
+from msgspec.structs import replace
+from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, Pass, prompt, wait_for
 from proxy import Proxy
 from waiting import until
 
-from pagewire.engine.kv_connector import p2p_server
+from pagewire.engine.kv_connector import p2p_fetcher, p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
+from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
+from pagewire.engine.kv_connector.p2p_store import BlockStore
 from pagewire.errors import ConfigError
 from pagewire.tools.servers import free_port
 
@@ -238,6 +243,222 @@ def test_a_connection_that_breaks_in_the_middle(
     assert failed == (set() if trouble == "cut for a moment" else {6, 7, 8, 9})
     good = [i for i in range(10) if i not in failed]
     assert torch.equal(decode.content(good), prefill.content([blocks[i] for i in good]))
+
+
+# Within a pass: the layers that it has computed leave while it computes the others.
+
+BLOCKS, OURS = [9, 3, 30, 4, 41, 5, 60, 7, 8, 1, 2], list(range(20, 30))
+PATIENT = {"wait_ms": "30000", "fetch_timeout_ms": "30000"}
+
+
+def layers(instance: Instance, blocks: list[int], *which: int) -> torch.Tensor:
+    return instance.content(blocks)[list(which)]
+
+
+def load_early(prefill: Instance, decode: Instance) -> tuple[FakeRequest, Pass]:
+    """A prompt of ten blocks and one chunk, of which two layers were computed and have come to the decode instance."""
+    computing = prompt(1, 41)
+    request = FakeRequest(2, array("i", computing.ids))
+    begin(prefill, computing)
+    ask_early(decode, request)
+    running = Pass(prefill, computing, BLOCKS, 0, 10)
+    assert running.stops == (0, 1), "all layers but the last are told of during the pass"
+    running.compute([0, 1])
+    assert decode.matched(request) == 40, "two thirds of it exist"
+    decode.core.update_state_after_alloc(request, OURS, 40)
+    decode.step()
+    wait_for(lambda: torch.equal(layers(decode, OURS, 0, 1), layers(prefill, BLOCKS[:10], 0, 1)), bool)
+    return computing, running
+
+
+def took(decode: Instance) -> set[int]:
+    """The blocks that failed, once the load is over. No other block may lack a layer."""
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    return decode.worker.get_block_ids_with_load_errors()
+
+
+TRANSPORTS = ["zmq", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no nixl"))]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_layers_leave_while_the_pass_computes_the_others(transport: str, instance: Start, folder: Path) -> None:
+    prefill = instance(serve=f"{folder}/kv", transport=transport)
+    decode = instance(peer=f"{folder}/kv", transport=transport, **PATIENT)
+    computing, running = load_early(prefill, decode)
+    running.compute([2])
+    assert decode.worker.get_finished() == (set(), set()), "the pass may still be bad"
+    running.end()
+    assert took(decode) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(BLOCKS[:10]))
+    computing.num_computed = 40
+    prefill.core.request_finished(computing, BLOCKS)
+    prefill.step()
+    store = prefill.worker._store
+    assert not store._fills and not store._coming and store._blocks.keys() == prefill.core._kept.keys()
+
+
+def test_layers_come_with_little_credit(instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of two blocks' layers, of which two may be under way."""
+    monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES // 3)
+    monkeypatch.setattr(p2p_fetcher, "CREDIT_BYTES", 4 * BLOCK_BYTES // 3)
+    monkeypatch.setattr(p2p_fetcher, "_CREDIT_STEP", BLOCK_BYTES)
+    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT)
+    _, running = load_early(prefill, decode)
+    running.compute([2])
+    running.end()
+    assert took(decode) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(BLOCKS[:10]))
+
+
+def lose(prefill: Instance, decode: Instance) -> None:
+    """The server dies in the middle of the pass: no block has all of its layers."""
+    _, running = load_early(prefill, decode)
+    running.compute([2])
+    prefill.worker.close()
+    assert took(decode) == set(OURS)
+
+
+def spoil(prefill: Instance, decode: Instance) -> None:
+    """All layers were computed, but the numbers were not finite."""
+    computing, running = load_early(prefill, decode)
+    running.compute([2])
+    for rid in (8, 9):
+        assert decode.matched(prompt(rid, 41, seed=rid)) == 0, "the server has sent all that it could"
+    running.end(is_good=False)
+    prefill.core.spoiled(computing)
+    prefill.step()
+    assert took(decode) == set(OURS)
+    store = prefill.worker._store
+    assert not store._fills and not store._coming and not prefill.core._expected
+
+
+@pytest.mark.parametrize("end", [lose, spoil])
+def test_a_block_whose_last_layer_did_not_come_is_computed(
+    end: Callable[[Instance, Instance], None], instance: Start, folder: Path
+) -> None:
+    end(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT | {"fetch_timeout_ms": "3000"}))
+
+
+def test_a_block_that_counts_before_its_last_layer_is_caught(
+    instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Fetcher._finish
+
+    def mutant(self: Fetcher, load: Any) -> None:
+        load.have.update(load.parts)
+        finish(self, load)
+
+    monkeypatch.setattr(Fetcher, "_finish", mutant)
+    with pytest.raises(AssertionError):
+        spoil(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT))
+
+
+def test_a_last_layer_that_leaves_before_the_pass_is_known_to_be_good_is_caught(
+    instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = BlockStore.fill
+    monkeypatch.setattr(BlockStore, "fill", lambda self, rid, names, limit: fill(self, rid, names, BLOCK_BYTES))
+    with pytest.raises(AssertionError):
+        spoil(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT))
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_pass(
+    served: tuple[Instance, int], proxy: Proxy, instance: Start, keys: dict[str, str]
+) -> None:
+    """Blocks that were whole stay, the others begin again."""
+    prefill, _ = served
+    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", **PATIENT, **keys)
+    computing = prompt(1, 41)
+    request = FakeRequest(2, array("i", computing.ids))
+    begin(prefill, computing)
+    ask_early(decode, request)
+    compute(prefill, computing, BLOCKS, 0, 6)
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, OURS, 40)
+    decode.step()
+    wait_for(lambda: torch.equal(decode.content(OURS[:6]), prefill.content(BLOCKS[:6])), bool)
+    until(lambda: prefill.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+    running = Pass(prefill, computing, BLOCKS, 6, 10)
+    assert running.stops == (0, 1)
+    running.compute([0])
+    wait_for(lambda: torch.equal(layers(decode, OURS[6:], 0), layers(prefill, BLOCKS[6:10], 0)), bool)
+    proxy.cut()
+    until(lambda: proxy.num_refused > 5, "the connection is tried again", DEADLINE_S)
+    running.compute([1])
+    proxy.heal()
+    wait_for(lambda: torch.equal(layers(decode, OURS[6:], 0, 1), layers(prefill, BLOCKS[6:10], 0, 1)), bool)
+    running.compute([2])
+    running.end()
+    assert took(decode) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(BLOCKS[:10]))
+
+
+def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path) -> None:
+    """Only the first rank is asked what there is; the second one knows who waits from what it is to send."""
+    of_rank = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
+    prefill = [instance(facts, serve=f"{folder}/kv") for facts in of_rank]
+    decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in of_rank]
+    computing = prompt(1, 41)
+    request = FakeRequest(2, array("i", computing.ids))
+    for one in prefill:
+        begin(one, computing)
+    ask_early(decode[0], request)
+    for one in prefill:
+        compute(one, computing, BLOCKS, 0, 6)
+    assert decode[0].matched(request) == 40
+    for one in decode:
+        one.core.update_state_after_alloc(request, OURS, 40)
+        one.step()
+    for one in prefill:
+        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+    passes = [Pass(one, computing, BLOCKS, 6, 10) for one in prefill]
+    for ours, theirs, running in zip(decode, prefill, passes, strict=True):
+        running.compute([0, 1])
+        wait_for(lambda a=ours, b=theirs: torch.equal(layers(a, OURS, 0, 1), layers(b, BLOCKS[:10], 0, 1)), bool)
+        running.compute([2])
+        running.end()
+        assert took(ours) == set()
+        assert torch.equal(ours.content(OURS), theirs.content(BLOCKS[:10]))
+
+
+def test_a_pass_that_nobody_waits_for_is_not_followed(instance: Start, folder: Path) -> None:
+    prefill = instance(serve=f"{folder}/kv")
+    computing = prompt(1, 41)
+    begin(prefill, computing)
+    running = Pass(prefill, computing, BLOCKS, 0, 10)
+    assert running.stops == ()
+    running.compute([0, 1, 2])
+    assert not prefill.worker._store._fills
+    running.end()
+    decode = instance(peer=f"{folder}/kv", **PATIENT)
+    assert decode.matched(prompt(2, 41)) == 40
+    assert decode.load(prompt(2, 41), OURS, 10) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(BLOCKS[:10]))
+
+
+def test_two_rows_of_a_pass_that_compute_the_same_blocks(instance: Start, folder: Path) -> None:
+    """The first is followed. It turns out to be bad, and what the other one has computed is sent from its beginning."""
+    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT)
+    rows, others = [prompt(rid, 41) for rid in (1, 5)], list(range(40, 51))
+    request = FakeRequest(2, array("i", rows[0].ids))
+    for row in rows:
+        begin(prefill, row)
+    ask_early(decode, request)
+    for row, blocks in zip(rows, (BLOCKS, others), strict=True):
+        prefill.core.filling(row, held(row, blocks[:10]))
+    running = Pass(prefill, FakeRequest(9, rows[0].ids), BLOCKS, 0, 10)
+    assert running.stops == (0, 1)
+    running.compute([0, 1])
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, OURS, 40)
+    decode.step()
+    wait_for(lambda: torch.equal(layers(decode, OURS, 0, 1), layers(prefill, BLOCKS[:10], 0, 1)), bool)
+    running.compute([2])
+    running.end(is_good=False)
+    prefill.core.spoiled(rows[0])
+    compute(prefill, rows[1], others, 0, 10)
+    assert took(decode) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(others[:10]))
 
 
 def test_streamed_blocks_beyond_the_store_are_evicted(instance: Start, folder: Path) -> None:

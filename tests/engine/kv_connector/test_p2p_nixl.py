@@ -13,7 +13,7 @@ from p2p_instance import BLOCK_BYTES, FACTS, Instance, prompt, wait_for
 from pagewire.engine.kv_connector import p2p_fetcher, p2p_nixl, p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_nixl import Read, Reader
-from pagewire.engine.kv_connector.p2p_store import BlockStore
+from pagewire.engine.kv_connector.p2p_store import BlockStore, Part
 from pagewire.engine.kv_connector.p2p_wire import Piece
 from pagewire.errors import ConfigError
 
@@ -143,14 +143,34 @@ def test_blocks_without_room_in_the_memory_are_sent() -> None:
     store = BlockStore(FACTS, memory)
     names, blocks = [bytes([i]) * 32 for i in range(4)], [os.urandom(BLOCK_BYTES) for _ in range(4)]
     store.keep(names, blocks)
-    assert [store.get(name) for name in names] == blocks
+    assert [store.read([name]) for name in names] == blocks
     at = memory.data_ptr()
-    assert store.places(names[:3], 0, 3 * BLOCK_BYTES) == tuple((at + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(3))
-    assert store.places(names[1:2], 5, 7) == ((at + BLOCK_BYTES + 5, 7),)
-    assert store.places(names[2:], 0, 2 * BLOCK_BYTES) == ()
+    assert store.places(names[:3]) == tuple((at + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(3))
+    assert store.places(names[:2], Part(5, 7, 0)) == ((at + 5, 7), (at + BLOCK_BYTES + 5, 7))
+    assert store.places(names[2:]) == ()
     store.drop(names[:1])
     store.keep(names[:1], blocks[:1])
-    assert store.get(names[0]) == blocks[0] and store.places(names[:1], 0, 1) == ((at, 1),)
+    assert store.read(names[:1]) == blocks[0] and store.places(names[:1], Part(0, 1, 0)) == ((at, 1),)
+
+
+def test_what_a_pass_fills_is_in_the_memory_as_far_as_there_is_room() -> None:
+    memory = torch.zeros(3, BLOCK_BYTES, dtype=torch.uint8)
+    store = BlockStore(FACTS, memory)
+    names, rows = [bytes([i]) * 32 for i in range(4)], torch.arange(1, 5, dtype=torch.uint8)[:, None]
+    store.fill(7, names[:2], 512)
+    store.fill(8, names[2:], 512)
+    for first, fill in ((0, names[:2]), (512, names[:2]), (0, names[2:])):
+        store.grow(fill, first, rows[:2].expand(2, 512 if not first else BLOCK_BYTES - 512))
+    at, part = memory.data_ptr(), Part(256, 256, 1)
+    assert store.places(names[:2], part) == ((at + 256, 256), (at + BLOCK_BYTES + 256, 256))
+    assert store.places(names[2:], Part(0, 512, 2)) == () and store.read(names[2:], Part(0, 1, 2)) == b"\1\2"
+    store.keep(names[:1], [None])
+    assert store.read(names[:1]) == b"\1" * BLOCK_BYTES and store.read(names[:2], part) == b"\1" * 256 + b"\2" * 256
+    store.expect([(7, names[:2])])
+    store.give_up([7])
+    assert list(store._free) == [2, 1], "what was not kept gives its page back"
+    store.drop(names[:1])
+    assert list(store._free) == [2, 1, 0]
 
 
 def test_places_that_nobody_asked_for_are_a_failed_peer() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import zmq
 from msgspec import structs
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, prompt
+from waiting import until
 
 from pagewire.engine.kv_connector import p2p_server
 from pagewire.engine.kv_connector.p2p_server import Server
@@ -166,6 +168,147 @@ def test_a_block_larger_than_a_piece_comes_in_parts(
     assert [head.offset for head, _ in pieces[:3]] == [0, BLOCK_BYTES // 3, 2 * (BLOCK_BYTES // 3)]
 
 
+# Blocks that a pass fills. The last of their three layers is sent once they are kept.
+
+LAYER_BYTES = BLOCK_BYTES // 3
+LIMIT = 2 * LAYER_BYTES
+
+
+def grow(store: BlockStore, first: int, last: int, layer: int, byte: int | None = None) -> None:
+    """A layer of these blocks was computed: a byte for each layer and block."""
+    rows = [bytes([10 * i + layer if byte is None else byte]) * LAYER_BYTES for i in range(first, last)]
+    parts = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(last - first, -1)
+    store.grow(KEYS[first:last], layer * LAYER_BYTES, parts)
+
+
+def layer_of(first: int, last: int, layer: int) -> bytes:
+    return b"".join(bytes([10 * i + layer]) * LAYER_BYTES for i in range(first, last))
+
+
+@pytest.fixture
+def filling(store: BlockStore, asker: Asker) -> Asker:
+    """A pass fills two blocks behind two that are there, and one has asked for four and has two."""
+    store.keep(KEYS[:2], BLOCKS[:2])
+    store.expect([(7, KEYS[:4])])
+    asker.want(names=b"".join(KEYS[:4]))
+    assert asker.hear() == Coming(1, 2, 2)
+    assert asker.hear()[1] == b"".join(BLOCKS[:2])
+    store.fill(7, KEYS[2:4], LIMIT)
+    return asker
+
+
+def test_layers_are_sent_as_they_are_computed_and_the_last_ones_when_the_pass_is_good(
+    store: BlockStore, filling: Asker
+) -> None:
+    for layer in (0, 1):
+        filling.hears_nothing()
+        grow(store, 2, 4, layer)
+        head, content = filling.hear()
+        assert (head.first, head.num, head.offset, content) == (2, 2, layer * LAYER_BYTES, layer_of(2, 4, layer))
+        assert head.checksum == checksum(b"".join(KEYS[2:4]), head.offset, content)
+    grow(store, 2, 4, 2)
+    filling.hears_nothing()
+    assert store.is_filled(KEYS[2]) and KEYS[2] not in store
+    store.keep(KEYS[2:4], [None, None])
+    assert filling.hear()[1] == layer_of(2, 4, 2)
+    filling.hears_nothing()
+    filling.want(2, names=b"".join(KEYS[2:4]))
+    assert filling.hear() == Coming(2, 2, 0)
+    assert filling.hear()[1] == b"".join(layer_of(i, i + 1, layer) for i in (2, 3) for layer in range(3))
+
+
+def test_layers_of_a_pass_that_was_bad_are_followed_by_nothing(store: BlockStore, filling: Asker) -> None:
+    for layer in range(3):
+        grow(store, 2, 4, layer)
+    filling.hear()
+    store.give_up([7])
+    while (reply := filling.hear()) != Gone(1):
+        assert reply[0].offset < LIMIT
+    filling.hears_nothing()
+    assert not store._fills and not store.is_filled(KEYS[2])
+
+
+@pytest.mark.parametrize("again", ["followed", "not followed"])
+def test_blocks_that_are_computed_again_begin_again(again: str, store: BlockStore, filling: Asker) -> None:
+    """Bytes of two computations never make one block."""
+    grow(store, 2, 4, 0)
+    assert filling.hear()[1] == layer_of(2, 4, 0)
+    if again == "followed":
+        store.fill(7, KEYS[2:4], LIMIT)
+        filling.hears_nothing()
+        grow(store, 2, 4, 0, 99)
+        head, content = filling.hear()
+        assert (head.first, head.num, head.offset, content) == (2, 2, 0, bytes([99]) * 2 * LAYER_BYTES)
+        grow(store, 2, 4, 1, 99)
+        assert filling.hear()[0].offset == LAYER_BYTES
+    else:
+        store.keep(KEYS[2:4], BLOCKS[2:4])
+        head, content = filling.hear()
+        assert (head.first, head.num, head.offset, content) == (2, 2, 0, b"".join(BLOCKS[2:4]))
+        assert not store._fills
+    filling.hears_nothing()
+
+
+def test_layers_wait_for_credit(store: BlockStore, asker: Asker) -> None:
+    store.expect([(7, KEYS[:4])])
+    asker.want(names=b"".join(KEYS[:4]), credit=5 * LAYER_BYTES)
+    assert asker.hear() == Coming(1, 0, 4)
+    store.fill(7, KEYS[:4], LIMIT)
+    grow(store, 0, 4, 0)
+    assert asker.hear()[1] == layer_of(0, 4, 0)
+    grow(store, 0, 4, 1)
+    asker.hears_nothing()
+    asker.tell(Credit(3 * LAYER_BYTES))
+    assert asker.hear()[1] == layer_of(0, 4, 1)
+    grow(store, 0, 4, 2)
+    store.keep(KEYS[:4], [None] * 4)
+    asker.hears_nothing()
+    asker.tell(Credit(4 * LAYER_BYTES))
+    assert asker.hear()[1] == layer_of(0, 4, 2)
+
+
+def test_layers_of_many_blocks_come_in_several_pieces(
+    store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p2p_server, "PIECE_BYTES", 3 * LAYER_BYTES)
+    store.expect([(7, KEYS)])
+    asker.want()
+    asker.hear()
+    store.fill(7, KEYS, LIMIT)
+    grow(store, 0, 10, 0)
+    pieces = [asker.hear() for _ in range(4)]
+    assert [(head.first, head.num, head.offset) for head, _ in pieces] == [(0, 3, 0), (3, 3, 0), (6, 3, 0), (9, 1, 0)]
+    assert b"".join(content for _, content in pieces) == layer_of(0, 10, 0)
+    asker.hears_nothing()
+
+
+def test_the_server_says_which_blocks_are_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlockStore(FACTS)
+    server = Server(f"ipc://{folder}/kv", store, FACTS, None)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    asker = Asker(context, server.address)
+    store.expect([(7, KEYS)])
+    assert not server.awaits(KEYS)
+    asker.tell(Lookup(3, DIGEST, b"".join(KEYS[:4]), 60_000))
+    asker.hear()
+    until(lambda: server.awaits(KEYS[3:]), "the lookup waits")
+    assert not server.awaits(KEYS[4:])
+    asker.want(names=b"".join(KEYS[5:6]))
+    asker.hear()
+    until(lambda: server.awaits(KEYS[5:]), "the want is open")
+    assert not server.awaits(KEYS[6:])
+    asker.tell(Done(1))
+    until(lambda: not server.awaits(KEYS[5:]), "the want is done")
+    store.keep(KEYS[:2], BLOCKS[:2])
+    assert asker.hear() == Found(3, 2, num_coming=2)
+    assert server.awaits(KEYS[3:]), "it is about to ask for them"
+    monkeypatch.setattr(p2p_server, "time", type("Clock", (), {"monotonic": staticmethod(lambda: 1e9)}))
+    until(lambda: not server.awaits(KEYS[3:]), "it did not")
+    asker.socket.close()
+    context.destroy(linger=0)
+    server.close()
+
+
 def test_a_want_ends_with_its_lease(store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1e9  # after the start of the server
     monkeypatch.setattr(p2p_server, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
@@ -212,6 +355,18 @@ def test_an_early_lookup_is_answered_when_half_exists(store: BlockStore, asker: 
     asker.hears_nothing()
     store.keep(KEYS[4:5], BLOCKS[4:5])
     assert asker.hear() == Found(3, 5, num_coming=5)
+
+
+def test_an_early_lookup_is_answered_in_the_middle_of_a_pass(store: BlockStore, asker: Asker) -> None:
+    """A prompt of one chunk: half of its bytes are there when two of four blocks' three layers are."""
+    store.expect([(7, KEYS[:4])])
+    asker.tell(Lookup(3, DIGEST, b"".join(KEYS[:4]), 60_000))
+    assert asker.hear() == Found(3, 0, True)
+    store.fill(7, KEYS[:4], LIMIT)
+    grow(store, 0, 4, 0)
+    asker.hears_nothing()
+    grow(store, 0, 4, 1)
+    assert asker.hear() == Found(3, 0, num_coming=4)
 
 
 def test_promises_without_progress_do_not_count(store: BlockStore, asker: Asker) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from pagewire.api.engines.choice import PREFILL, SLACK, Choice, Condition, Member, check_interval_s, stable_hash
+from pagewire.api.engines.choice import PREFILL, SLACK, Choice, Condition, Member, check_interval_s
 from pagewire.api.engines.choice import Conversation as Known
 from pagewire.api.engines.prefixes import Prefixes
+from pagewire.api.engines.stable_hash import stable_hash
 
 BLOCK_TOKENS = 512  # coarse, so that a prompt is few blocks
 PREFILL_S = 1 / 20_000  # of a token
