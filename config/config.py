@@ -702,7 +702,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    gpus: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
+    gpu_ids: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
     engine_number: int = 0  # among all that the launch's api processes serve
     number_in_model: int | None = None  # among the engines of one of several models; None: there is one model
     system_prompt: str = ""  # of conversations that have none
