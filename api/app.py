@@ -43,7 +43,7 @@ from .http.operation import Operation
 from .http.origins import Origins
 from .http.rate_limit import Account
 from .llamacpp.endpoints import LlamaCppEndpoints
-from .ollama.endpoints import OllamaEndpoints
+from .ollama.endpoints import Download, OllamaEndpoints
 from .openai.endpoints import OpenAIEndpoints
 from .openai.generate import GenerateEndpoints
 from .openai.render import RenderEndpoints
@@ -73,6 +73,7 @@ _ABSENT = {
     "/v1/audio": "pagewire serves text models, which neither read nor speak audio",
     "/v1/images": "pagewire serves text models, which make no images",
     "/v1/videos": "pagewire serves text models, which make no videos",
+    "/v1/responses/compact": "conversations are not compacted; leave their oldest items out",
     "/v1/realtime": "pagewire has no realtime sessions; /v1/responses can be streamed",
     "/v1/assistants": "assistants were replaced by /v1/responses and /v1/conversations",
     "/v1/threads": "threads were replaced by /v1/responses and /v1/conversations",
@@ -105,9 +106,13 @@ def create_app(
     version: str,
     swap: Swap | None = None,
     holding: Holding | None = None,
+    download: Download | None = None,
 ) -> "Edge":
     """The application of one api process. `swap` asks the supervisor for another model, or to load one of several.
-    `holding`: the settings, if they may change."""
+    `holding`: the settings, if they may change. `download` gets a model from the Hub, for a server whose model may be
+    swapped."""
+    if not http.admin.enable_model_swap:
+        download = None
     state = Database(http.reports.state)
     jobs = Jobs(state)
     services = [
@@ -141,7 +146,7 @@ def create_app(
             "Chat and completions": OpenAIEndpoints(service).routes(),
             "Responses": ResponsesEndpoints(service, runs).routes(),
             "Anthropic's messages": AnthropicEndpoints(service).routes() + message_batches.routes(),
-            "Ollama's API": OllamaEndpoints(service, services).routes(),
+            "Ollama's API": OllamaEndpoints(service, services, download).routes(),
             "llama-server's API": LlamaCppEndpoints(service).routes(),
             "Embeddings and scores": PoolingEndpoints(service).routes(),
             "Tokens": [
@@ -310,6 +315,7 @@ class Edge:
             caller = self._caller(scope["path"], headers)
             state |= {"salt": caller.salt, "account": caller.account, "entitlement": caller.entitlement}
             state["caller"] = caller.name
+            state["is_admin"] = caller in self._admin_keys
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
@@ -370,7 +376,7 @@ class Edge:
         """404 or 405; the router stops at the first route of a path, which may have one for each method."""
         matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
-        if not allowed:
+        if not allowed or scope["path"] in _ABSENT:
             return HttpError(404, _absent(scope["path"]), code="not_found")
         return HttpError(405, "This method is not allowed here.", headers=((b"allow", ", ".join(allowed).encode()),))
 

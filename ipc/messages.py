@@ -1060,13 +1060,13 @@ class ModelState(Struct, frozen=True, array_like=True):
     problem: str  # why it failed last; empty: it has not
     progress: float | None = None  # of reading its weights, 0 to 1, while it is loading
     version: int = 1  # one more with each replacement
+    fits: bool = False  # it is not loaded, and can be without unloading another one
 
 
 class ModelStates(Struct, frozen=True, array_like=True, tag=True):
     """supervisor of several models → api: which are loaded. Sent with each change."""
 
     models: tuple[ModelState, ...]
-    budget_bytes: int  # for all of them
 
 
 class Replaced(Struct, frozen=True, array_like=True, tag=True):

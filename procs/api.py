@@ -53,6 +53,7 @@ from ..ipc.messages import (
     Vacated,
 )
 from ..version import __version__
+from .download import download
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class ApiActor:
             self._http,
             version=__version__,
             swap=self.swap,
+            download=download,
             holding=None if self._models else Holding(self._start, lambda: self._settings, self.change),
         )
         self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
@@ -267,12 +269,9 @@ class ApiActor:
         return (rid >> RID_BITS) // self._http.service.api_processes % len(self._models), message
 
     def _note_states(self, message: ModelStates) -> None:
-        loaded = [state for state in message.models if state.state in ("loading", "loaded", "leaving")]
-        left_bytes = message.budget_bytes - sum(state.need_bytes for state in loaded)
         for served, state in zip(self._served, message.models, strict=True):
             assert served.residence is not None
             served.residence.state = state
-            served.residence.fits = state not in loaded and state.need_bytes <= left_bytes
             served.gateway.hinder(state.problem if state.state == "failed" else None)
 
     def _heard(self) -> None:

@@ -529,11 +529,11 @@ class Models:
                 model.problem,
                 self._progress(model) if model.state == "loading" else None,
                 len(self._versions[model.number]),
+                self._residency.fits(model),
             )
             for model in self._residency.models
         )
-        budgets = self._residency.budgets
-        found = ModelStates(states, sum(budgets[1:]) or budgets[0])
+        found = ModelStates(states)
         if found != self._told and self._apis.is_ready.is_set():
             self._told = found
             self._apis.tell(found)

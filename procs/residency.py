@@ -99,6 +99,10 @@ class Residency:
         taking = [each for each in self.models if each.takes_memory and (with_leaving or each.state != "leaving")]
         return _sum(self.budgets, [model.terms for model in taking])
 
+    def fits(self, model: Resident) -> bool:
+        """It can be loaded without unloading another one."""
+        return not model.takes_memory and _fits(self._lack(model))
+
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def use(self, number: int, user: str, now: float, *, is_open: bool, keep_alive_s: float | None = None) -> None:

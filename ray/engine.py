@@ -26,7 +26,7 @@ def main() -> int:
         if config.source.models:
             from ..procs.models import Models, prepare_models
 
-            return uvloop.run(Models(*prepare_models(config, prepare_server)).run())
+            return uvloop.run(Models(*prepare_models(config, prepare_server), prepare=prepare_server).run())
         if config.service.backend == "ray":
             from .lead import serve
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import Served, create_app
 from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.ollama.endpoints import Download
 from pagewire.config.access import ApiKey
 from pagewire.config.config import EngineConfig, HttpConfig, ModelFacts
 from pagewire.config.flags import make_config
@@ -338,11 +339,16 @@ class Client:
         return Answer(self.messages)
 
 
-def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
+def make_app(
+    engine: FakeEngine,
+    healthy: Callable[[], str | None] = lambda: None,
+    download: Download | None = None,
+    **config: Any,
+) -> Any:
     config["api_keys"] = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.get("api_keys", ()))
     engine_config, http = split_settings(config)
     served = Served(engine.gateway, engine_config, engine.sleeper, healthy)
-    return create_app([served], http, version="1.2.3")
+    return create_app([served], http, version="1.2.3", download=download)
 
 
 def run(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:

@@ -80,7 +80,8 @@ ROOMS: dict[str, str] = {
     ),
     "procs": (
         "errors version config ipc engine engine.core engine.models engine.text engine.checkpoint engine.kv_connector "
-        "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.state api.admin api"
+        "engine.parallel engine.device engine.runner api.http api.gateway api.output.parsers api.state api.admin "
+        "api.ollama api"
     ),
     "client": "errors config ipc procs",
     "route": "errors version config api.engines api.http api.gateway api.output api procs",

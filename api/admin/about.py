@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
@@ -27,11 +27,12 @@ class EngineStatus(Struct, frozen=True):
     trouble: str | None  # one sentence
     since_s: float | None  # seconds since a process was lost; null: it is whole
     open: int  # requests of this api process
+    model: str | UnsetType = UNSET  # which it computes, if there are several
 
 
 class Status(Struct, frozen=True, omit_defaults=True):
     status: str
-    engines: list[EngineStatus] = []  # if there are several
+    engines: list[EngineStatus] = []  # of models that have several and are loaded
     waits_for: str = ""  # what an engine waits for on other machines while it goes on, a clause
 
 
@@ -152,18 +153,17 @@ class AboutEndpoints:
         return [core for each in self._services if each.is_loaded for core in each.gateway.snapshots]
 
     def _engines(self) -> list[EngineStatus]:
-        engines = self._service.gateway.engines
-        if len(engines) == 1:
-            return []
+        several = [each for each in self._services if len(each.gateway.engines) > 1 and each.is_loaded]
         now = time.monotonic()
         found = []
-        for engine in engines:
+        for service, engine in [(each, engine) for each in several for engine in each.gateway.engines]:
             outage = engine.outage
             trouble = None if outage is None else outage.reason
             if engine.is_leaving and trouble is None:
                 trouble = "It is leaving."
             since_s = None if outage is None else now - outage.since
-            found.append(EngineStatus(engine.number, engine.is_able, trouble, since_s, engine.num_open))
+            model = UNSET if service.residence is None else service.config.served_model_names[0]
+            found.append(EngineStatus(engine.number, engine.is_able, trouble, since_s, engine.num_open, model))
         return found
 
     def _card(self, service: Service, name: str) -> ModelCard:
@@ -188,4 +188,4 @@ def _load_of(service: Service) -> ModelLoad:
     if residence is None:
         return ModelLoad("loaded", False)
     state = residence.state.state
-    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.fits)
+    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.state.fits)

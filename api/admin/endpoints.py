@@ -21,7 +21,7 @@ from ..http.operation import Operation
 from ..output.service import Service
 
 ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/admin/models", "/admin/settings"})
-EITHER_PATHS = frozenset({"/is_sleeping"})  # routers in front ask with the users' key
+EITHER_PATHS = frozenset({"/is_sleeping", "/api/pull"})  # routers in front, and Ollama's clients, have the users' key
 
 
 class Sleeping(Struct, frozen=True):

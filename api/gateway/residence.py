@@ -16,7 +16,6 @@ class Residence:
         self.is_open = False  # this process has requests for it
         self._keep_alive_s: float | None = None
         self.state: ModelState = _UNLOADED  # as the supervisor has reported it last
-        self.fits = False  # it can be loaded beside those that are, by that report
 
     def use(self, is_open: bool) -> None:
         """This process has requests for the model from now on, or has no more."""

@@ -43,6 +43,10 @@ class Keys:
             entitlement = Entitlement(key.latency_classes, key.min_priority)
             self._callers.append(Caller(f"key {digest.hex()[:8]}", salt, account, entitlement))
 
+    def __contains__(self, caller: Caller) -> bool:
+        """Whether it has one of these keys."""
+        return any(caller is each for each in self._callers)
+
     def buckets(self) -> dict[str, Bucket]:
         """Of all accounts, by names that do not depend on the other keys."""
         owned = dict(zip(self._digests, self._callers, strict=True)) or {b"": self._anyone}

@@ -1,8 +1,9 @@
 """/api: chat, generate, embeddings, and the models that are served."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...config.model_list import parse_keep_alive
-from ..http.exchange import read_json, send_body, send_json
+from ..http.exchange import read_json, send_body, send_json, while_connected
 from ..http.http_error import HttpError
 from ..http.operation import Operation
 from ..openai.translate import chat_submits, completion_submits, decode_body, read_turn
@@ -46,11 +47,18 @@ API_VERSION = "0.13.0"  # of Ollama; clients compare it with what they need, so 
 
 _NEVER = "2318-01-01T00:00:00Z"  # when the model will be unloaded
 _LATEST = ":latest"
+_HUBS = ("hf.co/", "huggingface.co/")  # before a name, as Ollama's users write it
+_LINES = b"application/x-ndjson"
+
+Download = Callable[[str], AsyncGenerator[Progress, None]]
+"""Downloads a model of the Hub; the last progress is `success` or has an error. It ends when the iterator is closed."""
 
 
 class OllamaEndpoints:
-    def __init__(self, service: Service, services: Sequence[Service]) -> None:
-        """`services`: of all models."""
+    def __init__(self, service: Service, services: Sequence[Service], download: Download | None = None) -> None:
+        """`services`: of all models. `download`: for administrators; None: nothing could serve what they download."""
+        self._download = download
+        self._is_downloading = False
         self._service = service
         self._services = services
         self._since = now()
@@ -104,7 +112,7 @@ class OllamaEndpoints:
                 gives=Shown,
             ),
             Operation(
-                "POST", "/api/pull", self.pull, "Check that a model is there", takes=ModelQuestion,
+                "POST", "/api/pull", self.pull, "Check that a model is there, or download it", takes=ModelQuestion,
                 example={"model": name, "stream": False}, gives=Progress, streams=Progress, streams_as=lines,
             ),
             Operation("GET", "/api/version", self.version, "The version of this API", gives=OllamaVersion),
@@ -226,18 +234,38 @@ class OllamaEndpoints:
         try:
             self._asked(request)
         except HttpError:
-            raise HttpError(
-                404,
-                f"{(request.model or request.name or '')[:200]!r} is not served here, and a server downloads no model "
-                f"while it serves; this one serves {', '.join(self._service.config.served_model_names)}.",
-                code="model_not_found",
-                param="model",
-            ) from None
+            name = request.model or request.name or ""
+            if not name or self._download is None or not scope["state"].get("is_admin"):
+                raise self._not_served(name) from None
+            await self._pull(self._download, name, request.stream is not False, receive, send)
+            return
         states = [Progress(status) for status in ("pulling manifest", "verifying sha256 digest", "success")]
         if request.stream is False:
             await send_json(send, states[-1])
         else:
             await _send_lines(send, states)
+
+    def _not_served(self, name: str) -> HttpError:
+        downloads = "a server downloads no model while it serves"
+        if self._download is not None:
+            downloads = "only an administrator's key downloads models"
+        serves = ", ".join(self._service.config.served_model_names)
+        detail = f"{name[:200]!r} is not served here, and {downloads}; this one serves {serves}."
+        return HttpError(404, detail, code="model_not_found", param="model")
+
+    async def _pull(self, download: Download, name: str, streams: bool, receive: Receive, send: Send) -> None:
+        """Downloads one model at a time, as long as the client waits for it."""
+        if self._is_downloading:
+            raise HttpError(409, "Another model is being downloaded; try again when it is there.", param="model")
+        self._is_downloading = True
+        for hub in _HUBS:
+            name = name.removeprefix(hub)
+        try:
+            async with contextlib.aclosing(download(name.removesuffix(_LATEST))) as states:
+                work = _stream(states, send) if streams else _send_last(states, send)
+                await while_connected(receive, work)
+        finally:
+            self._is_downloading = False
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, OllamaVersion(API_VERSION))
@@ -337,6 +365,23 @@ def _expires_at(service: Service) -> str:
     return _utc(time.time() + residence.state.expires_at - time.monotonic())
 
 
+async def _stream(states: AsyncIterator[Progress], send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", _LINES)]})
+    async for state in states:
+        body = msgspec.json.encode(state) + b"\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_last(states: AsyncIterator[Progress], send: Send) -> None:
+    last = Progress()
+    async for state in states:
+        last = state
+    if last.error:
+        raise HttpError(400, last.error, param="model")
+    await send_json(send, last)
+
+
 async def _send_lines(send: Send, values: list[Progress] | list[Answer]) -> None:
     body = b"".join(msgspec.json.encode(value) + b"\n" for value in values)
-    await send_body(send, 200, body, content_type=b"application/x-ndjson")
+    await send_body(send, 200, body, content_type=_LINES)

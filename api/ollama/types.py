@@ -221,8 +221,14 @@ class Shown(Struct, frozen=True):
     system: str = ""
 
 
-class Progress(Struct, frozen=True):
-    status: str
+class Progress(Struct, frozen=True, omit_defaults=True):
+    """Of a download; while a file comes, `digest` is its name, and `total` and `completed` are bytes."""
+
+    status: str = ""
+    digest: str = ""
+    total: int = 0
+    completed: int = 0
+    error: str = ""  # one sentence; the download has failed
 
 
 class OllamaVersion(Struct, frozen=True):

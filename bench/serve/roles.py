@@ -4,8 +4,11 @@
 and sends long prompts, each different, one after the other. It measures the time to the first token of the long
 prompts, the time between two tokens of the streams while long prompts are computed, how many tokens' KV was loaded from
 the other engine and in how many bytes, how many prompt tokens were computed more than once (by both engines, or again
-after a load that failed), and how many prompts were computed elsewhere. Two engines on one machine share its cores, so
-only the relation of the two setups says something.
+after a load that failed), and how many prompts were computed elsewhere.
+
+Then it sends long prompts to both engines by itself, with a relay between them that counts bytes: which share of a
+prompt's KV had left the prefill engine when its client had the end of the prompt, the first token, and how long after
+that the last byte came. Two engines on one machine share its cores, so only the relation of two runs says something.
 """
 
 import argparse
@@ -22,17 +25,20 @@ import aiohttp
 
 from ...tools.servers import ROUTE, Server
 from ..report import Row, machine, percentile, print_table, write_json
+from .relay import Relay, relay
 from .route_streams import wait_until_all_ready
 
+_LEAST_BYTES = 1 << 16  # of a prompt's KV
 _SENTENCE = "Count from 1 to 9, then say the alphabet. "
 
 
 @contextmanager
-def _fleet(model: str | None, flags: Sequence[str], *, has_roles: bool) -> Iterator[tuple[list[Server], Server]]:
-    """Two engines, and a router that knows both."""
+def _fleet(model: str | None, flags: Sequence[str], *, has_roles: bool) -> Iterator[tuple[list[Server], Server, int]]:
+    """Two engines, a router that knows both, and the port of the prefill engine's KV, or 0."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pw-"))
         own: list[list[str]] = [[], []]
+        port = 0
         if has_roles:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -48,7 +54,7 @@ def _fleet(model: str | None, flags: Sequence[str], *, has_roles: bool) -> Itera
         for server in (*engines, router):
             server.wait_ready()
         wait_until_all_ready(router, 2)
-        yield engines, router
+        yield engines, router, port
 
 
 async def _read(session: aiohttp.ClientSession, url: str, prompt: str, num_tokens: int, found: list[float]) -> None:
@@ -60,6 +66,46 @@ async def _read(session: aiohttp.ClientSession, url: str, prompt: str, num_token
         async for line in response.content:
             if line.startswith(b"data: {") and b'"text":""' not in line:
                 found.append(time.perf_counter())
+
+
+async def _streamed(
+    session: aiohttp.ClientSession, engines: Sequence[Server], relayed: Relay, prompt: str
+) -> tuple[float, float] | None:
+    """(share of a prompt's KV that had left when the prefill engine had answered, seconds from then to the last byte);
+    None: the decode engine has computed it itself."""
+    sources = (
+        {"remote_decoder": {"kv_request_id": "1"}},
+        {"remote_prefiller": {"kv_request_id": "1", "remote_host": "127.0.0.1", "remote_port": relayed.port}},
+    )
+    ends: list[float] = []
+
+    async def ask(url: str, source: object) -> None:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": source}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            await response.read()
+        ends.append(time.perf_counter())
+
+    before = len(relayed.passed)
+    await asyncio.gather(*(ask(engine.url, source) for engine, source in zip(engines, sources, strict=True)))
+    passed = [(at, num) for at, num in relayed.passed[before:] if at <= ends[1]]
+    total, ended = sum(num for _, num in passed), ends[0]
+    if total < _LEAST_BYTES:
+        return None
+    return sum(num for at, num in passed if at <= ended) / total, max(0.0, passed[-1][0] - ended)
+
+
+async def _transfers(
+    engines: Sequence[Server], relayed: Relay, *, num_prompts: int, length: int, seed: int
+) -> list[tuple[float, float]]:
+    """`_streamed` of long prompts, one after the other."""
+    found = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        for i in range(num_prompts):
+            prompt = f"Piece {seed} {i}. " + _SENTENCE * (length // 12)
+            if (one := await _streamed(session, engines, relayed, prompt)) is not None:
+                found.append(one)
+    return found
 
 
 async def _num_tokens(session: aiohttp.ClientSession, engine: str, prompts: Sequence[str]) -> int:
@@ -108,7 +154,8 @@ def measure(
     for name, has_roles in (("two engines that do both", False), ("prefill + decode", True)):
         row = Row(name)
         rows.append(row)
-        with _fleet(model, flags, has_roles=has_roles) as (engines, router):
+        with _fleet(model, flags, has_roles=has_roles) as (engines, router, port), ExitStack() as stack:
+            relayed = stack.enter_context(relay(port)) if port else None
             for i in range(repeat + 1):
                 before = [engine.metrics() for engine in engines]
                 first, between, num_tokens = asyncio.run(
@@ -141,6 +188,17 @@ def measure(
                         "tokens computed again": asked - cached - loaded - num_tokens,
                     }
                 )
+                if relayed is not None:
+                    sent = asyncio.run(
+                        _transfers(engines, relayed, num_prompts=num_prompts, length=length, seed=1000 * i + 7)
+                    )
+                    row.add(
+                        **{
+                            "KV sent before the prompt's end, %": 100 * percentile([one for one, _ in sent], 50),
+                            "last byte after it, p50 ms": 1000 * percentile([tail for _, tail in sent], 50),
+                            "prompts sent": len(sent),
+                        }
+                    )
             legs = router.metric("pagewire_router_prefill_legs_total") / (repeat + 1)
             row.add(**{"prompts computed elsewhere": legs})
     return rows

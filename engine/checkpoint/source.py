@@ -1,7 +1,10 @@
 """Finds a model's files: a demo model in this package, a local folder or GGUF file, or the Hub's cache."""
 
+import contextlib
+import io
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -55,13 +58,54 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[P
     name, colon, quant = model.rpartition(":")
     if colon and quant and (folder := Path(name).expanduser()).is_dir():
         return _choose(folder.resolve(), quant, model), f"{folder.resolve().name}:{quant}"
+    repository, quant = _hub_name(model)
+    if quant:
+        return _choose(_download(repository, revision, _patterns(quant)), quant, model), model
+    return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
+
+
+def fetch(model: str, tell: Callable[[str, int, int], None]) -> None:
+    """Downloads a model of the Hub into its cache, where `locate` finds it. `tell`: called with a file's name, its
+    bytes so far and in all. Raises ConfigError."""
+    repository, quant = _hub_name(model)
+    with _in_plain_words(repository, None):
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import DryRunError, HfHubHTTPError
+        from huggingface_hub.utils.tqdm import tqdm
+
+        class Bar(tqdm):
+            def __init__(self, *arguments: object, **options: object) -> None:
+                quiet = {**options, "disable": False, "file": io.StringIO(), "mininterval": 0}
+                super().__init__(*arguments, **quiet)  # type: ignore[no-untyped-call]  # tqdm has no types
+
+            def update(self, n: float | None = 1) -> bool | None:
+                done: bool | None = super().update(n)
+                tell(file.filename, int(self.n), file.file_size or int(self.n))
+                return done
+
+        try:
+            wanted = _patterns(quant) if quant else list(_FILES)
+            files = snapshot_download(repository, allow_patterns=wanted, dry_run=True)
+        except DryRunError as error:  # which hides what the Hub said
+            raise (error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error) from None
+        for file in files:
+            tell(file.filename, (file.file_size or 0) * file.is_cached, file.file_size or 0)
+            if file.will_download:
+                hf_hub_download(repository, file.filename, revision=file.commit_hash, tqdm_class=Bar)
+    if quant:
+        _choose(_download(repository, None, _patterns(quant)), quant, model)
+    elif not any(file.filename in ("config.json", ADAPTER_CONFIG) for file in files):
+        raise ConfigError(f"{model} has no config.json, so it is no model that can be served.")
+
+
+def _hub_name(model: str) -> tuple[str, str]:
+    """A repository and a quantization, which may be empty. Raises ConfigError for what is neither."""
+    name, colon, quant = model.rpartition(":")
     repository = name if colon else model
     is_path = model.startswith((".", "/", "~")) or model.endswith(SUFFIX) or repository.count("/") > 1
     if is_path or not _HUB_NAME.fullmatch(repository) or (colon and not _QUANT.fullmatch(quant)):
         raise ConfigError(f"There is no {'file' if model.endswith(SUFFIX) else 'folder'} {model}.")
-    if colon:
-        return _choose(_download(repository, revision, _patterns(quant)), quant, model), model
-    return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
+    return repository, quant if colon else ""
 
 
 def files_of(path: Path) -> list[Path]:
@@ -126,8 +170,16 @@ def _choose(folder: Path, quant: str, model: str) -> Path:
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    with _in_plain_words(name, revision):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+@contextlib.contextmanager
+def _in_plain_words(name: str, revision: str | None) -> Iterator[None]:
+    """Turns the Hub's errors into ConfigErrors."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -135,16 +187,17 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # its version says which client that is
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        yield
     except GatedRepoError as error:
         raise ConfigError(f"{name} is gated: accept its terms on the Hub and set HF_TOKEN.") from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{name} has no revision {revision}.") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(f"There is no folder {name}, and no such model on the Hub that HF_TOKEN may see.") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise ConfigError(
             f"There is no folder {name} here, it is not in the Hub's cache, and it cannot be downloaded now "
             "(no network, or HF_HUB_OFFLINE is set)."

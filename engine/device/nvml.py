@@ -6,7 +6,6 @@ does not know is left out, and an error is never one of the worker's.
 """
 
 import contextlib
-import importlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -55,6 +54,15 @@ def _ecc_errors(nvml: Nvml, gpu: _Handle, kind: int) -> float:
     return float(nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC))
 
 
+def _installed() -> Nvml:
+    """The package; None: there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
 class GpuMeter:
     """Of one device. Ends with its process, or with `close`."""
 
@@ -68,13 +76,12 @@ class GpuMeter:
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
 
     @classmethod
-    def start(cls, uuid: str, nvml: Nvml | None = None) -> "GpuMeter | None":
+    def start(cls, uuid: str, nvml: Nvml = None) -> "GpuMeter | None":
         """uuid: of the device, as NVML writes it. nvml: the module; None: the installed package. None if there is no
         package, no driver or no such device."""
         if nvml is None:
-            try:
-                nvml = importlib.import_module("pynvml")
-            except ImportError:
+            nvml = _installed()
+            if nvml is None:
                 return None
         try:
             nvml.nvmlInit()

@@ -168,11 +168,11 @@ class BlockStore:
         block, filling, origin = self._blocks.get(name), self._fills.get(name), self._origins.get(name, 0)
         if filling is not None:
             fill, row = filling
-            whole, origin = memoryview(fill.rows[row].numpy()), fill.origin
+            whole, origin = fill.rows[row].numpy().data, fill.origin
         elif isinstance(block, list):
             assert self._memory is not None, "a page of no memory"
             pages = self._memory[block[0] : block[0] + 1] if len(block) == 1 else self._memory[block]
-            whole = memoryview(pages.view(-1).numpy())
+            whole = pages.view(-1).numpy().data
         elif block is not None:
             whole = memoryview(block)
         else:

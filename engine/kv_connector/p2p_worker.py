@@ -120,7 +120,7 @@ class P2pWorker:
         return list(self._groups)[:-1] if self._fills else ()
 
     def save_kv_layer(self, layer: int) -> None:
-        if (group := self._groups.get(layer)) is not None:
+        if (group := self._groups.get(layer)) is not None and self._copier is not None:
             for names, pages in self._fills:
                 self._store.grow(names, group[0], self._copier.read_part(pages, *group))
 

@@ -59,7 +59,7 @@ def test_load_says_which_models_are_loaded_or_would_fit() -> None:
     several = Several()
     first, second = (served.residence for served in several.served)
     assert first is not None and second is not None
-    second.state, second.fits = replace(LOADED, state="unloaded"), True
+    second.state = replace(LOADED, state="unloaded", fits=True)
     a, b = {"state": "loaded", "fits": False}, {"state": "unloaded", "fits": True}
     assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
     second.use(True)
@@ -130,6 +130,21 @@ def test_the_models_are_listed_with_their_states() -> None:
     assert 'pagewire:num_requests_running{model_name="b"}' in metrics
     assert metrics.count("# TYPE pagewire:num_requests_running gauge") == 1
     assert several.ask("/api/show", {"model": "b"}).json["template"] == "", "it is not loaded for that"
+
+
+def test_the_engines_of_a_loaded_model_are_listed() -> None:
+    several = Several()
+    pair = several.served[1]._replace(gateway=Gateway(several.engines[1].post, several.engines[1].post))
+    pair.gateway.handle([Reset(2, 2, ("core",), "It died.", 1)])
+    app = create_app([several.served[0], pair], several.http, version="1")
+    found = run(Client(app).call("GET", "/health")).json["engines"]
+    assert [(one["model"], one["engine"], one["ready"], one["trouble"]) for one in found] == [
+        ("b", 0, True, None),
+        ("b", 1, False, "It died."),
+    ]
+    assert pair.residence is not None
+    pair.residence.state = replace(LOADED, state="unloaded")
+    assert "engines" not in run(Client(app).call("GET", "/health")).json, "it has none"
 
 
 def test_one_model_has_no_state() -> None:

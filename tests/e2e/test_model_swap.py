@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from hub import hub_of
 from safetensors.torch import load_file, save_file
 from waiting import until
 
@@ -148,3 +149,25 @@ def test_the_old_model_is_served_again_if_the_new_one_cannot_be_loaded(start: St
     assert [version.get("problem", "") for version in tried] == ["", tried[1]["problem"], ""]
     assert "lacks" in tried[1]["problem"] or "missing" in tried[1]["problem"], tried
     assert server.stop() == 0
+
+
+@pytest.mark.long
+def test_a_model_that_was_pulled_from_the_hub_is_served(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_of("org/tiny", ROOT / "demo_model").serving() as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        server = start(*FLAGS).wait_ready()
+        body = {"model": "org/tiny"}
+        assert httpx.post(f"{server.url}/api/pull", json=body, timeout=60).status_code == 404 and not hub.paths
+        pulled = httpx.post(f"{server.url}/api/pull", json=body, headers=ADMIN, timeout=120)
+        states = [json.loads(line) for line in pulled.text.splitlines()]
+        assert states[-1] == {"status": "success"}, states
+        assert any(state.get("completed") and state["completed"] == state["total"] for state in states)
+        answer = swap(server, model="org/tiny")
+        assert answer.status_code in (200, 202), answer.text
+        wait_for(server, "org/tiny")
+        assert ask(server) == 200
+        assert server.stop() == 0

@@ -2,6 +2,7 @@
 answer is a 5xx or late, and each conforms to the description."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_answers_conform_to_the_openapi_description(start: Callable[..., Server]
         suppress_health_check=list(HealthCheck),
     )
     @given(strategies.one_of(cases))
-    def play(case: Case) -> None:
+    def play(case: Case[Any]) -> None:
         response = case.call(base_url=server.url, timeout=ANSWER_TIMEOUT_S)
         key = case.operation.label, response.status_code
         statuses[key] = statuses.get(key, 0) + 1

@@ -87,6 +87,15 @@ def test_the_idle_model_that_was_used_least_recently_goes_first() -> None:
     assert found.decide(now + 4) == [Load(3)] and found.used() == (3 * GB,)
 
 
+def test_a_model_fits_that_is_not_loaded_and_needs_no_memory_of_others() -> None:
+    found = models(1, 2, 1, budget=2)
+    assert [found.fits(model) for model in found.models] == [True, True, True]
+    now = load(found, 0, 0.0)
+    assert [found.fits(model) for model in found.models] == [False, False, True]
+    found.use(1, "api", now, is_open=True)
+    assert found.decide(now) == [Unload(0)] and not any(map(found.fits, found.models[:2])), "it is not gone yet"
+
+
 def test_a_model_stays_if_a_larger_one_must_go_anyway() -> None:
     found = models(1, 3, 3, budget=4)
     now = load(found, 1, load(found, 0, 0.0))
@@ -98,6 +107,7 @@ def test_only_what_takes_the_same_memory_goes() -> None:
     """The host's memory and two GPUs: the model that was used least recently is on the other one."""
     terms = [Terms((1, 0, 8)), Terms((1, 8, 0)), Terms((1, 8, 0)), Terms((3, 0, 0))]
     found = Residency([4, 10, 10], terms, 0.0)
+    assert all(found.fits(model) for model in found.models)
     now = load(found, 1, load(found, 0, 0.0))
     assert found.used() == (2, 8, 8) and found.models[0].terms.need_bytes == 8 and terms[3].need_bytes == 3
     found.use(2, "api", now, is_open=True)
@@ -105,6 +115,7 @@ def test_only_what_takes_the_same_memory_goes() -> None:
     found.has_ended(1, now)
     assert found.decide(now) == [Load(2)]
     found.has_loaded(2, now)
+    assert [found.fits(model) for model in found.models] == [False, False, False, False]
     found.use(2, "api", now, is_open=False)
     found.use(3, "api", now + 1, is_open=True)
     assert found.decide(now + 1) == [Unload(0)], "one that computes on the host takes its memory"

@@ -72,7 +72,9 @@ class App(NamedTuple):
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    nodes = RayNodes(RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1")
+    nodes = RayNodes(
+        RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="120"
+    )
     try:
         for number in (3, 4, 5):
             nodes.add(number)
@@ -169,4 +171,24 @@ def test_several_models_are_loaded_where_there_is_room_and_a_stream_takes_its_mo
     until(lambda: stream.has_ended, "the stream has ended", LONG_S)
     assert text_of(stream) == expected[moved]
     assert text_of(begun(kept)) == expected[kept]
+    app.deploy(None)
+
+
+def test_an_engine_leaves_a_node_that_drains(app: App) -> None:
+    """Serve starts another one, and ends that of the node, whose stream goes on elsewhere."""
+    app.nodes.add(7)
+    app.deploy({**SETTINGS, "min_replicas": 2, "version": "drains"})
+    until(lambda: len(app.engines()) == 2, "both engines are ready", LONG_S)
+    expected = text_of(stream(app))
+    before = app.engines()
+    url = next(url for url in before if named(app.nodes, node_of(url), ":Door") is None)
+    streams = [stream(app) for _ in range(2)]
+    app.nodes.drain(node_of(url))
+    until(
+        lambda: len(now := app.engines()) == 2 and url not in now,
+        lambda: f"another engine has taken over: {app.engines()}, before: {before}",
+        LONG_S,
+    )
+    for one in streams:
+        assert text_of(one) == expected
     app.deploy(None)

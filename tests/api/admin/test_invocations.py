@@ -45,7 +45,13 @@ def test_ping_needs_no_key(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "word"), [("/v1/moderations", "moderation"), ("/v1/audio/speech", "audio"), ("/v1/audiobooks", "path.")]
+    ("path", "word"),
+    [
+        ("/v1/moderations", "moderation"),
+        ("/v1/audio/speech", "audio"),
+        ("/v1/audiobooks", "path."),
+        ("/v1/responses/compact", "compacted"),
+    ],
 )
 def test_an_endpoint_that_there_cannot_be_says_so(path: str, word: str) -> None:
     answer = request(FakeEngine(), path, {})

@@ -1,10 +1,15 @@
 """Ollama's API over the whole application: shapes of answers and streams, models, and errors."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from harness import Answer, FakeEngine, request
+from harness import Answer, Client, FakeEngine, make_app, request, run
+
+from pagewire.api.ollama.types import Progress
+from pagewire.config.access import ApiKey
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -116,6 +121,91 @@ def test_a_served_model_is_there_and_no_other_is_downloaded() -> None:
     assert states[-1] == {"status": "success"}
     refused = request(FakeEngine(), "/api/pull", {"model": "llama3"})
     assert refused.status == 404 and "serves demo" in refused.json["error"]
+
+
+class Downloads:
+    """A download that begins, and ends when `go` is set."""
+
+    def __init__(self, last: Progress) -> None:
+        self.last = last
+        self.go = asyncio.Event()
+        self.go.set()
+        self.names: list[str] = []
+        self.is_over = False
+
+    async def __call__(self, name: str) -> AsyncGenerator[Progress, None]:
+        self.names.append(name)
+        try:
+            yield Progress("pulling manifest")
+            yield Progress("pulling a", "a", 10, 5)
+            await self.go.wait()
+            yield self.last
+        finally:
+            self.is_over = True
+
+
+SWAPPABLE: dict[str, Any] = {"admin_keys": (ApiKey("admin"),), "enable_model_swap": True}
+ADMIN = {"authorization": "Bearer admin"}
+
+
+def test_an_administrator_downloads_a_model() -> None:
+    downloads = Downloads(Progress("success"))
+    body = {"model": "hf.co/org/other:latest"}
+    states = lines(request(FakeEngine(), "/api/pull", body, headers=ADMIN, download=downloads, **SWAPPABLE))
+    part = {"status": "pulling a", "digest": "a", "total": 10, "completed": 5}
+    assert states == [{"status": "pulling manifest"}, part, {"status": "success"}]
+    whole = request(
+        FakeEngine(), "/api/pull", {**body, "stream": False}, headers=ADMIN, download=downloads, **SWAPPABLE
+    )
+    assert whole.json == {"status": "success"} and downloads.names == ["org/other", "org/other"]
+
+
+def test_a_download_that_fails_says_why() -> None:
+    def pull(**fields: object) -> Answer:
+        body = {"model": "org/other", **fields}
+        failing = Downloads(Progress(error="There is none."))
+        return request(FakeEngine(), "/api/pull", body, headers=ADMIN, download=failing, **SWAPPABLE)
+
+    assert lines(pull())[-1] == {"error": "There is none."}
+    assert (pull(stream=False).status, pull(stream=False).json["error"]) == (400, "There is none.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "words"),
+    [
+        (SWAPPABLE, {}, "only an administrator's key downloads models"),
+        ({**SWAPPABLE, "api_keys": ("user",)}, {"authorization": "Bearer user"}, "only an administrator's key"),
+        ({"admin_keys": (ApiKey("admin"),)}, ADMIN, "downloads no model while it serves"),
+        ({}, {}, "downloads no model while it serves"),
+    ],
+)
+def test_nobody_else_downloads_a_model(settings: dict[str, Any], headers: dict[str, str], words: str) -> None:
+    downloads = Downloads(Progress("success"))
+    body = {"model": "org/other"}
+    answer = request(FakeEngine(), "/api/pull", body, headers=headers, download=downloads, **settings)
+    assert (answer.status, downloads.names) == (404, []) and words in answer.json["error"]
+
+
+def test_a_download_ends_with_its_client_and_is_the_only_one() -> None:
+    downloads = Downloads(Progress("success"))
+    body = json.dumps({"model": "org/other"}).encode()
+
+    async def pull() -> None:
+        downloads.go.clear()
+        app = make_app(FakeEngine(), download=downloads, **SWAPPABLE)
+        client, begun = Client(app), asyncio.Event()
+        client.on_part = lambda part: begun.set()
+        first = asyncio.ensure_future(client.call("POST", "/api/pull", body, ADMIN))
+        await begun.wait()
+        second = await Client(app).call("POST", "/api/pull", body, ADMIN)
+        assert second.status == 409 and "Another model" in second.json["error"] and not downloads.is_over
+        client.leave()
+        await first
+        assert downloads.is_over
+        downloads.go.set()
+        assert (await Client(app).call("POST", "/api/pull", body, ADMIN)).status == 200
+
+    run(pull())
 
 
 def test_vectors() -> None:

@@ -39,7 +39,7 @@ def langgraph(url: str) -> None:
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
-    agent = create_react_agent(ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL), [num_lines])
+    agent = create_react_agent(ChatOpenAI(base_url=f"{url}/v1", api_key=lambda: "none", model=MODEL), [num_lines])
     print(agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content)
 
 

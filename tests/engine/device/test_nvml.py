@@ -2,6 +2,7 @@
 that the real package has."""
 
 import inspect
+import sys
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -133,11 +134,7 @@ def test_a_package_that_lacks_a_function_leaves_its_value_out(monkeypatch: pytes
 def test_without_a_driver_a_device_or_a_package_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuMeter.start(UUID, StandIn("nvmlInit")) is None
     assert GpuMeter.start("GPU-another", StandIn()) is None
-
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("pagewire.engine.device.nvml.importlib.import_module", missing)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it raises ImportError
     assert GpuMeter.start(UUID) is None
 
 

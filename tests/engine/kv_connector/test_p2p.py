@@ -15,7 +15,7 @@ from kv_instance import Asked
 from msgspec import structs
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
 
-from pagewire.engine.kv_connector import p2p
+from pagewire.engine.kv_connector import p2p, p2p_wire
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_settings import read_settings
@@ -145,6 +145,23 @@ def test_an_engine_beside_a_peer_of_another_model_does_not_start(folder, instanc
         core = Asked(P2pConnector.core({"peer": f"{folder}/kv"}, structs.replace(facts, may_refuse=False)))
         assert wait_for(lambda core=core: core.get_num_new_matched_tokens(prompt(2, 30), 0)[0]) == 0
         core.close()
+
+
+def test_an_engine_beside_a_peer_of_an_older_version_does_not_start(folder, instance, monkeypatch):
+    """Nor does it take blocks from one that was started later."""
+    with monkeypatch.context() as older:
+        older.setattr(p2p_wire, "VERSION", 3)
+        prefill = instance(serve=f"{folder}/kv")
+        prefill.serve(prompt(1, 30), list(range(8)))
+    with pytest.raises(ConfigError, match="it speaks version 3 of the protocol, this instance version 4"):
+        P2pConnector.core({"peer": f"{folder}/kv"}, FACTS)
+    late = Asked(P2pConnector.core({"peer": f"{folder}/kv"}, structs.replace(FACTS, may_refuse=False)))
+    assert wait_for(lambda: late.get_num_new_matched_tokens(prompt(2, 30), 0)[0]) == 0
+    late.close()
+    decode = instance(peer=f"{folder}/kv2")
+    request = prompt(3, 30)
+    request.kv_peer = f"ipc://{folder}/kv"
+    assert decode.load(request, list(range(7)), 7) == set(range(7))
 
 
 def test_core_and_worker_agree_on_the_stored_blocks(folder, instance):

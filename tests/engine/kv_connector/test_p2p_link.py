@@ -16,7 +16,7 @@ from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Inst
 from proxy import Proxy
 from waiting import until
 
-from pagewire.engine.kv_connector import p2p_server
+from pagewire.engine.kv_connector import p2p_fetcher, p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_store import BlockStore
@@ -295,6 +295,19 @@ def test_layers_leave_while_the_pass_computes_the_others(transport: str, instanc
     prefill.step()
     store = prefill.worker._store
     assert not store._fills and not store._coming and store._blocks.keys() == prefill.core._kept.keys()
+
+
+def test_layers_come_with_little_credit(instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of two blocks' layers, of which two may be under way."""
+    monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES // 3)
+    monkeypatch.setattr(p2p_fetcher, "CREDIT_BYTES", 4 * BLOCK_BYTES // 3)
+    monkeypatch.setattr(p2p_fetcher, "_CREDIT_STEP", BLOCK_BYTES)
+    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT)
+    _, running = load_early(prefill, decode)
+    running.compute([2])
+    running.end()
+    assert took(decode) == set()
+    assert torch.equal(decode.content(OURS), prefill.content(BLOCKS[:10]))
 
 
 def lose(prefill: Instance, decode: Instance) -> None:
