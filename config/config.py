@@ -163,7 +163,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "parts of the ranks that serve requests of their own, each with a KV cache and --max-num-seqs rows, and "
-            "share feed-forward layers and experts: 1, or on a CPU the number of --tensor-parallel-size",
+            "share feed-forward layers and experts: 1, or the number of --tensor-parallel-size",
             ge=1,
             le=64,
         ),
@@ -173,7 +173,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "which tokens a rank gets from others for its experts, with --kv-domains and --enable-expert-parallel; "
-            "all-to-all: those that chose them; allgather_reducescatter: all (default: all-to-all)",
+            "all-to-all: those that chose them, on GPUs only in steps that are not recorded as CUDA graphs; "
+            "allgather_reducescatter: all (default: all-to-all)",
         ),
     ] = None
     data_parallel_size: Annotated[
@@ -701,7 +702,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
-    gpus: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
+    gpu_ids: tuple[str, ...] = ()  # of each rank, as CUDA_VISIBLE_DEVICES names it; empty: by the rank's place
     engine_number: int = 0  # among all that the launch's api processes serve
     number_in_model: int | None = None  # among the engines of one of several models; None: there is one model
     system_prompt: str = ""  # of conversations that have none

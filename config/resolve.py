@@ -352,8 +352,11 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
             f"{flag}: each domain has one rank so far, and --tensor-parallel-size is {options.tensor_parallel_size}; "
             "give both the same number."
         )
-    if not _on_cpu(options, machine):
-        raise ConfigError(f"{flag} is for --device cpu: domains on GPUs are not there yet; leave it out.")
+    if not _on_cpu(options, machine) and options.attention_backend not in ("auto", "triton"):
+        raise ConfigError(
+            f"{flag} is not there with --attention-backend {options.attention_backend}, which needs rows in every step "
+            "that it attends to; leave one of them out."
+        )
     if not model.is_native:
         raise ConfigError(f"{flag}: transformers computes {model.name}, whose layers cannot be divided; leave it out.")
     for other, is_asked in (

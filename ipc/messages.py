@@ -426,6 +426,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     late_rows: bytes = b""  # int32, rows that sample: `LateMasks` says for each of them what, while the pass runs
     # With KV domains, of which each gets a plan of its own for the step: the sum of `counts` in the plan of each.
     domain_tokens: tuple[int, ...] = ()
+    domain_longest: int = 0  # and the greatest of all these `counts`
 
 
 class LateMasks(Struct, frozen=True, array_like=True, tag=True):

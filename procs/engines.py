@@ -360,7 +360,7 @@ def of_engine(engine: EngineConfig, number: int) -> EngineConfig:
         engine,
         engine_number=number,
         device="cuda" if has_gpu else engine.device,
-        gpus=_gpus(engine)[number * size : (number + 1) * size] if has_gpu else (),
+        gpu_ids=_gpus(engine)[number * size : (number + 1) * size] if has_gpu else (),
         cpu_sets=engine.cpu_sets[number * size : (number + 1) * size],
         kv_events=_beside(engine.kv_events, number),
         kv_events_replay=_beside(engine.kv_events_replay, number),
@@ -370,7 +370,7 @@ def of_engine(engine: EngineConfig, number: int) -> EngineConfig:
 def _gpus(engine: EngineConfig) -> tuple[str, ...]:
     """Those of all engines."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return engine.gpus or (tuple(visible.split(",")) if visible else tuple(map(str, range(1024))))
+    return engine.gpu_ids or (tuple(visible.split(",")) if visible else tuple(map(str, range(1024))))
 
 
 def _beside(address: str | None, number: int) -> str | None:

@@ -25,7 +25,7 @@ def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> 
         if ranks_are_here:  # else gloo listens where the machine's name leads, and NCCL on the first network it finds
             defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {key: value for key, value in defaults.items() if key not in environment}
-        if config.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpus)
+        if config.gpu_ids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpu_ids)
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environment

@@ -44,6 +44,14 @@ class LiveSettings:
         """Those of an engine that takes the place of this one. `config`: with which it is started."""
         found = LiveSettings(config, file=self._file)
         found.history, found._read = self.history, self._read
+        if self._read is not None and config.said is not None:  # what it is loaded with besides is no change to keep
+            before = self._said.config
+            loaded = {
+                one.name: get_setting(config.said.config, one.name)
+                for one in LIVE
+                if get_setting(config.said.config, one.name) != get_setting(before, one.name)
+            }
+            found._read = replace(self._read, config=from_options("after", loaded, base=self._read.config))
         return found
 
     @property

@@ -242,7 +242,7 @@ def _planned(
     each = _gpu_need(need)
     needs = (_host_need(engine, need), *(each if gpu in own else 0 for gpu in range(num_gpus)))
     names = tuple(machine.gpus[gpu].name for gpu in own)
-    engine = replace(engine, kv_cache_memory=need.kv_cache or engine.kv_cache_memory, gpus=names)
+    engine = replace(engine, kv_cache_memory=need.kv_cache or engine.kv_cache_memory, gpu_ids=names)
     terms = Terms(needs, entry.is_pinned, entry.keep_alive_s)
     return ServedModel(entry, _engines(engine, first), terms, dict.fromkeys(names, each))
 
@@ -268,7 +268,7 @@ def _engines(engine: EngineConfig, first: int) -> tuple[EngineConfig, ...]:
     return tuple(
         replace(
             of_engine(engine, number) if engine.data_parallel_size > 1 else engine,
-            gpus=engine.gpus[number * size : (number + 1) * size],
+            gpu_ids=engine.gpu_ids[number * size : (number + 1) * size],
             engine_number=first + number,
             number_in_model=number,
         )

@@ -10,11 +10,13 @@ import pytest
 import torch
 from fakes import all_tokens
 from invariants import check
+from msgspec import structs
 from runner_driver import engine_config
 from thread_ranks import ThreadGroup, of_ranks
 
 from pagewire.engine.core.domains import Domains, Plans
 from pagewire.engine.core.trace import make_scheduler
+from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.runner import runner
 from pagewire.engine.runner.runner import Runner
@@ -33,10 +35,12 @@ class DomainRanks:
         *,
         num_pages: int = NUM_PAGES,
         between: Callable[[Runner, int], None] = lambda *_: None,
+        in_triton: bool = False,
         **flags: Any,
     ) -> None:
-        """num_pages: of each domain. between: called with each rank's runner before each plan, and the plan's step."""
-        self._between = between
+        """num_pages: of each domain. between: called with each rank's runner before each plan, and the plan's step.
+        in_triton: on the GPU's steps, which launch a plan before they give the result of the one before."""
+        self._between, self._in_triton = between, in_triton
         self._config = engine_config(
             folder, tensor_parallel_size=num_domains, kv_domains=num_domains, pipeline_depth=2, **flags
         )
@@ -65,7 +69,9 @@ class DomainRanks:
     def _run(self, group: ThreadGroup) -> None:
         rank, size = group.rank, group.size
         self._groups[rank] = group
-        loaded = Runner.load(self._config, rank_info=RankInfo(rank, tuple(range(size))), is_checked=False)
+        queue = EagerQueue(torch.device("cpu")) if self._in_triton else None
+        info = RankInfo(rank, tuple(range(size)))
+        loaded = Runner.load(self._config, rank_info=info, queue=queue, is_checked=False)
         loaded.open_cache(self._num_pages)
         if rank == 0:
             make = partial(make_scheduler, self._config, self._num_pages, None, None, loaded.groups)
@@ -77,13 +83,14 @@ class DomainRanks:
             group.all_gather(torch.zeros(1))
             if not self._round:
                 return
-            for plans in list(self._round):
-                plan = plans[rank]
+            plans = [plans[rank] for plans in self._round]
+            for plan in plans:
                 self.num_idle[rank] += not plan.rows
                 self._between(loaded, plan.step)
                 loaded.launch(plan)
-                result = loaded.collect()
-                self._results.append(StepResult(**{**_fields(result), "domain": rank}))
+                if not self._in_triton or plan is plans[-1]:
+                    while loaded.num_pending:
+                        self._results.append(structs.replace(loaded.collect(), domain=rank))
 
     def _conduct(self) -> None:
         """Applies the results of a round and makes the plans of the next one."""
@@ -106,7 +113,3 @@ class DomainRanks:
             for domain, scheduler in enumerate(core.schedulers):
                 for request in scheduler.table.running:
                     self.domain_of.setdefault(request.rid, set()).add(domain)
-
-
-def _fields(result: StepResult) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in result.__struct_fields__}

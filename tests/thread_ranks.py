@@ -49,12 +49,22 @@ class ThreadGroup:
         for part in others:
             x.add_(part)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x))
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        parts = torch.stack(self._exchange(x))
+        return parts if out is None else out.copy_(parts.view_as(out))
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        first, *others = (part.view(self.size, *out.shape)[self.rank] for part in self._exchange(x))
+        out.copy_(first)
+        for part in others:
+            out.add_(part)
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         assert len(x) == sum(counts)
         nums = [each.tolist() for each in self._exchange(torch.tensor(counts))]
+        assert known is None or list(known) == [num[self.rank] for num in nums]
         parts = [torch.split(part, num)[self.rank] for part, num in zip(self._exchange(x), nums, strict=True)]
         assert sum(map(len, parts)) <= most
         return torch.cat(parts), [len(part) for part in parts]

@@ -44,6 +44,8 @@ PARTS = (
          needs=("transformers", "safetensors")),
     Part(name="stages", title="Two stages against one rank", module="stages", seconds=60,
          needs=("transformers", "safetensors")),
+    Part(name="domains", title="Two KV domains against one rank", module="domains", seconds=90,
+         needs=("transformers", "safetensors")),
     Part(name="attention", title="Attention", module="attention", seconds=40),
     Part(name="steps-0.6b", title="Steps of Qwen3-0.6B", module="steps", model="qwen3-0.6b", seconds=30, needs=_TEXT),
     Part(name="steps-8b", title="Steps of Llama-3.1-8B", module="steps", model="llama-3.1-8b", seconds=45, needs=_TEXT),

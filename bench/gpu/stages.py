@@ -22,22 +22,22 @@ from .figures import Figure, SkippedError
 from .setting import ROOT, Setting
 
 _STAGES = 2
-_DEPTH = 2  # plans of one rank that are in flight, and one more with two stages
-_TIMEOUT_S = 300.0
+DEPTH = 2  # plans of one rank that are in flight, and one more with two stages
+TIMEOUT_S = 300.0
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
     if not setting.smoke and (num := torch.cuda.device_count()) < _STAGES:
         raise SkippedError(f"two stages need two GPUs, because NCCL has no two ranks on one, and torch sees {num}")
-    tests = _from_tests("checkpoints")
+    tests = from_tests("checkpoints")
     folder = tests.make_checkpoint(setting.scratch / "stages", "qwen3", num_hidden_layers=setting.choose(4, 2))
     plans = _plans(_config(setting, folder), tests.VOCAB_SIZE, num_new=setting.choose(32, 3))
-    expected = _serve(_load(setting, folder, None), plans)
+    expected = serve(_load(setting, folder, None), plans)
     (setting.scratch / "plans").write_bytes(msgspec.msgpack.encode(plans))
     command = [sys.executable, "-m", __name__, str(folder), str(setting.scratch)] + ["--smoke"] * setting.smoke
     stages = [subprocess.Popen([*command, str(stage)]) for stage in range(_STAGES)]
     try:
-        codes = [stage.wait(_TIMEOUT_S) for stage in stages]
+        codes = [stage.wait(TIMEOUT_S) for stage in stages]
     finally:
         for process in stages:
             process.kill()
@@ -50,16 +50,16 @@ def measure(setting: Setting) -> Iterator[Figure]:
     yield Figure(name=name, value=wrong, unit="", most=0, is_proof=True)
 
 
-def _from_tests(module: str) -> Any:
+def from_tests(module: str) -> Any:
     if (folder := str(ROOT / "tests")) not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module(module)
 
 
 def _config(setting: Setting, folder: Path) -> EngineConfig:
-    driving = _from_tests("runner_driver")
+    driving = from_tests("runner_driver")
     config: EngineConfig = driving.engine_config(
-        folder, max_num_batched_tokens=setting.choose(128, 32), max_num_seqs=4, pipeline_depth=_DEPTH + 1,
+        folder, max_num_batched_tokens=setting.choose(128, 32), max_num_seqs=4, pipeline_depth=DEPTH + 1,
         dtype="float32", device="cpu" if setting.smoke else "auto",
     )  # fmt: skip
     return config
@@ -69,7 +69,7 @@ def _load(setting: Setting, folder: Path, stage: int | None) -> Runner:
     """stage: None stands for all layers."""
     config, info = _config(setting, folder), RankInfo()
     if stage is not None:
-        config = structs.replace(config, pipeline_parallel_size=_STAGES, pipeline_depth=_DEPTH, kernels=None)
+        config = structs.replace(config, pipeline_parallel_size=_STAGES, pipeline_depth=DEPTH, kernels=None)
         here = tuple(range(_STAGES))
         info = RankInfo(stage, here, f"file://{setting.scratch}/ranks", stage=stage, first=stage)
     queue = setting.open_queue() if setting.smoke else None
@@ -111,12 +111,12 @@ def _plans(config: EngineConfig, vocab_size: int, *, num_new: int) -> list[StepP
     return plans
 
 
-def _serve(runner: Runner, plans: list[StepPlan]) -> list[bytes]:
+def serve(runner: Runner, plans: list[StepPlan]) -> list[bytes]:
     """What each step sampled."""
     runner.open_cache(4 * (max(len(opened.block_ids) // 4 for plan in plans for opened in plan.open)))
     found = []
     for plan in plans:
-        if runner.num_pending > _DEPTH:
+        if runner.num_pending > DEPTH:
             found.append(runner.collect().ids)
         runner.launch(plan)
     while runner.num_pending:
@@ -141,7 +141,7 @@ def main() -> None:
         interpret()
         np.seterr(all="ignore")  # warnings about masked lanes
     plans = msgspec.msgpack.decode((given.scratch / "plans").read_bytes(), type=list[StepPlan])
-    ids = _serve(_load(Setting(smoke=given.smoke, scratch=given.scratch), given.folder, given.stage), plans)
+    ids = serve(_load(Setting(smoke=given.smoke, scratch=given.scratch), given.folder, given.stage), plans)
     if given.stage == _STAGES - 1:
         _found(given.scratch).write_bytes(msgspec.msgpack.encode(ids))
 

@@ -124,11 +124,13 @@ class Domains:
         for scheduler, plan in zip(self._schedulers, found, strict=True):
             if plan is None:
                 scheduler.skip()
-        tokens = tuple(0 if plan is None else sum(memoryview(plan.counts).cast("i")) for plan in found)
+        counts = [() if plan is None else memoryview(plan.counts).cast("i").tolist() for plan in found]
+        tokens, longest = tuple(map(sum, counts)), max(chain.from_iterable(counts), default=0)
         self._pending[self.step] = [plan is not None for plan in found]
         self._unanswered[self.step] = self.num_domains
-        empty = StepPlan(self.step, (), b"", b"", b"", b"", b"", domain_tokens=tokens)
-        return tuple(empty if plan is None else replace(plan, domain_tokens=tokens) for plan in found)
+        empty = StepPlan(self.step, (), b"", b"", b"", b"", b"")
+        plans = (empty if plan is None else plan for plan in found)
+        return tuple(replace(plan, domain_tokens=tokens, domain_longest=longest) for plan in plans)
 
     def apply(self, result: StepResult) -> None:
         """Takes in the result of one domain. Those of a domain come in the order of the steps; those of a step in any

@@ -177,7 +177,7 @@ def _compute(
     num_elsewhere, *counts = (slots.view(-1) + 1).bincount(minlength=args.num_slots + 1).tolist()
     order = slots.view(-1).argsort(stable=True)[num_elsewhere:]
     if own is not None:
-        own.load.add_(torch.tensor(counts[: args.num_slots]))
+        own.load.add_(torch.tensor(counts[: args.num_slots], device=own.load.device))
     states = x.index_select(0, order // args.router.top_k)
     if args.router.on == "input":
         states = states * scales.reshape(-1)[order, None].to(x.dtype)

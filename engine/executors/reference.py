@@ -142,6 +142,11 @@ class Reference:
         """The tokens of a step. All are [tokens] int64."""
         return Step(ids, positions, attention, places_of(positions, regimes, self.program.regime_limit))
 
+    def no_step(self) -> Step:
+        """A step without tokens of this rank."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return Step(none, none, None, none)
+
     # What each operation computes. They return the columns of `op.outs`.
 
     def _embed(self, op: Op, registers: Registers, step: Step) -> Tensor:
@@ -348,7 +353,9 @@ class Reference:
         own, domain = self.own_experts.get(op.layer), self.domain
         if args.is_exchanged and domain is not None and own is not None:
             x, logits = (
-                registers.get(view) if domain.num_own else torch.empty((0, view.width), dtype=self._dtype)
+                registers.get(view)
+                if domain.num_own
+                else torch.empty((0, view.width), dtype=self._dtype, device=self._device)
                 for view in op.ins
             )
             return exchanged_mixture(args, self.weights, x, logits, own, step.positions, self.group, domain.num_all)
@@ -431,8 +438,7 @@ class ReferenceModel:
 
     def help_others(self, attention: AttentionBackend) -> None:
         """Runs a step for a domain without rows: this rank's part of what all domains share."""
-        none = torch.empty(0, dtype=torch.int64)
-        self._run(Registers(), Step(none, none, None, none))
+        self._run(Registers(), self._reference.no_step())
 
     def _run(self, registers: Registers, step: Step) -> None:
         def run(first: int, last: int) -> None:

@@ -19,7 +19,7 @@ from ..executors.experts import OwnExperts
 from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
-from ..parallel.collectives import Group
+from ..parallel.collectives import Alone, Group
 from .attention import HostAttention
 from .packet import Limits, Packet
 from .rules import largest_group
@@ -51,11 +51,13 @@ class TritonDecoder:
         is_deterministic: bool,
         without: frozenset[str] = frozenset(),
         attention: HostAttention | None = None,
+        num_domains: int = 1,
     ) -> None:
         """program: one that `rules.in_torch` does not refuse. loaded: its weights, which it takes. num_programs: by the
         head dimension, how many of decode attention the device holds at once. is_deterministic: a token's bits depend
         on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`. attention: of the steps
-        that it serves, instead of Triton."""
+        that it serves, instead of Triton. num_domains: KV domains; if there are several, each is a rank of the
+        group."""
         self.kv_shape = shape
         self._attention = attention
         self._ranks = group
@@ -65,9 +67,10 @@ class TritonDecoder:
         self.device = device = loaded.device
         self._walk = Walker(
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
-            is_deterministic=is_deterministic, without=without, attention=attention,
+            is_deterministic=is_deterministic, without=without, attention=attention, num_domains=num_domains,
         )  # fmt: skip
-        self.vocabulary = Vocabulary(program, self._walk.weights, group)
+        # A domain has a whole head, and samples by itself.
+        self.vocabulary = Vocabulary(program, self._walk.weights, group if num_domains == 1 else Alone())
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -102,7 +105,7 @@ class TritonDecoder:
     @property
     def left_to_torch(self) -> int:
         """Bytes that a step takes from the allocator at most, estimated: what torch's functions return."""
-        gathers = self._ranks.size > 1 and self.is_last
+        gathers = self.vocabulary.group.size > 1 and self.is_last
         gathered = 3 * self._limits.scored * self._vocab * 4 if gathers else 0
         normed = self._limits.scored * self._walk.finishing
         return max(self._limits.tokens * self._walk.left_to_torch, gathered + normed)
@@ -173,6 +176,8 @@ class TritonDecoder:
             tables=tables,
             context_lens=lens,
             num_tokens=packet.step[1:2],
+            padding=self._walk.padding(packet.step[1:2], tokens),
+            may_wait=not shape.is_recorded,
             tiles=tiles,
             tile_rows=shape.tile_rows,
         )

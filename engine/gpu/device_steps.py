@@ -33,6 +33,7 @@ from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
 from ..executors.experts import OwnExperts
+from ..parallel.domains import Domain
 from ..steps.draft_states import DraftStates, within
 from ..steps.logprobs import PromptScores, prompt_scores, row_logprobs
 from ..steps.ngram import draft
@@ -72,6 +73,7 @@ class DeviceModel:
     temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     handover: Handover | None = None  # of a stage of a pipeline
+    domain: Domain | None = None  # of this rank; None: there is one domain
     head_major = True
 
     @property
@@ -296,7 +298,7 @@ class DeviceSteps:
         self._unknown: deque[_Launched] = deque()  # whose samples are not in `_rows`; the last ones are pending
         self._fetched: Mark | None = None
         self._attention = model.attention
-        self._handover = model.handover
+        self._handover, self._domain = model.handover, model.domain
         self._samples = model.decoder.is_last  # the stages before the last one do not
         planned = _planned(limits, is_deterministic=config.deterministic, samples=self._samples)
         self._planned = [shape for shape in planned if not self._is_unrecorded(shape)]
@@ -369,6 +371,8 @@ class DeviceSteps:
         is_open = self._attention is not None and self._config.speculative is not None
         self._learn(0 if is_open else self._config.num_in_flight - 1)
         self._take_rows(plan)
+        if self._domain is not None:
+            self._domain.begin(plan)
         begun = self._queue.mark()
         step, draft_tokens, draft_states = self._arrange(plan)
         ends = step.starts + step.counts
@@ -392,7 +396,7 @@ class DeviceSteps:
 
         prompt: list[tuple[int, Tensor, Tensor]] = []
         pooled: list[PooledStates] = []
-        if len(step.rows):
+        if len(step.rows) or (self._domain is not None and self._domain.num_all):
             if self._handover is None:
                 self._run(sent.shape, step)
             else:
@@ -554,7 +558,7 @@ class DeviceSteps:
 
         def sample() -> None:
             tokens = self._packet.parts[first // self._part].tokens[: samples.samples]
-            if self._decoder.num_ranks > 1 and samples.is_plain:
+            if self._decoder.num_ranks > 1 and self._domain is None and samples.is_plain:
                 hidden = self._decoder.sampled_hidden(tokens)
                 self._state.sample_of_parts(self._decoder.vocabulary, hidden, self._packet, first, samples)
             else:
@@ -627,7 +631,7 @@ class DeviceSteps:
         opens: tuple[RowOpen, ...],
     ) -> _Sent:
         """Sends a step's packet. states: of a model with recurrent layers."""
-        shape, num_step, ids, ids_at = self._fill(packet, step)
+        shape, num_step, ids, ids_at = self._fill(packet, step, self._size(step.counts))
         if states is not None:
             num_step += fill_states(packet.step[num_step:], states)
         first = num_step
@@ -645,7 +649,7 @@ class DeviceSteps:
         if self._emptied is not None:
             self._emptied.wait()  # its memory is still read by the last copy
         packet, none = self._empty, _NO_IDS
-        _, num_step, _, _ = self._fill(packet, _NO_ROWS)
+        _, num_step, _, _ = self._fill(packet, _NO_ROWS, (0, 0))
         if self._rows.has_states:
             num_step += fill_states(packet.step[num_step:], StateRows.of(self._cache.storage, [], [], []))
         packet.tiles[:, 2] = 0
@@ -655,14 +659,24 @@ class DeviceSteps:
         self._queue.send(packet.whole[used], self._packet.whole[used])
         self._emptied = self._queue.mark()
 
-    def _fill(self, packet: HostPacket, step: _Rows) -> tuple[StepShape, int, NDArray[np.int32], NDArray[np.int64]]:
-        """Writes the rows and tokens of the packet. Returns the shape of the pass, the length of the packet's last
-        section, and `_Sent.ids` and `ids_at`."""
+    def _size(self, counts: NDArray[np.int64]) -> tuple[int, int]:
+        """From which the shape of a pass follows: its tokens, and the most of a row. With KV domains these are the most
+        of any of them, so all ranks choose the same shape: they exchange tensors of its size, and NCCL needs steps that
+        all of them have recorded, or none."""
+        if self._domain is not None:
+            return self._domain.num_most, self._domain.longest
+        return int(counts.sum()), int(counts.max(initial=0))
+
+    def _fill(
+        self, packet: HostPacket, step: _Rows, size: tuple[int, int]
+    ) -> tuple[StepShape, int, NDArray[np.int32], NDArray[np.int64]]:
+        """Writes the rows and tokens of the packet. size: `_size` of them. Returns the shape of the pass, the length of
+        the packet's last section, and `_Sent.ids` and `ids_at`."""
         picked, counts, starts, nums, _ = step
         rows = self._rows
         # Decode attention sums in another order than prompt attention, so `deterministic` does without it.
         num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
-        total, most = int(counts.sum()), int(counts.max(initial=0))
+        total, most = size
         num_behind = self._num_unsure[picked]
         num_ids, bases = counts + num_behind, starts - num_behind
         firsts = np.cumsum(num_ids) - num_ids
@@ -693,7 +707,7 @@ class DeviceSteps:
             rotary_firsts=rows.regime[picked] * (self._config.model.regime_limit or 0),
         )
         self._num_sent[picked] = num_blocks
-        if num_decode == len(picked):  # also if there are no rows
+        if most <= 1 and num_decode == len(picked):  # also if there are no rows
             return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step, ids, ids_at
         tile_rows = DRAFT_ROWS if most <= DRAFT_ROWS else PROMPT_ROWS
         if self._config.deterministic:

@@ -22,19 +22,39 @@ class Experts:
         self._correction, self._scale = loaded.vector(args.correction), loaded.vector(args.expert_scale)
         self._has_router = _has_kernel(args.router, args)
         self.own = own_experts(args, loaded.device)
+        self._any = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=loaded.device)
 
     def __call__(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor, positions: Tensor) -> None:
         """x, out: [tokens, hidden]; logits: the router's product; num_tokens: [1] int32, the tokens that are no
         padding; positions: [tokens] int32."""
+        self.choose(x, logits, num_tokens, positions)
+        self.compute(x, out)
+
+    def of_domains(self, x: Tensor, logits: Tensor, out: Tensor, padding: Tensor, numbers: Tensor) -> None:
+        """For the tokens of all KV domains. padding: [tokens, 1] bool, which are padding; numbers: [tokens] int32."""
+        self.choose(x, logits, self._any, numbers)
+        self._workspace.experts[: len(x)].masked_fill_(padding, -1)
+        self.compute(x, out)
+
+    def choose(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor | None = None) -> None:
+        """Fills the workspace: experts of -1 are those of padding. positions: of the tokens, if the slots of this
+        rank's experts are wanted, and -1 for the others."""
+        router, own = self._args.router, self.own if positions is not None else None
+        if not self._has_router:
+            self._route(x, logits, num_tokens, positions)
+            return
+        route_in_triton(
+            logits, num_tokens, self._workspace, top_k=router.top_k,
+            renormalize=router.renorm or router.score == "softmax_of_chosen",
+            places=None if own is None else own.places, positions=None if own is None else positions,
+        )  # fmt: skip
+
+    def compute(self, x: Tensor, out: Tensor) -> None:
+        """The sum over the slots in the workspace. x: [tokens, hidden], rows of any stride; out: [tokens, hidden]."""
         args, router = self._args, self._args.router
-        if self._has_router:
-            renormalize = router.renorm or router.score == "softmax_of_chosen"
-            route_in_triton(
-                logits, num_tokens, self._workspace, top_k=router.top_k, renormalize=renormalize, 
-                places=None if self.own is None else self.own.places, positions=None if self.own is None else positions,
-            )  # fmt: skip
-        else:
-            x = self._route(x, logits, num_tokens, positions)
+        if router.on == "input":
+            weights = self._workspace.weights[: len(x), :, None].to(x.dtype)
+            x = (x[:, None] * weights).flatten(0, 1)
         experts(
             out, x, self._gate_up, self._down, self._workspace, act=args.act, has_gate=args.has_gate, limit=args.limit,
             sharpness=args.sharpness, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias,
@@ -42,8 +62,7 @@ class Experts:
             num_all=args.num_experts, load=None if self.own is None else self.own.load,
         )  # fmt: skip
 
-    def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor) -> Tensor:
-        """Fills the workspace, and returns the inputs of the experts."""
+    def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor | None) -> None:
         workspace, router = self._workspace, self._args.router
         scales, chosen = route(router, logits, self._correction)
         if self._scale is not None:
@@ -53,20 +72,21 @@ class Experts:
         tokens = len(x)
         is_real = torch.arange(tokens, device=x.device)[:, None] < num_tokens
         workspace.weights[:tokens] = scales
-        slots = chosen if self.own is None else self.own.place(chosen, positions)
+        slots = chosen if self.own is None or positions is None else self.own.place(chosen, positions)
         workspace.experts[:tokens] = torch.where(is_real, slots, -1)
-        if router.on == "input":
-            return (x[:, None] * scales[:, :, None].to(x.dtype)).flatten(0, 1)
-        return x
 
     def left_to_torch(self, itemsize: int) -> int:
         """Bytes per token that a call takes from the allocator, estimated: of the choice of experts."""
         if self._has_router:
             return 0
         args, router = self._args, self._args.router
-        inputs = router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
         placing = 64 * router.top_k if self.own is not None else 0
-        return 8 * 4 * args.num_experts + inputs + placing
+        return 8 * 4 * args.num_experts + self.inputs_left_to_torch(itemsize) + placing
+
+    def inputs_left_to_torch(self, itemsize: int) -> int:
+        """Bytes per token of the inputs of experts, where each expert has another one."""
+        args, router = self._args, self._args.router
+        return router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
 
 
 def _has_kernel(router: Router, args: Mixture) -> bool:

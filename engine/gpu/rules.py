@@ -20,6 +20,7 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     MatchMagnitude,
     Matrix,
     MixStreams,
@@ -35,6 +36,7 @@ from ..models.program import (
     ScanDelta,
     ScanLightning,
     ScanMamba2,
+    Spread,
     View,
 )
 
@@ -43,7 +45,7 @@ _LONGEST = 5  # operations of a rule
 
 Kind = Literal[
     "attend", "product", "norm product", "product add", "norm", "add norm", "add", "elementwise",
-    "rotate", "experts", "latent", "mix", "sum", "torch",
+    "rotate", "experts", "latent", "mix", "sum", "gather", "scatter", "torch",
 ]  # fmt: skip
 
 
@@ -82,12 +84,16 @@ class Facts:
 
     def __init__(self, program: Program, fuses: Callable[[Matrix], bool]) -> None:
         """fuses: whether the matrix's product takes a norm or a residual into its launch."""
-        self.fuses = fuses
+        self._fuses, self._shared = fuses, program.shared
         self._widths = program.widths
         self._uses = Counter(
             register for op in program.ops for register in {view.register for view in (*op.ins, *op.outs)}
         )
         self._uses.update(program.passed)
+
+    def fuses(self, product: Op, matrix: Matrix) -> bool:
+        """With the tokens of all KV domains a step is not one of few tokens."""
+        return product.outs[0].register not in self._shared and self._fuses(matrix)
 
     def is_whole(self, view: View) -> bool:
         return view.width == self._widths[view.register]
@@ -308,7 +314,7 @@ def _norm_product(facts: Facts, ops: Sequence[Op]) -> int:
             *_,
         ]:
             reads = product.ins == norm.outs and facts.is_between(norm.outs[0])
-            return 2 if reads and is_rms_norm(norm) and facts.fuses(matrix) else 0
+            return 2 if reads and is_rms_norm(norm) and facts.fuses(product, matrix) else 0
     return 0
 
 
@@ -317,7 +323,7 @@ def _product_add(facts: Facts, ops: Sequence[Op]) -> int:
         case [Op(args=Product(matrix=matrix)) as product, Op(args=Add()) as add, *_] if add.args == Add():
             reads = product.outs == add.ins[1:] and facts.is_between(add.ins[1])
             is_apart = product.ins[0].register != add.outs[0].register  # the launch writes while it still reads
-            return 2 if reads and is_apart and facts.fuses(matrix) else 0
+            return 2 if reads and is_apart and facts.fuses(product, matrix) else 0
     return 0
 
 
@@ -329,9 +335,26 @@ def _add_norm(facts: Facts, ops: Sequence[Op]) -> int:
     return 0
 
 
+def _gather(facts: Facts, ops: Sequence[Op]) -> int:
+    """A sum of tokens that each stand in one rank's part."""
+    match ops:
+        case [Op(args=Spread()) as spread, Op(args=AllReduce()) as total, *_]:
+            return 2 if total.ins == spread.outs and facts.is_whole(spread.outs[0]) else 0
+    return 0
+
+
+def _scatter(facts: Facts, ops: Sequence[Op]) -> int:
+    match ops:
+        case [Op(args=AllReduce()) as total, Op(args=Keep()) as keep, *_]:
+            return 2 if keep.ins == total.outs and facts.is_whole(keep.ins[0]) else 0
+    return 0
+
+
 RULES: tuple[tuple[Kind, Callable[[Facts, Sequence[Op]], int]], ...] = (
     ("attend", _attention),
     ("norm product", _norm_product),
     ("product add", _product_add),
     ("add norm", _add_norm),
+    ("gather", _gather),
+    ("scatter", _scatter),
 )

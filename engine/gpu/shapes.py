@@ -46,6 +46,11 @@ class SampleShape:
         return self.kind < 2 and not self.edits and not self.logprobs
 
 
+def most_recorded(most: int) -> int:
+    """Tokens of the largest step that is recorded, if steps have `most` tokens at most."""
+    return min(most, MAX_RECORDED)
+
+
 def decode_sizes(most: int) -> tuple[int, ...]:
     """Ascending; the last is `most`."""
     sizes = [*_FEW, *range(32, 257, 16), *range(288, most + 32, 32)]

@@ -43,6 +43,7 @@ from ..models.program import (
     GatedProduct,
     Glu,
     Heat,
+    Keep,
     Layout,
     Matrix,
     MeanSquares,
@@ -55,12 +56,14 @@ from ..models.program import (
     Rotate,
     Scale,
     ScanDelta,
+    Spread,
     View,
     placed,
 )
 from ..parallel.collectives import Group
 from .attention import HostAttention
 from .elementwise import run_of
+from .exchange import DomainTokens, ExpertExchange
 from .experts import Experts
 from .mixers import DeviceMixers
 from .packet import Limits
@@ -75,6 +78,7 @@ from .products import (
 from .products import Product as ProductOf
 from .rules import Kind, Part, body_of, largest_group, parts_of
 from .scratch import Scratch
+from .shapes import most_recorded
 from .weights import Loaded, interleave
 
 _LEAST_ROWS = 16  # of an attention tile
@@ -86,12 +90,15 @@ class Registers(TorchRegisters):
     """The registers of a step. One has memory of its own, which stays after the step."""
 
     def __init__(
-        self, widths: Sequence[int], kept: int, states: Tensor, scratch: Scratch, places: Layout, passed: Set[int]
-    ) -> None:
+        self, widths: Sequence[int], kept: int, states: Tensor, scratch: Scratch, places: Layout, passed: Set[int],
+        domains: Sequence[int],
+    ) -> None:  # fmt: skip
         """kept: the register in `states`, [tokens, width]. places: of the other registers in the scratch. passed: those
-        that stages pass on, which are never elsewhere."""
+        that stages pass on, which are never elsewhere. domains: of how many KV domains each register has the tokens,
+        as many for each."""
         super().__init__()
         self._widths, self._kept, self._states, self._passed = widths, kept, states, passed
+        self._domains = domains
         self._scratch, self._places = scratch, places
         self._tensors[kept] = states
 
@@ -100,7 +107,8 @@ class Registers(TorchRegisters):
         if view.register not in self._tensors:
             tokens, dtype = len(self._states), self._states.dtype
             first = self._places.offsets[view.register] * tokens * dtype.itemsize
-            self._tensors[view.register] = self._scratch.at(first, (tokens, self._widths[view.register]), dtype)
+            shape = tokens * self._domains[view.register], self._widths[view.register]
+            self._tensors[view.register] = self._scratch.at(first, shape, dtype)
         return self.get(view)
 
     def fill(self, values: Mapping[int, Tensor]) -> None:
@@ -130,6 +138,8 @@ class Pass:
     tables: Tensor  # [tables, rows, blocks] int32
     context_lens: Tensor  # [rows] int32
     num_tokens: Tensor  # [1] int32, that are no padding
+    padding: Tensor | None  # [tokens of all KV domains, 1] bool, which are padding; None: of no use
+    may_wait: bool  # a step of its shape is never recorded, on any rank
     tiles: Tensor | None  # of rows with several tokens; None: there are none
     tile_rows: int
 
@@ -170,9 +180,12 @@ class Walker:
         is_deterministic: bool,
         without: frozenset[str] = frozenset(),
         attention: HostAttention | None = None,
+        num_domains: int = 1,
     ) -> None:
         """The arguments of `TritonDecoder`."""
         self._without = without
+        self._num_domains = num_domains
+        self._domains = [num_domains if each in program.shared else 1 for each in range(len(program.widths))]
         self._program, self._loaded, self._ranks = program, loaded, group
         self._max_len, self._limits, self._dtype, self._num_programs = max_len, limits, dtype, num_programs
         self._attention, self._is_deterministic = attention, is_deterministic
@@ -196,8 +209,14 @@ class Walker:
                 anywhere, in_scratch = (DenseProduct(values, None, self._small, take, without) for take in takes)
                 matrix = ProductMatrix(values, anywhere, wide, in_scratch)
             self.weights.matrices[each.key] = (matrix,)
-        by_matrix = {args.matrix.key: args for args in products}  # some matrices have several products
-        self._products = {key: self._make_product(args, is_deterministic) for key, args in by_matrix.items()}
+        by_matrix: dict[str, tuple[Product | GatedProduct, int]] = {}  # some matrices have several products
+        for op in program.ops:
+            if isinstance(op.args, Product | GatedProduct):
+                key, domains = op.args.matrix.key, self._domains[op.outs[0].register]
+                by_matrix[key] = op.args, max(domains, by_matrix[key][1] if key in by_matrix else 1)
+        self._products = {
+            key: self._make_product(args, domains, is_deterministic) for key, (args, domains) in by_matrix.items()
+        }
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
         self._experts: list[Experts] = []  # so that sleep finds their weights
         self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
@@ -206,6 +225,9 @@ class Walker:
         self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
+        self._domain_tokens: DomainTokens | None = None  # of those that all ranks give to experts
+        if any(isinstance(op.args, Mixture) and op.outs[0].register in program.shared for op in program.ops):
+            self._domain_tokens = DomainTokens(group, num_domains, limits.tokens, loaded.device)
         many = parts_of(program, without=without)
         self._turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
@@ -227,6 +249,8 @@ class Walker:
             "latent": self._latent,
             "mix": self._mix,
             "sum": self._sum,
+            "gather": self._gather,
+            "scatter": self._scatter,
             "torch": self._torch,
         }
         _, last = body_of(program)
@@ -235,6 +259,10 @@ class Walker:
         made: dict[tuple[Op, ...], Launch] = {}
         self._many = self._walk(many, made)
         self._few = self._walk(parts_of(program, fuses=self._fuses, without=without), made)
+
+    def padding(self, num_tokens: Tensor, tokens: int) -> Tensor | None:
+        """`Pass.padding` of a step. num_tokens: [1] int32; tokens: with padding."""
+        return None if self._domain_tokens is None else self._domain_tokens.padding(num_tokens, tokens)
 
     @property
     def decode_workspaces(self) -> Sequence[DecodeWorkspace]:
@@ -263,12 +291,15 @@ class Walker:
         planned = backend + sum(workspace.nbytes for workspace in self._decode.values())
         tables = self.reference.rotary.values()
         of_tables = sum(table.num_bytes for table in tables)
-        return self.scratch.nbytes + planned + sum(tensor.nbytes for tensor in kept) + of_tables
+        of_domains = 0 if self._domain_tokens is None else self._domain_tokens.nbytes
+        return self.scratch.nbytes + planned + of_domains + sum(tensor.nbytes for tensor in kept) + of_tables
 
     def registers(self, states: Tensor) -> Registers:
         """Of a step. states: the memory of `kept`."""
         places, program = self._of(len(states)).places, self._program
-        registers = Registers(program.widths, self.kept.register, states, self.scratch, places, program.passed)
+        registers = Registers(
+            program.widths, self.kept.register, states, self.scratch, places, program.passed, self._domains
+        )
         for view in program.receives:
             registers.into(view)
         return registers
@@ -347,7 +378,8 @@ class Walker:
         in_scratch, returned = self._memory_of(parts)
         received, sent = ({view.register for view in views} for views in (self._program.receives, self._program.sends))
         uses = [received, *map(_registers, parts), sent]
-        widths = [-(-width // _PLACE) * _PLACE for width in self._program.widths]
+        sizes = zip(self._program.widths, self._domains, strict=True)
+        widths = [-(-width // _PLACE) * _PLACE * num for width, num in sizes]
         return Walk(
             launches=launches,
             places=placed([found & in_scratch for found in uses], widths),
@@ -369,27 +401,31 @@ class Walker:
                     (returned if is_returned else in_scratch).add(view.register)
         return in_scratch, returned - in_scratch
 
-    def _make_product(self, args: Product | GatedProduct, is_deterministic: bool) -> ProductOf:
+    def _make_product(self, args: Product | GatedProduct, domains: int, is_deterministic: bool) -> ProductOf:
+        """domains: whose tokens it multiplies."""
         is_gated = isinstance(args, GatedProduct)
         bias, weight = self._loaded.vector(args.bias), self._loaded.take(args.matrix)
         if is_gated and bias is not None:
             bias = interleave(bias)
         if not isinstance(weight, Tensor):
-            return self._quantized(weight, bias, is_gated)
-        return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated)
+            return self._quantized(weight, bias, is_gated, domains)
+        return InvariantProduct(weight, bias) if is_deterministic else self._dense(weight, bias, is_gated, domains)
 
-    def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool) -> DenseProduct:
+    def _dense(self, weight: Tensor, bias: Tensor | None, is_gated: bool, domains: int) -> DenseProduct:
         if is_gated:
-            self.scratch.expect(self._limits.tokens * weight.shape[0] * self._dtype.itemsize)
+            self.scratch.expect(domains * self._limits.tokens * weight.shape[0] * self._dtype.itemsize)
         return DenseProduct(weight, bias, self._small, self.scratch.take, self._without)
 
-    def _quantized(self, weight: QuantizedWeight, bias: Tensor | None, is_gated: bool) -> QuantizedProduct:
+    def _quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None, is_gated: bool, domains: int
+    ) -> QuantizedProduct:
         product = QuantizedProduct(
             weight, bias, self._small, self.scratch.take, dtype=self._dtype,
             has_narrow_inputs=self._loaded.has_narrow_inputs, without=self._without,
         )  # fmt: skip
-        self.scratch.expect(*product.taken(self._limits.tokens, self._dtype.itemsize, is_gated=is_gated))
-        self._leave_to_torch(product.left_to_torch(self._dtype.itemsize))
+        tokens = domains * self._limits.tokens
+        self.scratch.expect(*product.taken(tokens, self._dtype.itemsize, is_gated=is_gated))
+        self._leave_to_torch(domains * product.left_to_torch(self._dtype.itemsize))
         return product
 
     def _fuses(self, matrix: Matrix) -> bool:
@@ -403,14 +439,17 @@ class Walker:
 
     def _torch(self, part: Part) -> Launch:
         (op,) = part.ops
+        assert not isinstance(op.args, Spread | Keep), f"{op} is no part of an exchange"
         if isinstance(op.args, Embed) and self._looks_up(op, op.args):
             return self._embed(op, op.args)
-        self._leave_to_torch(_copies(op.args) * op.outs[0].width * self._dtype.itemsize)
+        out = op.outs[0]
+        self._leave_to_torch(_copies(op.args) * self._domains[out.register] * out.width * self._dtype.itemsize)
         return lambda step: self.reference.run(op, step.registers, step.step)
 
     def _looks_up(self, op: Op, args: Embed) -> bool:
         """Whether embeddings are rows of the table, which can be copied to the register."""
-        is_plain = self._ranks.size == 1 and args.scale == 1.0 and not args.is_whole
+        has_all = self._ranks.size == 1 or self._num_domains > 1
+        is_plain = has_all and args.scale == 1.0 and not args.is_whole
         return is_plain and op.outs[0].width == self._program.widths[op.outs[0].register]
 
     def _leave_to_torch(self, per_token: int) -> None:
@@ -439,6 +478,35 @@ class Walker:
     def _sum(self, part: Part) -> Launch:
         view = part.ops[0].ins[0]
         return lambda step: self._ranks.all_reduce(step.registers.get(view))
+
+    def _gather(self, part: Part) -> Launch:
+        """The tokens of all domains."""
+        of, out = part.ops[0].ins[0], part.ops[0].outs[0]
+
+        def launch(step: Pass) -> None:
+            x, whole = step.registers.get(of), step.registers.into(out)
+            if not x.is_contiguous():
+                x = step.scratch.take(tuple(x.shape), x.dtype).copy_(x)
+            if self._num_domains == 1:
+                whole.copy_(x)
+            else:
+                self._ranks.all_gather(x, whole)
+
+        self.scratch.expect(self._limits.tokens * of.width * self._dtype.itemsize)
+        return launch
+
+    def _scatter(self, part: Part) -> Launch:
+        """The sum over the ranks, of the tokens of this domain."""
+        of, out = part.ops[0].ins[0], part.ops[1].outs[0]
+
+        def launch(step: Pass) -> None:
+            whole, kept = step.registers.get(of), step.registers.into(out)
+            if self._num_domains == 1:
+                kept.copy_(whole)
+            else:
+                self._ranks.reduce_scatter(whole, kept)
+
+        return launch
 
     def _add(self, part: Part) -> Launch:
         (op,) = part.ops
@@ -525,21 +593,36 @@ class Walker:
         (op,) = part.ops
         args = op.args
         assert isinstance(args, Mixture)
+        domains, limits, itemsize = self._domains[op.outs[0].register], self._limits, self._dtype.itemsize
+        is_exchanged = args.is_exchanged and self._num_domains > 1
+        gathered = most_recorded(limits.tokens)
+        tokens = max(limits.tokens * domains, gathered * self._num_domains if is_exchanged else 0)
         sizes = args.num_slots, args.router.top_k, args.down.rows, args.down.columns
         if sizes not in self._moe:
             self._moe[sizes] = workspace_moe(
-                max_tokens=self._limits.tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
+                max_tokens=tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
         experts = Experts(args, self._loaded, self._moe[sizes])
         self._experts.append(experts)
         if experts.own is not None:
             self.own_experts[op.layer] = experts.own
-        self._leave_to_torch(experts.left_to_torch(self._dtype.itemsize))
+        self._leave_to_torch(domains * experts.left_to_torch(itemsize))
+        if is_exchanged:
+            exchange = ExpertExchange(args, experts, self._moe[sizes], self._ranks, self._dtype, self.scratch.take)
+            self.scratch.expect(*exchange.taken(gathered, itemsize))
+            self._leave_to_torch(exchange.left_to_torch(itemsize, sends=limits.tokens > gathered))
+        numbers = self._domain_tokens.numbers if self._domain_tokens is not None else None
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
-            experts(x, logits, step.registers.into(op.outs[0]), step.num_tokens, step.step.positions)
+            out = step.registers.into(op.outs[0])
+            if is_exchanged:
+                (exchange.send if step.may_wait else exchange.gather)(x, logits, out, step.num_tokens)
+            elif step.padding is not None and numbers is not None:
+                experts.of_domains(x, logits, out, step.padding, numbers[: len(x)])
+            else:
+                experts(x, logits, out, step.num_tokens, step.step.positions)
 
         return launch
 

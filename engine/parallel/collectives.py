@@ -47,13 +47,21 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor) -> None:
         """Replaces x, which is contiguous, by the sum over the ranks, with the same bits on each rank."""
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: the x of all ranks in their order. All are contiguous and of one shape."""
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[size, *x.shape]: the x of all ranks in their order. All are contiguous and of one shape. out: memory for
+        it, contiguous and of this size."""
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        """Writes this rank's part of the sum over the ranks to `out`. x: [size, *out.shape], or with the first two
+        dimensions as one; both are contiguous."""
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         """Gives each rank some rows. x: [sum of counts, width], contiguous: for each rank so many rows, in the ranks'
-        order; all ranks have the same width and dtype. most: rows that this rank may get. Returns the rows that all
-        ranks have for this one, in the ranks' order, and how many each has."""
+        order; all ranks have the same width and dtype. most: rows that this rank may get. known: how many each rank has
+        for this one, if all ranks know what they get. Returns the rows that all ranks have for this one, in the ranks'
+        order, and how many each has."""
 
 
 class Alone:
@@ -73,10 +81,15 @@ class Alone:
     def all_reduce(self, x: Tensor) -> None:
         pass
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x[None]
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x[None] if out is None else out.copy_(x.view_as(out))
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x.view_as(out))
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         return x, list(counts)
 
 
@@ -98,12 +111,17 @@ class SharedMemoryGroup:
     def all_reduce(self, x: Tensor) -> None:
         self._run(x, x, 0, _SUM_KINDS[x.dtype])
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty((self.size, *x.shape))
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        out = x.new_empty((self.size, *x.shape)) if out is None else out
         self._run(x, out, x.nbytes, "copy")
         return out
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        _keep_of_sum(self, x, out)
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         assert x.is_contiguous() and len(x) == sum(counts), (x.shape, counts)
         out, row = x.new_empty((most, x.shape[1])), x.shape[1] * x.itemsize
         sent = [num * row for num in counts]
@@ -189,13 +207,20 @@ class GlooGroup:
         for part in others:
             x.add_(part)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         self.sent_bytes += x.nbytes * (self.size - 1)
-        return _all_gather(x, self.size, self._own)
+        out = x.new_empty((self.size, *x.shape)) if out is None else out
+        torch.distributed.all_gather(list(out.view(self.size, *x.shape).unbind()), x, group=self._own)
+        return out
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        _keep_of_sum(self, x, out)
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
         self.sent_bytes += (len(x) - counts[self.rank]) * x.shape[1] * x.itemsize
-        return _all_to_all(x, counts, self._own)
+        return _all_to_all(x, counts, known, self._own)
 
 
 class NcclGroup:
@@ -223,11 +248,18 @@ class NcclGroup:
         else:
             torch.distributed.all_reduce(x, group=self._own)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return _all_gather(x, self.size, self._own)
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        out = x.new_empty((self.size, *x.shape)) if out is None else out
+        torch.distributed.all_gather_into_tensor(out, x, group=self._own)
+        return out
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], most: int) -> tuple[Tensor, list[int]]:
-        return _all_to_all(x, counts, self._own)
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        torch.distributed.reduce_scatter_tensor(out, x, group=self._own)
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], most: int, known: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[int]]:
+        return _all_to_all(x, counts, known, self._own)
 
 
 class OneShot:
@@ -319,18 +351,23 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     return group
 
 
-def _all_gather(x: Tensor, size: int, own: ProcessGroup | None) -> Tensor:
-    out = x.new_empty((size, *x.shape))
-    torch.distributed.all_gather(list(out.unbind()), x, group=own)
-    return out
+def _keep_of_sum(group: Group, x: Tensor, out: Tensor) -> None:
+    """`Group.reduce_scatter`, of ranks that add everything."""
+    whole = x.clone()
+    group.all_reduce(whole)
+    out.copy_(whole.view(group.size, *out.shape)[group.rank])
 
 
-def _all_to_all(x: Tensor, counts: Sequence[int], own: ProcessGroup | None) -> tuple[Tensor, list[int]]:
+def _all_to_all(
+    x: Tensor, counts: Sequence[int], known: Sequence[int] | None, own: ProcessGroup | None
+) -> tuple[Tensor, list[int]]:
     """The numbers of rows go first, since memory is needed for them."""
-    sent = torch.tensor(counts, device=x.device)
-    got = torch.empty_like(sent)
-    torch.distributed.all_to_all_single(got, sent, group=own)
-    nums = got.tolist()
+    nums = list(known) if known is not None else []
+    if known is None:
+        sent = torch.tensor(counts, device=x.device)
+        got = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(got, sent, group=own)
+        nums = got.tolist()
     out = x.new_empty((sum(nums), x.shape[1]))
     torch.distributed.all_to_all_single(out, x, nums, list(counts), group=own)
     return out, nums

@@ -14,9 +14,12 @@ class Domain:
         self.first = 0  # where this domain's tokens stand among those of all domains
         self.num_own = 0
         self.num_all = 0
+        self.num_most = 0  # tokens of the domain that has most
+        self.longest = 0  # the most tokens of a row, in any domain
 
     def begin(self, plan: StepPlan) -> None:
         """The next step is that of a plan."""
         nums = plan.domain_tokens
         assert self.number < len(nums), f"a plan for {len(nums)} domains, sent to domain {self.number}"
         self.first, self.num_own, self.num_all = sum(nums[: self.number]), nums[self.number], sum(nums)
+        self.num_most, self.longest = max(nums), plan.domain_longest

@@ -305,6 +305,7 @@ def _on_device(
         is_deterministic=config.deterministic,
         attention=attention,
         without=checked.without | served.left_out,
+        num_domains=config.kv_domains,
     )
     # Only the last stage samples, and so has counts and bits for each token of the vocabulary.
     state = RowState(limits=limits, vocab_size=config.model.vocab_size if triton.is_last else 1, device=queue.device)
@@ -338,6 +339,7 @@ def _on_device(
         temporary=temporary,
         attention=attention,
         handover=handover,
+        domain=Domain(group.rank) if config.kv_domains > 1 else None,
         reads=reads,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,

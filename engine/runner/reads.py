@@ -1,14 +1,18 @@
 """The bytes of its weights that a step reads: for the roof that the memory's bandwidth gives. Plain arithmetic."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...ipc.messages import PassReads
 from ..models.program import Embed, Matrix, Mixture, Positions, Program
 
 
 def reads_of(program: Program, bytes_of: Callable[[Matrix], int], vectors: int) -> PassReads:
-    """What a rank reads of a program's weights in a step. bytes_of: of a matrix as it lies in memory. vectors: bytes of
-    all of them. A step reads a few rows of a table, but all of one that is also the head."""
+    """What a rank reads of a program's weights in a step, without those of an encoder, which reads a prompt once.
+    bytes_of: of a matrix as it lies in memory. vectors: bytes of all of them. A step reads a few rows of a table, but
+    all of one that is also the head."""
+    if program.encoder is not None:
+        program = replace(program, encoder=None)
     mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
     stacks = {stack.key for args in mixtures for stack in (args.gate_up, args.down)}
     tables = {op.args.table.key for op in program.ops if isinstance(op.args, Embed | Positions)}

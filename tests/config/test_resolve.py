@@ -95,9 +95,10 @@ def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:
         decide(make_config(**flags))
 
 
-def test_domains_are_for_described_models_on_cpus() -> None:
-    with pytest.raises(ConfigError, match="--kv-domains 2 is for --device cpu"):
-        on_gpu(90, tensor_parallel_size=2, kv_domains=2)
+def test_domains_are_for_described_models() -> None:
+    assert on_gpu(90, tensor_parallel_size=2, kv_domains=2).kv_domains == 2
+    with pytest.raises(ConfigError, match="--kv-domains 2 is not there with --attention-backend torch"):
+        on_gpu(90, tensor_parallel_size=2, kv_domains=2, attention_backend="torch")
     with pytest.raises(ConfigError, match="transformers computes m, whose layers cannot be divided"):
         decide(make_config(**_DOMAINS), msgspec.structs.replace(MODEL, is_native=False))
     found = decide(make_config(**_DOMAINS))

@@ -193,8 +193,8 @@ class Effects:
         self._is_silent()
 
     def _is_silent(self) -> None:
-        httpx.get(f"{self.server.url}/v1/models", headers={**PROBE, "x-request-id": "after"}, timeout=60)
-        assert "after" not in self.server.log.read_text()
+        httpx.get(f"{self.server.url}/v1/models", headers={**PROBE, "x-request-id": "unlogged"}, timeout=60)
+        assert "unlogged" not in self.server.log.read_text()
 
     def enable_log_requests(self) -> None:
         patch(self.server, enable_log_requests=True)

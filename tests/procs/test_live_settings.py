@@ -239,3 +239,10 @@ def test_an_engine_that_takes_over_knows_the_history() -> None:
     assert later.history == live.history and later.message is not None
     with pytest.raises(ConfigError, match="more than the 4"):
         later.change({"max_num_seqs": 5}, "x", 2.0)
+
+
+def test_what_a_model_is_loaded_with_is_no_change_to_keep(file: Callable[[], SettingsFile]) -> None:
+    live = LiveSettings(prepared(), file=file())
+    live.change({"drain_timeout": 4.0}, "x", 1.0)
+    later = live.after(prepared(drain_timeout=4.0, max_num_seqs=3))
+    assert later.message is not None and later.message.kept == ("drain_timeout",)

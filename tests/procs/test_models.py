@@ -94,8 +94,8 @@ def test_models_on_gpus_are_planned_with_the_gpus_memory(tmp_path: Path, monkeyp
     assert budgets[1:] == (12 << 30, 12 << 30), "a half, and not all that is free"
     assert (5 << 30) < sum(quarter.terms.needs[1:]) <= (6 << 30) + (1 << 20)
     assert all((11 << 30) < need <= (12 << 30) for need in whole.terms.needs[1:])
-    assert host.terms.needs[1:] == (0, 0) and host.terms.needs[0] > PROCESSES_BYTES and host.engines[0].gpus == ()
-    assert [engine.gpus for engine in whole.engines] == [("GPU-0",), ("GPU-1",)]
+    assert host.terms.needs[1:] == (0, 0) and host.terms.needs[0] > PROCESSES_BYTES and host.engines[0].gpu_ids == ()
+    assert [engine.gpu_ids for engine in whole.engines] == [("GPU-0",), ("GPU-1",)]
     assert whole.gpu_needs == {"GPU-0": whole.terms.needs[1], "GPU-1": whole.terms.needs[2]}
     assert quarter.terms.needs[0] == PROCESSES_BYTES + GPU_WORKER_BYTES and server.engine.kernels is None
     assert whole.engines[0].kv_cache_memory == sum(whole.terms.needs[1:]) // 2 - GPU_BYTES - _rest(whole)
@@ -113,7 +113,7 @@ def test_gpus_are_dealt_and_too_few_or_unknown_ones_refused(monkeypatch: pytest.
     with_gpus(monkeypatch)
     monkeypatch.setattr(models, "_needs", lambda asked: [NEED for _ in asked])
     _, found, _ = prepare_models(make_config(models=("demo", "demo-hybrid")), prepare_server)
-    assert [model.engines[0].gpus for model in found] == [("GPU-0",), ("GPU-1",)]
+    assert [model.engines[0].gpu_ids for model in found] == [("GPU-0",), ("GPU-1",)]
     assert found[1].terms.needs == (PROCESSES_BYTES + GPU_WORKER_BYTES, 0, (2 << 30) + GPU_BYTES)
     with pytest.raises(
         ConfigError, match=r"--models demo: it needs 3 GPUs, and there are 2\. --models demo-hybrid: it"

@@ -12,6 +12,7 @@ from runner_driver import engine_config
 from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
+from pagewire.engine.parallel.domains import Domain
 from pagewire.ipc.messages import PassReads, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 from pagewire.kernels.triton.copy_pages import copy_pages
 
@@ -158,8 +159,9 @@ def steps(checkpoint):
     """flags → (steps, decoder, state, queue)."""
     from pagewire.engine.gpu.device_steps import DeviceModel, limits_of
 
-    def make(*, num_states=0, attention=None, **flags):
-        """num_states: of a row, each in a page of its own. attention: a backend other than Triton."""
+    def make(*, num_states=0, attention=None, domain=None, **flags):
+        """num_states: of a row, each in a page of its own. attention: a backend other than Triton. domain: of the
+        rank."""
         config = engine_config(checkpoint("llama"), **flags)
         states = (StateTile((1, config.block_size * 2)),) * num_states
         shape = KvShape(layers=(Tile(1, 1, 1),), dtype=torch.float32, states=states)
@@ -182,6 +184,7 @@ def steps(checkpoint):
             temporary=0,
             note="",
             attention=attention,
+            domain=domain,
         )
         return model.steps(config, cache), decoder, state, queue
 
@@ -431,6 +434,29 @@ def test_ranks_record_all_decode_steps_before_the_first_plan_in_one_order(steps)
         orders.append((decoder.shapes, [shape for _, shape, _, _ in state.samples], queue.asked))
         assert not ours.use_idle(), "the ranks are not idle at the same time"
     assert orders[0] == orders[1]
+
+
+def test_ranks_of_domains_run_a_step_in_one_shape_whoever_has_its_tokens(steps):
+    """Also a rank without tokens, and one whose rows have a token each beside another one's prompt."""
+    seen = []
+    for number in range(2):
+        ours, decoder, _, _ = steps(max_num_seqs=20, max_num_batched_tokens=256, domain=Domain(number))
+        decoder.num_ranks = 2
+        opened = [
+            plan(0, [0, 1], [1, 1], open=[(0, 1, GREEDY), (1, 1, GREEDY)]),
+            plan(0, [3], [9], open=[(3, 9, GREEDY)]),
+        ]
+        one, long = (
+            [plan(1, [0, 1], [1, 1]), plan(1, [], [])],
+            [plan(2, [], []), plan(2, [2], [70], open=[(2, 70, GREEDY)])],
+        )
+        for plans, nums, longest in ((opened, (2, 9), 9), (one, (2, 0), 1), (long, (0, 70), 70)):
+            own = structs.replace(plans[number], domain_tokens=nums, domain_longest=longest)
+            ours.launch(own)
+            assert len(bytes_to_ids(ours.collect().ids)) == len(own.sample)
+        seen.append(decoder.shapes)
+        assert [tokens for _, tokens, _, _ in decoder.steps] == ([2, 2, 0], [9, 0, 70])[number]
+    assert seen[0] == seen[1] == [StepShape(64, 16), StepShape(2, 0), StepShape(80, 128)]
 
 
 def test_a_device_that_is_never_idle_records_frequent_shapes(steps):

@@ -25,7 +25,7 @@ from pagewire.engine.gpu.device_steps import DeviceModel, DeviceSteps, _kinds, _
 from pagewire.engine.gpu.rules import parts_of
 from pagewire.engine.gpu.shapes import StepShape
 from pagewire.engine.models.program import Program
-from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.parallel.collectives import Alone, Group
 from pagewire.engine.parallel.rank import RankInfo
 from pagewire.engine.runner import loading
 from pagewire.engine.runner.kernel_checks import Checked
@@ -48,6 +48,21 @@ MODELS = {
 ALL = [each if each in ("llama", "hybrid") else pytest.param(each, marks=pytest.mark.long) for each in MODELS]
 
 
+ALONE = Alone()
+
+
+class Two(Alone):
+    """One of two ranks, which exchanges nothing."""
+
+    size = 2
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return x.new_empty((2, *x.shape)) if out is None else out
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert x.numel() == 2 * out.numel() and x.is_contiguous() and out.is_contiguous()
+
+
 @dataclass
 class Loaded:
     model: DeviceModel
@@ -61,7 +76,7 @@ class Loaded:
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """name, tokens of a step → the model on tensors without memory, and its steps."""
 
-    def load(name: str, tokens: int, **flags: object) -> Loaded:
+    def load(name: str, tokens: int, group: Group = ALONE, **flags: object) -> Loaded:
         config_class, architecture, changes = MODELS[name]
         described = getattr(transformers, config_class)(architectures=[architecture], **changes)
         described.save_pretrained(tmp_path)
@@ -74,7 +89,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert served.executor == "Triton" and served.program is not None, served.why
         queue = TracingQueue(META)
         model = loading._on_device(
-            config, Checked(served, config), queue, Alone(), fill_of(served.program), None, RankInfo(), None
+            config, Checked(served, config), queue, group, fill_of(served.program), None, RankInfo(), None
         )
         cache = KvCache(shape=model.kv_shape, num_pages=16, block_size=64, device=META, head_major=True)
         steps = model.steps(config, cache)
@@ -152,7 +167,30 @@ def recorded(found: Loaded, shapes: list[object]) -> list[Trace]:
 def test_what_is_accounted_is_what_is_taken(loaded, name, order):
     """`DeviceModel.workspace` and `graphs`, within 2 %, whichever shapes are recorded first."""
     found = loaded(name, 2048)
-    model, shapes = found.model, order(found)
+    check_accounted(found, order(found))
+
+
+DOMAINS = {"kv_domains": 2, "tensor_parallel_size": 2}
+DEALT = {**DOMAINS, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("llama", DOMAINS),
+        ("experts", DEALT),
+        *(pytest.param(each, DOMAINS, marks=pytest.mark.long) for each in ("experts", "experts in torch")),
+        *(pytest.param(each, DEALT, marks=pytest.mark.long) for each in ("experts in torch", "latents", "hybrid")),
+    ],
+)
+def test_the_tokens_of_all_domains_are_accounted(loaded, name, flags):
+    """No step that is recorded waits for the device: tensors without memory have no numbers to read."""
+    found = loaded(name, 2048, group=Two(), **flags)
+    check_accounted(found, in_planned_order(found))
+
+
+def check_accounted(found: Loaded, shapes: list[object]) -> None:
+    model = found.model
     assert found.steps.num_recorded == 0
     kinds = _kinds(model.limits, is_deterministic=False, samples=True)
     warm_up, captures = unrecorded(found, kinds), recorded(found, shapes)

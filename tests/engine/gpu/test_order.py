@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +36,7 @@ from order_device import (
 )
 from runner_driver import GREEDY, Driver, Request, engine_config
 
+from pagewire.config.config import EngineConfig
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
 from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
@@ -408,20 +409,9 @@ def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint
     assert device.violations == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("policies", "drafts"),
-    [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)],
-)
-def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoint: Any) -> None:
-    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each
-    rank finds by itself."""
-    kind, changes = ("llama", LLAMA) if drafts else ("qwen3", PLAIN)
-    flags: dict[str, Any] = {**SMALL, "speculative": "ngram"} if drafts else SMALL
-    requests = [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))]
-    if drafts:
-        requests = [ask(0, [40, 41, 42] * 6, 16, logit_bias={40: 100.0, 41: 100.0, 42: 100.0})]
-    calls: list[StepPlan | None] = []  # launches; None: `collect`
+def calls_of(loop: Loop, requests: list[Enqueue]) -> tuple[dict[int, Any], list[StepPlan | None]]:
+    """The tokens of one rank alone, and what is called for them: launches, and None for `collect`."""
+    calls: list[StepPlan | None] = []
     launch, collect = Runner.launch, Runner.collect
 
     def launched(self: Runner, plan: StepPlan) -> None:
@@ -435,25 +425,27 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "launch", launched)
         patch.setattr(Runner, "collect", collected)
-        loop = Loop(checkpoint(kind, **changes), queue=EagerQueue(torch.device("cpu")), **flags)
-        tokens = loop.serve(requests)
-    assert (loop.scheduler.counters.num_draft_tokens > 0) == drafts
-    config = engine_config(checkpoint(kind, **changes), pipeline_depth=2, tensor_parallel_size=2, **flags)
+        return loop.serve(requests), calls
+
+
+def on_two_ranks(
+    config: EngineConfig, policies: tuple[str, str], num_pages: int, calls: Sequence[list[StepPlan | None]]
+) -> list[list[StepResult]]:
+    """The results of each rank, which repeats calls in a thread of its own. calls: of each rank."""
     meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
 
-    def serve_rank(rank: int) -> list[tuple[bytes, bytes, int]]:
+    def serve_rank(rank: int) -> list[StepResult]:
         try:
             group = OrderGroup(devices[rank], meeting, rank)
             with np.errstate(all="ignore"), on_device(devices[rank], group):
                 runner = Runner.load(config, rank_info=RankInfo(rank, (0, 1)))
-                runner.open_cache(loop.runner.offer())
+                runner.open_cache(num_pages)
                 found = []
-                for plan in calls:
+                for plan in calls[rank]:
                     if plan is not None:
                         runner.launch(plan)
                     else:
-                        result = runner.collect()
-                        found.append((result.ids, result.num_sampled, result.num_draft_tokens))
+                        found.append(runner.collect())
                 assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
                 return found
         except BaseException:
@@ -461,12 +453,57 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
             raise
 
     with kernels_on_devices(), ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(serve_rank, range(2))
+        found = list(threads.map(serve_rank, range(2)))
     assert [device.violations for device in devices] == [[], []]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("policies", "drafts"),
+    [(("late", "early"), False), (("random", "copies first"), False), (("random", "late"), True)],
+)
+def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoint: Any) -> None:
+    """Each repeats the calls that one rank alone had, in a thread of its own. drafts: with draft tokens, which each
+    rank finds by itself."""
+    kind, changes = ("llama", LLAMA) if drafts else ("qwen3", PLAIN)
+    flags: dict[str, Any] = {**SMALL, "speculative": "ngram"} if drafts else SMALL
+    requests = [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))]
+    if drafts:
+        requests = [ask(0, [40, 41, 42] * 6, 16, logit_bias={40: 100.0, 41: 100.0, 42: 100.0})]
+    loop = Loop(checkpoint(kind, **changes), queue=EagerQueue(torch.device("cpu")), **flags)
+    tokens, calls = calls_of(loop, requests)
+    assert (loop.scheduler.counters.num_draft_tokens > 0) == drafts
+    config = engine_config(checkpoint(kind, **changes), pipeline_depth=2, tensor_parallel_size=2, **flags)
+    first, second = (
+        [(result.ids, result.num_sampled, result.num_draft_tokens) for result in results]
+        for results in on_two_ranks(config, policies, loop.runner.offer(), (calls, calls))
+    )
     assert first == second
     assert any(num for _, _, num in first) == drafts
     of_two = [token for ids, _, _ in first for token in bytes_to_ids(ids)]
     assert sorted(of_two) == sorted(token for ids in tokens.values() for token in ids)
+
+
+@pytest.mark.long
+def test_two_domains_are_ordered(checkpoint: Any) -> None:
+    """One of them has no tokens. A layer is dense, and one has experts that belong to one rank each."""
+    folder = checkpoint("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
+    tokens, calls = calls_of(loop, [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))])
+    own, idle = list(calls), list(calls)
+    for number, plan in enumerate(calls):
+        if plan is not None:
+            counts = bytes_to_ids(plan.counts).tolist()
+            of_all: dict[str, Any] = {"domain_tokens": (sum(counts), 0), "domain_longest": max(counts)}
+            own[number] = structs.replace(plan, **of_all)
+            idle[number] = StepPlan(plan.step, (), b"", b"", b"", b"", b"", **of_all)
+    how = {"tensor_parallel_size": 2, "kv_domains": 2, "enable_expert_parallel": True}
+    config = engine_config(folder, pipeline_depth=2, **how, **SMALL)
+    first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle))
+    found = [token for result in first for token in bytes_to_ids(result.ids)]
+    assert sorted(found) == sorted(token for ids in tokens.values() for token in ids)
+    assert len(second) == len(first) and not any(result.ids for result in second)
 
 
 STAGED: dict[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": False}

@@ -92,6 +92,15 @@ def test_a_sum_over_ranks_stands_between_a_product_and_its_sum() -> None:
     ]  # fmt: skip
 
 
+def test_exchanges_of_kv_domains_are_one_launch_each() -> None:
+    """And products of the tokens of all domains are not those of few tokens."""
+    decoder = llama(num_hidden_layers=1)
+    program = lower(cut(decoder, 0, 2, has_domains=True), ranks=2, has_domains=True)
+    assert launches(program, few=True) == [
+        "torch", "norm product", "attend", "product add", "norm", "gather", "product", "product", "scatter", "add",
+    ]  # fmt: skip
+
+
 def test_without_rules_every_operation_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.engine.gpu.rules.RULES", ())
     program = of_kind("qwen3")

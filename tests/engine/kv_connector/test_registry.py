@@ -119,6 +119,7 @@ START = ("host,size=1M,eviction=cost", "disk,path=d,size=2M", "shared,path=s,siz
     ("place", "spec"),
     [
         (0, "host,size=1M"),
+        (0, "no_such_module:Connector"),
         (1, "disk,path=e,size=2M"),
         (2, "shared,path=s,size=1M"),
         (0, "host,size=2M,eviction=cost"),

@@ -43,13 +43,15 @@ def rows(sender: int, receiver: int, num: int) -> torch.Tensor:
     return part(10 * sender + receiver, 3 * num, torch.float32).view(num, 3)
 
 
-def exchanged(group: Group, nums: list[int]) -> torch.Tensor:
-    """An all-to-all in which a rank gives all that are `i` ranks behind it nums[i] rows."""
+def exchanged(group: Group, nums: list[int], *, is_known: bool = False) -> torch.Tensor:
+    """An all-to-all in which a rank gives all that are `i` ranks behind it nums[i] rows. is_known: each knows what it
+    gets."""
     counts = [nums[(receiver - group.rank) % group.size] for receiver in range(group.size)]
     x = torch.cat([rows(group.rank, receiver, num) for receiver, num in enumerate(counts)])
     before = group.sent_bytes
-    found, got = group.all_to_all(x, counts, sum(nums))
-    assert got == [nums[(group.rank - sender) % group.size] for sender in range(group.size)]
+    wanted = [nums[(group.rank - sender) % group.size] for sender in range(group.size)]
+    found, got = group.all_to_all(x, counts, sum(nums), wanted if is_known else None)
+    assert got == wanted
     of_others = 12 * sum(nums[1 : group.size])
     head = 8 * group.size * (group.size - 1)  # the numbers of bytes, which every other rank reads
     assert group.sent_bytes - before in (of_others, of_others + head)
@@ -65,6 +67,18 @@ def special(rank: int) -> torch.Tensor:
 def bits(x: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes; every NaN is the same, but a zero has its sign."""
     return x.masked_fill(x.isnan(), float("nan")).view(torch.uint8)
+
+
+def scattered(rank: int, size: int) -> torch.Tensor:
+    return part(rank, 35 * size, torch.float32).view(5 * size, 7)
+
+
+def own_of_sum(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """Does not change x."""
+    before, out = x.clone(), x.new_empty((len(x) // group.size, x.shape[1]))
+    group.reduce_scatter(x, out)
+    assert torch.equal(x, before)
+    return out
 
 
 def rank_info(rank: int, size: int, fd: int, folder: Path) -> RankInfo:
@@ -86,6 +100,7 @@ def take_part(rank: int, size: int, fd: int, folder: Path) -> None:
             group.all_reduce(x)
             got.append(x)
         got.append(group.all_gather(part(rank, NUM_GATHERED, torch.float64).view(7, -1)))
+        got.append(own_of_sum(group, scattered(rank, size)))
         for nums in NUM_ROWS:
             got.append(exchanged(group, nums))
     many = torch.tensor([float(rank)])
@@ -198,7 +213,13 @@ def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
 def exchange_over_gloo(group: GlooGroup) -> None:
     for nums in NUM_ROWS:
         parts = [rows(sender, group.rank, nums[(group.rank - sender) % 2]) for sender in range(2)]
-        assert torch.equal(exchanged(group, nums), torch.cat(parts))
+        for is_known in (False, True):
+            assert torch.equal(exchanged(group, nums, is_known=is_known), torch.cat(parts))
+    total = scattered(0, 2) + scattered(1, 2)
+    assert torch.equal(own_of_sum(group, scattered(group.rank, 2)), total[5 * group.rank :][:5])
+    out = torch.empty((6, 2))
+    assert group.all_gather(torch.full((3, 2), float(group.rank)), out) is out
+    assert out[:, 0].tolist() == [0.0] * 3 + [1.0] * 3
 
 
 def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -279,6 +300,8 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
                     total = total + other.float()
                 expected.append(total.to(dtype))
         expected.append(torch.stack([part(r, NUM_GATHERED, torch.float64).view(7, -1) for r in range(size)]))
+        first, *others = (scattered(r, size) for r in range(size))
+        expected.append(sum(others, start=first))
         expected += [torch.zeros(0)] * len(NUM_ROWS)
     for rank in range(size):
         *got, many = load_tensors(tmp_path / f"rank-{rank}.safetensors")
@@ -288,6 +311,8 @@ def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_p
         for found, wanted in zip(got, expected, strict=True):
             if not len(wanted):
                 wanted = wanted_rows.pop(0)
+            elif wanted.shape == (5 * size, 7):
+                wanted = wanted[5 * rank : 5 * (rank + 1)]
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
             assert torch.equal(bits(found), bits(wanted)), (found, wanted)
         total = float(sum(range(size)))

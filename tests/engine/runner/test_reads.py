@@ -24,3 +24,14 @@ def test_a_step_reads_no_table_but_the_head_and_experts_apart(tmp_path: Path) ->
         stacks = sum(sizes[m.key] for m in program.matrices if m.experts)
         assert (reads.experts, reads.expert_share) == (stacks, share), kind
         assert reads.fixed == sum(sizes.values()) - stacks - unread + 1000, kind
+
+
+def test_the_weights_of_an_encoder_are_not_read_in_each_step(tmp_path: Path) -> None:
+    checkpoints.make_checkpoint(tmp_path, "t5")
+    program = program_of(read_spec(tmp_path), 0, 1)
+    assert program.encoder is not None
+    sizes = {m.key: m.rows * m.columns for m in program.matrices}
+    reads = reads_of(program, lambda matrix: sizes[matrix.key], 0)
+    assert (
+        reads.fixed == sum(size for key, size in sizes.items() if not key.startswith("encoder.")) < sum(sizes.values())
+    )

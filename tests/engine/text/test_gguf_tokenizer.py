@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers.convert_slow_tokenizer import generate_merges
+from transformers.tokenization_utils_base import generate_merges
 
 from pagewire.engine.text.chat_template import load_chat_template
 from pagewire.engine.text.template_files import read_templates

@@ -1,0 +1,139 @@
+"""KV domains on the GPU's steps sample the tokens of one rank. The kernels run in Triton's interpreter; the ranks are
+threads, each one plan ahead of its results."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import families
+import pytest
+import torch
+from domain_ranks import DomainRanks
+from engine_loop import Loop
+from fakes import enqueue
+from family_kinds import make_kind
+from msgspec.structs import replace
+
+from pagewire.engine.device.queue import EagerQueue
+from pagewire.engine.gpu import shapes
+from pagewire.engine.gpu.device_steps import DeviceSteps
+from pagewire.engine.gpu.exchange import ExpertExchange
+from pagewire.engine.gpu.packet import Packet
+from pagewire.engine.gpu.shapes import StepShape
+from pagewire.engine.gpu.state import RowState
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import Enqueue, Sampling
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
+SMALL: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
+DEALT: dict[str, Any] = {"enable_expert_parallel": True}
+TO_ALL: dict[str, Any] = {**DEALT, "all2all_backend": "allgather_reducescatter"}
+LATENT: dict[str, Any] = {
+    "n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+FEW: dict[str, Any] = {
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+ZERO: dict[str, Any] = {
+    "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 48,
+}  # fmt: skip
+
+
+def make(folder: Path, name: str) -> Path:
+    if name == "latents":  # a dense layer, then one of experts with a shared one
+        return make_kind(folder, "DeepseekV3Config", LATENT | FEW)
+    if name == "zero experts":
+        return make_kind(folder, "LongcatFlashConfig", LATENT | ZERO)
+    if name in ("qwen3", "qwen3_moe"):
+        return checkpoints.make_checkpoint(folder, name, num_hidden_layers=1)
+    return families.make_family(folder, name)
+
+
+def wave(first: int, *lengths: int) -> list[Enqueue]:
+    """Greedy if its number is even."""
+    rng = random.Random(first)
+    found = []
+    for rid, length in enumerate(lengths, first):
+        prompt = [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
+        sampling = Sampling(temperature=0.0) if rid % 2 == 0 else Sampling(temperature=1.0, seed=rid)
+        found.append(replace(enqueue(rid, prompt, max_tokens=2, ignore_eos=True), sampling=sampling))
+    return found
+
+
+WAVES = (wave(0, 3, 34, 7), wave(100, 4))  # a prompt in two chunks beside decode rows; one request for two domains
+
+
+class Ranks(DomainRanks):
+    """Notes the shapes that each rank runs."""
+
+    def __init__(self, folder: Path, num_domains: int, **flags: Any) -> None:
+        super().__init__(folder, num_domains, in_triton=True, between=self._watch, **SMALL, **flags)
+        self.shapes: dict[int, list[StepShape]] = {}
+
+    def _watch(self, runner: Runner, step: int) -> None:
+        steps = runner._steps
+        assert isinstance(steps, DeviceSteps), runner.notes
+        if runner._rank in self.shapes:
+            return
+        seen = self.shapes[runner._rank] = []
+        run = steps._decoder.run
+
+        def watched(packet: Packet, state: RowState, shape: StepShape) -> None:
+            seen.append(shape)
+            run(packet, state, shape)
+
+        steps._decoder.run = watched
+
+
+def check(folder: Path, how: dict[str, Any], num: int = 2) -> None:
+    ranks = Ranks(folder, num, **how)
+    alone = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
+    assert ranks.serve(*WAVES) == alone.serve([each for wave in WAVES for each in wave])
+    assert len(set.union(*ranks.domain_of.values())) == min(num, len(WAVES[0])), "as many as possible had requests"
+    assert all(ranks.num_idle[domain] for domain in range(1, num)), "the second wave has one request"
+    first, *others = ranks.shapes.values()
+    assert len(others) == num - 1 and all(other == first for other in others), "NCCL exchanges equal shapes only"
+    assert {shape.tile_rows > 0 for shape in first} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", DEALT),
+        ("qwen3_moe", TO_ALL),
+        ("latents", DEALT),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.long),
+        *(pytest.param(each, DEALT, marks=pytest.mark.long) for each in ("zero experts", "jamba")),
+    ],
+)
+def test_domains_sample_the_tokens_of_one_rank(name: str, how: dict[str, Any], tmp_path: Path) -> None:
+    check(make(tmp_path, name), how)
+
+
+@pytest.mark.parametrize(
+    ("name", "num"),
+    [
+        ("qwen3_moe", 2),
+        pytest.param("qwen3_moe", 4, marks=pytest.mark.long),
+        *(pytest.param(each, 2, marks=pytest.mark.long) for each in ("zero experts", "llama4_text")),
+    ],
+)
+def test_large_steps_send_tokens_to_the_ranks_of_their_experts(
+    name: str, num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of more than four tokens are large here. At times more tokens come than a rank computes at once."""
+    monkeypatch.setattr(shapes, "MAX_RECORDED", 4)
+    nums: list[int] = []
+    send = ExpertExchange.send
+
+    def sent(self: ExpertExchange, x: torch.Tensor, *args: torch.Tensor) -> None:
+        nums.append(len(x))
+        send(self, x, *args)
+
+    monkeypatch.setattr(ExpertExchange, "send", sent)
+    check(make(tmp_path, name), DEALT, num)
+    assert nums and min(nums) > 4
