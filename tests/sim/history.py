@@ -98,10 +98,10 @@ class History:
         setting = self._setting
         stem = [self.rng.randrange(VOCAB) for _ in range(30)]
         self._stems = [stem, stem[:BLOCK_SIZE] + stem[2 * BLOCK_SIZE :]]  # equal blocks after unequal prefixes
-        # Draws of their own, so that what else happens does not depend on them.
+        # Draws of their own, so that what else happens does not depend on them. Few histories show what shares promise.
         self._changes, self._changed = Random(-1 - seed), self._as_set()
         self._new_core()
-        if self._changes.random() < 0.15:
+        if self._changes.random() < 0.15 and not (setting.policy == "slo" and setting.has_shares):
             for _ in range(self._changes.randint(1, 4)):
                 self._later(self._changes.random() * 0.1, self._change)
         for i in range(setting.num_prompts):
