@@ -173,7 +173,7 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
 
 # Served by descriptions only: the fallback has no attention of their kind.
 ONLY_DESCRIBED = {
-    "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "gemma4_text", "bloom", "falcon",
+    "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gemma4_text", "bloom", "falcon",
     "mpt", "nemotron", "stablelm", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
     "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     "granite_swa", "minicpm3", "youtu", "gemma3n_text", "longcat_flash", "mimo_v2_flash",

@@ -182,5 +182,5 @@ def test_distances_beyond_the_exact_buckets(tmp_path: Path, load: Load) -> None:
     ],
 )
 def test_what_is_not_there_is_refused_at_start(case: Case, load: Load, flags: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"has an encoder; leave it out|reads at once"):
+    with pytest.raises(ConfigError, match=r"has an encoder; leave|encoder cannot be divided|reads at once"):
         load(case.folder, **flags)

@@ -198,7 +198,8 @@ class Scheduler:
         """Holds for the plans from now on, and for requests that arrive. What runs goes on, also if it is more than may
         run now. `beside`: as of `Scheduler`; it has changed already."""
         assert asked.max_num_seqs <= self.max_num_seqs and asked.max_num_batched_tokens <= self.max_num_batched_tokens
-        self.admission = Admission(self.max_model_len, asked.max_queued_requests, asked.max_queued_tokens)
+        queue = asked.max_queued_requests, asked.max_queued_tokens
+        self.admission = Admission(self.max_model_len, *queue, self.admission.num_start)
         self.table.max_rows = asked.max_num_seqs
         if (by := _by_what(asked.policy, asked.latency_classes)) != self._policy_of:
             self._policy_of = by
