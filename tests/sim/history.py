@@ -101,7 +101,8 @@ class History:
         # Draws of their own, so that what else happens does not depend on them. Few histories show what shares promise.
         self._changes, self._changed = Random(-1 - seed), self._as_set()
         self._new_core()
-        if self._changes.random() < 0.15 and not (setting.policy == "slo" and setting.has_shares):
+        has_shares = setting.policy == "slo" and setting.has_shares
+        if self._changes.random() < 0.15 and not has_shares:
             for _ in range(self._changes.randint(1, 4)):
                 self._later(self._changes.random() * 0.1, self._change)
         for i in range(setting.num_prompts):
