@@ -11,7 +11,7 @@ from .history import History
 from .mutants import MUTANTS, MUTANTS_OF_ENCODERS, MUTANTS_OF_STAGES, mutated
 
 NUM_BATCHES, BATCH = 1, 1000
-MUTANT_SEEDS = 2000
+MUTANT_SEEDS = 4000
 NUM_OF_STAGES = 40
 STAGES = (2, 3, 4)  # in turn
 NUM_WITH_ENCODER = 60
