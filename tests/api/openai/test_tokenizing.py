@@ -101,6 +101,7 @@ def test_load() -> None:
     empty = {
         **{"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0},
         **{"role": "both", "kv_host": None, "kv_port": None, "takes_peers": False, "prompt_ms": 0.0, "load_ms": 0.0},
+        "models": {name: {"state": "loaded", "fits": False} for name in ("demo", "org/demo-alias")},
     }
     assert request(engine, "/load").json == empty
     engine.gateway.handle([IDLE])

@@ -134,7 +134,9 @@ def test_sampling_defaults_come_from_the_generation_config(generation, expected,
 @pytest.mark.parametrize("kind", list(checkpoints.KINDS))
 def test_configs_that_transformers_writes_are_read(kind, tmp_path):
     spec = read_spec(folder := checkpoints.make_checkpoint(tmp_path, kind))
-    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    raw = json.loads((folder / "config.json").read_text())
+    names = ("num_decoder_layers", "decoder_layers") if kind in checkpoints.ENCODER_DECODERS else ("num_hidden_layers",)
+    num_layers = next(raw[name] for name in names if name in raw)
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, num_layers)
     assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
     if spec.decoder is None:

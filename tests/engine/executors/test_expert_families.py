@@ -83,7 +83,7 @@ def test_a_wrapper_serves_its_text_part(tmp_path, driver, make_request):
     request = make_request(prompt, max_new=_NUM_NEW)
     driver(tmp_path).run([request], chunk=32)
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
+        expected = model.language_model(torch.tensor([prompt + request.output])).logits[0, len(prompt) - 1 : -1]
     assert expected.argmax(-1).tolist() == request.output
 
 
