@@ -139,7 +139,10 @@ class Screen:
 
         now = self._readings[-1]
         before = self._window()
-        parts: list[RenderableType] = [self._state(now), Text(), self._speed(before, now), Text()]
+        parts: list[RenderableType] = []
+        if self.trouble:  # first, where a small screen shows it, too
+            parts += [Text(self.trouble, style="bold red"), Text()]
+        parts += [self._state(now), Text(), self._speed(before, now), Text()]
         if now.stages:
             parts += [self._stages(before, now), Text()]
         if "worker_memory_bytes/kind" in now.by_label:
@@ -148,8 +151,6 @@ class Screen:
         if "slo_observations_total/latency_class" in now.by_label:
             parts += [self._attainment(before, now), Text()]
         parts.append(self._counts(before, now))
-        if self.trouble:
-            parts += [Text(), Text(self.trouble, style="bold red")]
         return Panel(Group(*parts), title=f"{self._model} at {self._url}", subtitle="q ends", title_align="left")
 
     def _window(self) -> Reading:

@@ -98,8 +98,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     **{
         kind: ({}, _OWN_CODE)
-        for kind in ("biogpt", "codegen", "openai-gpt", "xglm", "xlm")
+        for kind in ("biogpt", "openai-gpt", "xglm", "xlm")
     },
+    "codegen": ({}, r"does not run with another attention than transformers' own"),
     "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
     "gpt_oss": ({}, SERVED),
     "granite_swa": ({}, SERVED),
