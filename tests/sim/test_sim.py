@@ -13,7 +13,11 @@ from .mutants import MUTANTS, MUTANTS_OF_ENCODERS, MUTANTS_OF_STAGES, mutated
 NUM_BATCHES, BATCH = 1, 1000
 MUTANT_SEEDS = 4000
 # Histories that show what hardly any history does. They are tried first.
-SHOWN_BY = {"a share holds a request back too long": (3203,)}
+SHOWN_BY = {
+    "a row goes on behind a released block": (1195,),
+    "a share holds a request back for ever": (275,),
+    "a share holds a request back too long": (3203,),
+}
 NUM_OF_STAGES = 40
 STAGES = (2, 3, 4)  # in turn
 NUM_WITH_ENCODER = 60
