@@ -60,6 +60,7 @@ from .stats import Counters
 
 _BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
 _LONG = 1024  # positions of a prompt whose price per token is told
+_FEW_ROWS = 32  # of which a plan always counts what it reads
 _LEARN_EVERY = 8  # steps; the cost model learns from each step with prefill
 
 
@@ -160,6 +161,9 @@ class Scheduler:
         self.micro_batches = MicroBatches(num_stages, depth, self._cost)
         # Rows of one micro-batch share the remainder of their steps by the number of stages, so it changes each time.
         self._learn_every = _LEARN_EVERY * num_stages + (num_stages > 1)
+        # That a step reads for a row. Walking many rows is a tenth of making a plan, so they are counted when the cost
+        # model learns.
+        self._pages_of_row = 0.0
         self._loads: Loads | None = None
         if connector is not None and prefix_caching:
             self._loads = Loads(connector, self.prefix, pool, self._cost, block_size)
@@ -540,8 +544,11 @@ class Scheduler:
         self.micro_batches.sent(self.step, builder)
         self.counters.planned(len(builder.decodes), sum(builder.counts))
         learns = builder.work.prefill > 0 or self.step % self._learn_every == 0
-        ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
-        pages_read = self.pool.groups.pages_read(ends, self.block_size)
+        num_rows = len(builder.decodes) + len(builder.others)
+        if learns or num_rows <= _FEW_ROWS:
+            ends = [request.num_planned for request in chain(builder.decodes, builder.others)]
+            self._pages_of_row = self.pool.groups.pages_read(ends, self.block_size) / max(1, num_rows)
+        pages_read = self._pages_of_row * num_rows
         self._in_flight.append(builder.sent(self.step, learns, pages_read))
         extension = b""
         if self._extension is not None:
