@@ -136,7 +136,8 @@ def encoded_kv(ids: Sequence[int]) -> bytes:
 
 
 def regime_with(groups: Groups, encoded: Sequence[bytes]) -> int:
-    """As what a decoder computes with this encoder's result, page by page: one that other results hardly have."""
+    """A number that stands for the encoder's result, by its pages, in what the decoder computes. Other results have
+    another one, nearly always."""
     return crc32(b"".join(encoded)) % 4000 if groups.cross is not None else 0
 
 

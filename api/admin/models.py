@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
@@ -15,23 +15,7 @@ from ..http.http_error import HttpError
 from ..http.operation import Operation
 from ..openai.translate import decode_body
 from ..output.service import Service
-from .swapping import Swap, SwapAnswer
-
-
-class Replacement(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings that are not given stay as they are, or as they were in `version`."""
-
-    model: str | UnsetType = UNSET  # a folder, or a repository's name
-    revision: str | UnsetType = UNSET
-    dtype: str | UnsetType = UNSET
-    quantization: str | UnsetType = UNSET
-    max_model_len: int | UnsetType = UNSET
-    max_num_seqs: int | UnsetType = UNSET
-    kv_cache_memory: int | str | UnsetType = UNSET
-    chat_template: str | UnsetType = UNSET
-    tool_call_parser: str | UnsetType = UNSET
-    reasoning_parser: str | UnsetType = UNSET
-    version: int | UnsetType = UNSET  # one that this model had before
+from .swapping import Replacement, Swap, SwapAnswer
 
 
 class ModelChange(Struct, frozen=True, forbid_unknown_fields=True):

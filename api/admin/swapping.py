@@ -21,12 +21,11 @@ requests are drained first."""
 _OWN = ("version", "drain")  # of the request's fields; the others are settings
 
 
-class SwapRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class Replacement(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings that are not given stay as they are, or as they were in `version`."""
 
     model: str | UnsetType = UNSET  # a folder, or a repository's name
     revision: str | UnsetType = UNSET
-    served_model_name: list[str] | UnsetType = UNSET
     dtype: str | UnsetType = UNSET
     quantization: str | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
@@ -36,6 +35,10 @@ class SwapRequest(Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: str | UnsetType = UNSET
     reasoning_parser: str | UnsetType = UNSET
     version: int | UnsetType = UNSET  # one that was served before
+
+
+class SwapRequest(Replacement, frozen=True, forbid_unknown_fields=True):
+    served_model_name: list[str] | UnsetType = UNSET
     drain: bool = False  # wait for open requests first, even if there is memory for both models
 
 

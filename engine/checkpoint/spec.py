@@ -180,8 +180,8 @@ def _read_spec(whole: Fields, generation: Fields, folder: Path | None) -> ModelS
 
 
 def _start_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
-    """As transformers' `generate`: the start token, or else that of a text, and the token that is forced to be the
-    first."""
+    """The ids that a decoder beside an encoder begins with, by the rules of transformers' `generate`: its start token,
+    or else `bos_token_id`, and then the token that is forced to be the first."""
     both = generation, config
     start = [*both[0].ids("decoder_start_token_id"), *both[1].ids("decoder_start_token_id")]
     start = start or [*both[0].ids("bos_token_id"), *both[1].ids("bos_token_id")]

@@ -61,7 +61,7 @@ class Domains:
     # ── a request's life ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def change(self, asked: Adjustable) -> None:
-        """As of a `Scheduler`."""
+        """Changes the schedulers of all domains, which share the policy of the first."""
         self._first.change(asked)
         for scheduler in self._schedulers[1:]:
             scheduler.change(asked, beside=self._first)
@@ -229,7 +229,7 @@ class Domains:
         return list(chain.from_iterable(scheduler.take_kv_events() for scheduler in self._schedulers))
 
     def pages_of(self, rank: int) -> tuple[int, int]:
-        """As of a scheduler: of the domain of this rank."""
+        """Pages of the rank's own domain that sequences hold, and pages that are only kept for others to find."""
         return self._schedulers[rank].pages_of(rank)
 
     def groups(self) -> tuple[GroupSnapshot, ...]:

@@ -191,12 +191,12 @@ class TracedConnector:
         return isinstance(self._connector, ChunkConnector) and self._connector.wants_chunks
 
     def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
-        """As `filled`."""
+        """Passes it on; it has no answer that a replay would need."""
         assert isinstance(self._connector, ChunkConnector), self._connector
         self._connector.filling(request, held)
 
     def spoiled(self, request: KvRequest) -> None:
-        """As `filled`."""
+        """Passes it on; it has no answer that a replay would need."""
         assert isinstance(self._connector, ChunkConnector), self._connector
         self._connector.spoiled(request)
 
