@@ -32,6 +32,7 @@ from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
+from ..executors.expert_replicas import ExpertReplicas
 from ..executors.experts import OwnExperts
 from ..parallel.domains import Domain
 from ..steps.draft_states import DraftStates, within
@@ -73,6 +74,7 @@ class DeviceModel:
     temporary: int = 0  # bytes that a step takes from the allocator for tensors of more than 1 MB
     attention: HostAttention | None = None  # of the steps that it serves, instead of Triton
     handover: Handover | None = None  # of a stage of a pipeline
+    replicas: ExpertReplicas | None = None  # of `own_experts`, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
     head_major = True
 

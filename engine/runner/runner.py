@@ -579,9 +579,10 @@ class Runner:
     def place_experts(self, message: PlaceExperts) -> bool:
         """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
         rank could not read their weights, and nothing changes on any."""
-        assert isinstance(self._model, HostModel) and self._model.replicas is not None, "no room for replicas"
+        replicas = self._model.replicas
+        assert replicas is not None, "no room for replicas"
         with torch.inference_mode():
-            return self._model.replicas.place(message.layer, message.slots)
+            return replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
         """Closes the KV connector and the runner plugin."""

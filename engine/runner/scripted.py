@@ -100,6 +100,7 @@ class ScriptedModel:
     note: str
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
+    replicas = None
 
     @classmethod
     def load(cls, config: EngineConfig) -> "ScriptedModel":

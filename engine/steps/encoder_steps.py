@@ -29,6 +29,7 @@ class EncoderModel:
     head_major = False
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
+    replicas = None
 
     @property
     def reads(self) -> PassReads:
