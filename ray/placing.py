@@ -18,13 +18,17 @@ ENGINE = "engine"
 class Connect(Struct, frozen=True, tag=True):
     namespace: str  # of everything that this engine has in Ray
     host: str | None  # this machine's address as a node; None: Ray finds out
+    head: str | None = (
+        None  # the cluster's, HOST:PORT; None: RAY_ADDRESS, or the cluster that this machine is a node of
+    )
 
 
 class FollowerLaunch(Struct, frozen=True):
     """What a follower on a node is given."""
 
     address: str  # of the lead, tcp://host:port
-    keys: tuple[str, str] | None  # public and secret; None: those of `key_file`
+    public_key: str  # the lead's
+    secret_key: str | None  # None: that of `key_file`
     key_file: str | None
     host: str = ""  # the node's address; the holder fills it in
     name: str = ""  # for messages; the holder fills it in
@@ -45,6 +49,9 @@ class Release(Struct, frozen=True, tag=True):
 
 class Connected(Struct, frozen=True, tag=True):
     host: str  # this machine's address as a node
+    head: str  # the cluster's, HOST:PORT
+    num_nodes: int  # that live
+    resources: dict[str, float]  # of all nodes
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -65,8 +72,14 @@ class Ended(Struct, frozen=True, tag=True):
     what: str  # a clause
 
 
+class Refusal(Struct, frozen=True, tag=True):
+    """A node cannot take part as it is. It is asked again after a while (`pause_s`)."""
+
+    reason: str  # a sentence that names the node
+
+
 ToBroker = Connect | Place | Release
-FromBroker = Connected | Failed | Waiting | Ended
+FromBroker = Connected | Failed | Waiting | Ended | Refusal
 
 
 # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,6 +100,7 @@ class Bundle(Struct, frozen=True):
 
     holder: HolderState
     drains: bool = False  # its node is about to end: Ray starts nothing there
+    refusal: str = ""  # a sentence: why its node cannot take part, and is not asked again yet; empty: it may be
 
 
 class Group(Struct, frozen=True):
@@ -128,13 +142,14 @@ def next_steps(groups: Sequence[Group], num_parts: int) -> list[tuple[Step, str,
         (Step.START, group.name, number)
         for group in groups
         for number, bundle in enumerate(group.bundles)
-        if group.state == "CREATED" and bundle.holder is HolderState.NONE and not bundle.drains
+        if group.state == "CREATED" and bundle.holder is HolderState.NONE and not (bundle.drains or bundle.refusal)
     ]
     steps += empty[: max(0, num_missing)]
-    num_over = sum(not bundle.drains for group in groups for bundle in group.bundles) - num_parts
-    if num_over < 0:
+    bundles = [bundle for group in groups for bundle in group.bundles if not bundle.drains]
+    if len(bundles) < num_parts:
         names = {group.name for group in groups}
         steps.append((Step.MAKE_GROUP, next(name for name in spare_names(num_parts) if name not in names), -1))
+    num_over = sum(not bundle.refusal for bundle in bundles) - num_parts
     for group in groups:
         is_unused = all(bundle.holder is HolderState.NONE and not bundle.drains for bundle in group.bundles)
         if num_over > 0 and group.name != ENGINE and is_unused and group.state not in _NONE:
@@ -155,11 +170,20 @@ def waits_for(groups: Sequence[Group], num_parts: int, bundle: dict[str, float],
         return ""
     group = next((group for group in groups if group.state != "CREATED"), None)
     if group is None:
+        refusals = [bundle.refusal for group in groups for bundle in group.bundles if bundle.refusal]
+        if refusals:
+            return f"one that refuses ({' '.join(refusals)}) is asked again within {_LONGEST_PAUSE_S:g} s"
         return f"Ray starts {num_missing} of {num_parts} followers"
     room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
     left = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in bundle)
     state = f"its state: {group.state or 'new'}; free on all nodes: {left}"
     return f"Ray has no room for {len(group.bundles)} times {room}, each on one node ({state})"
+
+
+def pause_s(num_refusals: int) -> float:
+    """Until a node that has refused so many times in a row is asked again: what is missing there takes somebody a
+    while, and each attempt is a line in the log."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (num_refusals - 1))
 
 
 def _num_running(groups: Sequence[Group]) -> int:
@@ -169,3 +193,4 @@ def _num_running(groups: Sequence[Group]) -> int:
 
 
 _NONE = (None, "REMOVED")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from pagewire.ray.placing import ENGINE, Bundle, Group, HolderState, Step, next_steps, waits_for
+from pagewire.ray.placing import ENGINE, Bundle, Group, HolderState, Step, next_steps, pause_s, waits_for
 
 NONE, RUNS, LEAVES, UNCERTAIN, ENDED = HolderState
 STAYS, DRAINS = False, True
@@ -77,6 +77,20 @@ def test_a_place_too_many_is_given_back_or_kept_for_the_next_node_that_drains() 
     assert next_steps([back, drained], 2) == [(Step.START, ENGINE, 1)]
     gone = spare("RESCHEDULING", NONE)
     assert next_steps([engine("CREATED", RUNS, RUNS), gone], 2) == [(Step.REMOVE_GROUP, "spare-0", -1)]
+
+
+def test_a_node_that_has_refused_is_asked_again_later_and_another_place_is_taken_meanwhile() -> None:
+    refused = Group(ENGINE, "CREATED", (Bundle(RUNS), Bundle(NONE, refusal="b: There is no key.")))
+    assert next_steps([refused], 2) == [], "its room is kept"
+    assert next_steps([refused, spare("CREATED", NONE)], 2) == [(Step.START, "spare-0", 0)]
+    assert next_steps([engine("CREATED", RUNS, NONE)], 2) == [(Step.START, ENGINE, 1)]
+    assert waits_for([refused], 2, {"CPU": 1.0}, {}) == (
+        "one that refuses (b: There is no key.) is asked again within 60 s"
+    )
+
+
+def test_a_node_is_asked_less_and_less_often() -> None:
+    assert [pause_s(num) for num in (1, 2, 3, 4, 5, 50)] == [5, 10, 20, 40, 60, 60]
 
 
 def test_what_the_engine_waits_for() -> None:
