@@ -85,8 +85,8 @@ def app() -> Iterator[App]:
         nodes.close()
 
 
-def stream(app: App) -> OpenRequest:
-    return open_stream(app, "/v1/completions", max_tokens=TOKENS)
+def stream(app: App, max_tokens: int = TOKENS) -> OpenRequest:
+    return open_stream(app, "/v1/completions", max_tokens=max_tokens)
 
 
 def text_of(stream: OpenRequest) -> str:
@@ -172,6 +172,36 @@ def test_several_models_are_loaded_where_there_is_room_and_a_stream_takes_its_mo
     assert text_of(stream) == expected[moved]
     assert text_of(begun(kept)) == expected[kept]
     app.deploy(None)
+
+
+def test_engines_over_several_nodes_come_and_go(app: App) -> None:
+    """Ray places the two stages of each engine, besides the replica with its api."""
+    for number in (8, 9):
+        app.nodes.add(number)
+    stages = {"backend": "ray", "pipeline_parallel_size": 2, "num_cpus": 0, "hang_timeout_s": 10}
+    app.deploy({**SETTINGS, **stages, "version": "stages"})
+
+    def num_with(part: str) -> int:
+        return sum(named(app.nodes, number, part) is not None for number in app.nodes.numbers)
+
+    until(lambda: len(app.engines()) == 1, "the first engine is ready", LONG_S)
+    assert num_with("pagewire: worker") == 2
+    expected = text_of(stream(app, 1000))
+    streams: list[OpenRequest] = []
+
+    def are_two() -> bool:
+        if sum(not one.has_ended for one in streams) < 4:
+            streams.append(stream(app, 1000))
+        return len(app.engines()) == 2
+
+    until(are_two, "a second engine has come with the load", LONG_S)
+    assert num_with("pagewire: worker") == 4
+    until(lambda: len(app.engines()) == 1, "it has gone with the load", LONG_S)
+    until(lambda: num_with("pagewire: worker") == 2, "and so have its ranks", LONG_S)
+    for one in streams:
+        assert text_of(one) == expected
+    app.deploy(None)
+    until(app.nodes.is_free, "the room of the other one is free as well", LONG_S)
 
 
 def test_an_engine_leaves_a_node_that_drains(app: App) -> None:
