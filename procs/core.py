@@ -138,6 +138,10 @@ class CoreActor:
         num_steps = 0
         for message in messages:
             if isinstance(message, StepResult):
+                if self._pipeline_times is not None and not self._config.stages_by_mail:
+                    # Only the last stage has said how long it took, and the slowest one is the step.
+                    device_ms = message.device_ms * self._pipeline_times.slowest()
+                    message = structs.replace(message, device_ms=device_ms)
                 self._record(message)
                 if not message.domain:  # all domains take part in each step
                     self._note_times(message, started)

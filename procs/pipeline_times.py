@@ -58,6 +58,12 @@ class PipelineTimes:
             self._in_flight_s += now - self._since
         self._since = now if is_in_flight else None
 
+    def slowest(self) -> float:
+        """The busiest stage's busy time in the last ten seconds or more, in relation to that of the last stage; 1 if
+        there are no reports."""
+        busy = [stage.samples[-1].busy_s - stage.samples[0].busy_s for stage in self._stages]
+        return max(busy) / busy[-1] if busy[-1] > 0 else 1.0
+
     def report(self) -> tuple[tuple[StageSnapshot, ...], float]:
         """(the stages' totals, the share of their time that was lost in the last ten seconds or more of their reports,
         while plans were in flight)"""

@@ -8,13 +8,14 @@ from pagewire.procs.pipeline_times import PipelineTimes
 
 def test_what_is_neither_busy_nor_waiting_waits_for_a_plan() -> None:
     times = PipelineTimes(2)
+    assert times.slowest() == 1.0
     times.note(100.0, is_in_flight=True)
     first, second = StageSeconds(1.0, ids=0.5), StageSeconds(2.0, input=0.25, output=0.25)
     for stage, seconds in enumerate((first, second)):
         times.take(stage, seconds, 103.5 + stage / 4)
     stages, ratio = times.report()
     assert stages == (StageSnapshot(first, 2.0), StageSnapshot(second, 1.25))
-    assert ratio == pytest.approx(1 - 3.0 / (3.5 + 3.75))
+    assert ratio == pytest.approx(1 - 3.0 / (3.5 + 3.75)) and times.slowest() == 1.0
     times.note(104.0, is_in_flight=False)
     times.note(150.0, is_in_flight=True)  # idle meanwhile
     times.note(151.0, is_in_flight=True)
@@ -35,4 +36,4 @@ def test_the_bubble_is_that_of_the_last_ten_seconds() -> None:
             assert ratio == pytest.approx(0.5)
         elif second == 20:
             assert ratio == pytest.approx(1 - (5 * 1.0 + 5 * 1.5) / 20)
-    assert ratio == pytest.approx(0.25)
+    assert ratio == pytest.approx(0.25) and times.slowest() == pytest.approx(2.0)
