@@ -118,6 +118,7 @@ class _Parts:
         self._ray: Any = ray
         self._place = place
         self._launch = msgspec.json.encode(place.launch)
+        self._refusals = _Refusals()
         self._warden = self._named("warden")
         self._places = {ENGINE: self._places_of(ENGINE, place.num_parts)}
         for name in spare_names(place.num_parts):  # those of an earlier broker
@@ -135,7 +136,7 @@ class _Parts:
             for number, place in enumerate(places):
                 node = nodes.get(number)
                 holder = self._state(place, node, messages)
-                bundles.append(Bundle(holder, node in draining, place.refusal_of(node)))
+                bundles.append(Bundle(holder, node in draining, self._refusals.of(node)))
             groups.append(Group(name, state, tuple(bundles)))
         for step, name, number in next_steps(groups, self._place.num_parts):
             self._take(step, name, number)
@@ -185,7 +186,7 @@ class _Parts:
         try:
             code, why = self._ray.get(place.run)
             if code == REFUSED:
-                refusal = why
+                refusal = why or f"The follower of {place.name} cannot take part, and has not said why."
             elif not (place.was_told and code == 0):
                 messages.append(Ended(f"the follower of {place.name} has ended with exit code {code}: {why[:300]}"))
         except self._ray.exceptions.ActorUnavailableError:
@@ -197,7 +198,7 @@ class _Parts:
                 messages.append(Ended(f"Ray has ended the holder {place.name} ({type(error).__name__})"))
         if refusal:
             messages.append(Refusal(refusal))
-        place.end(refusal, node)
+        self._refusals.note(node, refusal)
         return HolderState.ENDED
 
     def _breaks(self, node: str | None, error: str) -> str:
@@ -226,7 +227,7 @@ class _Parts:
                 options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
                 self._warden = self._ray.remote(Warden).options(**options).remote(self._place.launch.address)
             try:
-                self._ray.get(self._warden.make_group.remote(name, bundles))
+                self._ray.get(self._warden.make_group.remote(name, bundles, self._refusals.nodes))
                 return
             except self._ray.exceptions.ActorDiedError:
                 self._warden = None
@@ -287,20 +288,30 @@ class _Place:
         self.run: Any = None  # of the holder: its follower's end
         self.was_told = False  # to leave
         self.started_at = 0.0
-        self._refusal = ""  # of the last follower; empty: it was none
-        self._refused_by: str | None = None  # the node
-        self._num_refusals = 0  # since a follower ended otherwise
-        self._again_at = 0.0
 
-    def end(self, refusal: str, node: str | None) -> None:
-        """Its follower has ended. `refusal`: why it could not take part; empty: it could."""
-        self._refusal, self._refused_by = refusal, node
-        self._num_refusals = self._num_refusals + 1 if refusal else 0
-        self._again_at = time.monotonic() + pause_s(self._num_refusals)
 
-    def refusal_of(self, node: str | None) -> str:
-        """Why this node is not asked again yet; empty: it may be."""
-        return self._refusal if node == self._refused_by and time.monotonic() < self._again_at else ""
+class _Refusals:
+    """Nodes that could not take part, by their ids, and when they are asked again."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, int, float]] = {}  # the last reason, how often in a row, and when to ask again
+
+    def note(self, node: str | None, refusal: str) -> None:
+        """A follower there has ended. `node`: None: its group was removed. `refusal`: empty: for another reason."""
+        if node is None:
+            return
+        num = self._of.pop(node, ("", 0, 0.0))[1] + 1
+        if refusal:
+            self._of[node] = refusal, num, time.monotonic() + pause_s(num)
+
+    def of(self, node: str | None) -> str:
+        """Why this node is not asked again yet, a sentence; empty: it may be."""
+        refusal, _, again_at = self._of.get(node or "", ("", 0, 0.0))
+        return refusal if time.monotonic() < again_at else ""
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node for node in self._of if self.of(node)]
 
 
 if __name__ == "__main__":

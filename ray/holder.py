@@ -99,8 +99,8 @@ class Warden:
         self._lead = url.hostname or "", url.port or 0
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def make_group(self, name: str, bundles: list[dict[str, float]]) -> None:
-        """Asks Ray for room, unless it was asked; does not wait for it."""
+    def make_group(self, name: str, bundles: list[dict[str, float]], avoided: list[str]) -> None:
+        """Asks Ray for room, unless it was asked; does not wait for it. `avoided`: ids of nodes."""
         import ray
 
         try:
@@ -109,7 +109,8 @@ class Warden:
                 return
         except ValueError:
             pass
-        ray.util.placement_group(bundles, strategy="PACK", name=name)
+        selector = {"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else {}
+        ray.util.placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=[selector] * len(bundles))
 
     def _watch(self) -> None:
         answered_at = time.monotonic()

@@ -99,7 +99,7 @@ class RayLead(Lead):
         super()._check_followers()
         for reason in self._broker.take_refusals():
             self._refuse(reason)
-        if self._refusal:
+        if self._refusal and not self._begun:
             raise ConfigError(self._refusal)
 
     def _refuse(self, reason: str) -> None:

@@ -243,6 +243,27 @@ def test_a_node_that_refuses_later_is_told_and_asked_again_after_a_while(
     assert server.stop() == 0
 
 
+@pytest.mark.skipif(not can_hide(), reason="this user may not mount anything")
+def test_a_node_that_refuses_is_passed_over_for_another_one(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    nodes.only()
+    nodes.add(15)
+    server = start("--key-file", str(there / "key"), "--pipeline-parallel-size", "1").wait_ready()
+    expected = text_of(long_stream(server))
+    nodes.add(16, num_cpus=2, hidden=there)  # with room for the place that is asked for instead of its own
+    stream = long_stream(server)
+    nodes.kill(15)
+    says(server, "pagewire: 127.0.0.16/")
+    nodes.add(17)
+    assert text_of(stream) == expected
+    assert named(nodes, 17, "pagewire: worker") and not named(nodes, 16, "pagewire: worker")
+    assert server.stop() == 0
+    assert nodes.is_free()
+
+
 def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     server = Server(tmp_path / "run", "--backend", "ray", environment={"RAY_ADDRESS": "127.0.0.2:1"})
     try:
