@@ -152,7 +152,8 @@ def test_kv_of_another_engine(lost: str, alone: LLM, folder: Path, monkeypatch: 
     """Rank r of one engine loads from rank r of the other; what one of them cannot get is computed on both."""
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
     with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
-        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,fetch_timeout_ms=2000"
+        timeout_ms = 20000 if lost == "nothing" else 500
+        asks = f"p2p,peer={sockets}/kv,timeout_ms={timeout_ms},fetch_timeout_ms=2000"
         serves = engine(folder, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"])
         with engine(folder, kv_connector=[asks], max_num_seqs=1) as llm:
             with serves:
@@ -168,7 +169,7 @@ def test_kv_of_another_engine(lost: str, alone: LLM, folder: Path, monkeypatch: 
                 assert found.num_hit_tokens == sum((len(ids) - 1) // 16 * 16 for ids in PROMPTS)
                 assert not found.num_failed
             else:
-                assert found.num_failed > 0
+                assert not found.num_hit_tokens, "what one rank cannot say it has, none loads"
             scheduler = llm._engine.scheduler
             assert scheduler.pool.num_free == scheduler.pool.num_pages
 

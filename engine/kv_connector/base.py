@@ -34,6 +34,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct, msgpack
+from msgspec.structs import replace
 
 from ...config.config import EngineConfig
 from ...config.plugins import Options as Options
@@ -77,6 +78,10 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
             block_size=config.block_size, block_bytes=rank_bytes[rank], model_key=key, groups=groups, rank=rank,
             rank_bytes=parts, may_refuse=may_refuse,
         )  # fmt: skip
+
+    def of_rank(self, rank: int) -> ConnectorFacts:
+        """What the worker half of this rank gets to know."""
+        return replace(self, rank=rank, block_bytes=self.rank_bytes[rank]) if self.rank_bytes else self
 
     @property
     def num_ranks(self) -> int:

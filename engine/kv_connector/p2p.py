@@ -11,7 +11,8 @@ of the prompt is still computed, and their first layers while the chunk is: a lo
 `fetch_timeout_ms`, and never changes a token.
 
 If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
-address of its own (`rank_address`). The first rank of the peer is asked what there is, because all ranks keep the same.
+address of its own (`rank_address`). All ranks of the peer are asked what there is: so each knows who waits for the
+blocks that it computes, and what counts is what all of them have.
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
@@ -33,10 +34,10 @@ from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_byte
 from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
 from .base import ConnectorFacts, Options
 from .ledger import tail_first
-from .p2p_link import Link
+from .p2p_link import Peer
 from .p2p_meta import P2pLoad, P2pPlan
 from .p2p_settings import Settings, keys_of, read_settings
-from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Layout, Lookup, split_keys
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
 from .states import StateIndex
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
 _MAX_EXPECTED = 4096  # announced requests; one that fails, or is cancelled before it starts, is never named again
 _ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
-_MAX_LINKS = 64  # connections to peers that requests name; the one that was used longest ago goes first
+_MAX_PEERS = 64  # that are connected because requests name them; the one that was used longest ago goes first
 
 
 class P2pConnector:
@@ -74,10 +75,11 @@ class _Question(Struct):
     num_asked: int
     deadline: float  # monotonic s
     id: int
-    link: Link
-    is_sent: bool = False
+    peer: Peer
+    unasked: set[int]  # ranks of the peer to which it was not sent yet
+    replies: dict[int, Found] = {}  # rank → its final answer, until all have answered
     is_coming: bool = False  # the peer is computing the missing blocks
-    num_found: int | None = None  # None: no answer yet
+    num_found: int | None = None  # on all ranks; None: not all have answered
     names: frozenset[bytes] = frozenset()  # of items of other groups, and of beginnings, that were found
     states: StateIndex | None = None  # that were found
     answered_at: float = 0.0
@@ -103,9 +105,7 @@ class P2pCore:
         self._num_questions = 0
         self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
         self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
-        self._layout = Layout.of(facts)
-        self._digest = self._layout.digest
-        self._links: OrderedDict[str, Link] = OrderedDict()  # by address
+        self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         if settings.asks:
             self._keys = keys_of(settings)
@@ -166,7 +166,7 @@ class P2pCore:
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         question = self._questions.get(request.rid)
-        address = question.link.address if question is not None else request.kv_peer or self._settings.peer or ""
+        address = question.peer.address if question is not None else request.kv_peer or self._settings.peer or ""
         self._forget(request.rid)
         self._loading[request.rid] = (address, held)
         names, blocks, pages = _columns(held)
@@ -240,11 +240,11 @@ class P2pCore:
             self._num_bytes += num_pages * self._facts.of_engine(self._facts.block_bytes)
             self._num_failed += num_failed
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
-            if (link := self._links.get(address)) is not None:
+            if (peer := self._peers.get(address)) is not None:
                 if num_failed:
-                    link.pause.fail(time.monotonic())
+                    peer.pause.fail(time.monotonic())
                 else:
-                    link.pause.succeed()
+                    peer.pause.succeed()
 
     def take_events(self) -> list[KvEvent]:
         """None: the blocks are for other instances, so a router has no use for the events."""
@@ -275,8 +275,8 @@ class P2pCore:
 
     def close(self) -> None:
         if self._context is not None:
-            for link in self._links.values():
-                link.close()
+            for peer in self._peers.values():
+                peer.close()
             self._context.destroy(linger=0)
             self._context = None
 
@@ -296,12 +296,12 @@ class P2pCore:
     def _match(self, request: KvRequest, first: int, last: int) -> int | None:
         """How many of the request's blocks from `first` to before `last` its peer has, or is computing. None: not known
         yet."""
-        link = self._link(request.kv_peer)
-        if link is None:
+        peer = self._peer(request.kv_peer)
+        if peer is None:
             return 0
-        self._hear(link)
+        self._hear(peer)
         now = time.monotonic()
-        if now < link.pause.until:
+        if now < peer.pause.until:
             self._forget(request.rid)
             return 0
         question = self._questions.get(request.rid)
@@ -312,30 +312,32 @@ class P2pCore:
             self._forget(request.rid)
             question = None
         if question is None or question.first > first:
-            question = self._ask(link, request.rid, first, last, question.deadline if question else None)
+            question = self._ask(peer, request.rid, first, last, question.deadline if question else None)
         if now >= question.deadline:
             self._forget(request.rid)
-            link.pause.fail(now)
+            peer.pause.fail(now)
             return 0
-        if not question.is_sent:
+        if question.unasked:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)
             behind = b""
             if self._facts.state is not None:
                 behind = keys[question.first - 1] if question.first else request.root
             wait_ms = int(self._settings.wait_s * 1000)
             wanted = b"".join(keys[question.first :])
-            lookup = Lookup(question.id, self._digest, wanted, wait_ms, behind, request.awaits_kv)
-            question.is_sent = link.ask(lookup)
+            for rank in list(question.unasked):
+                link = peer.links[rank]
+                if link.ask(Lookup(question.id, link.digest, wanted, wait_ms, behind, request.awaits_kv)):
+                    question.unasked.remove(rank)
         return None
 
     def _check(self, address: str) -> None:
         """Asks the operator's peer who it is. Raises ConfigError."""
         assert self._context is not None
         try:
-            link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+            peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             if self._facts.may_refuse:
-                link.check()
-            link.stop_watching()
+                peer.check()
+            peer.stop_watching()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--kv-connector p2p: peer={address} cannot be used: {error}.") from error
@@ -343,65 +345,79 @@ class P2pCore:
             self.close()
             raise
 
-    def _link(self, named: str) -> Link | None:
-        """The connection to the peer that a request names, or to the operator's; None: there is none."""
+    def _peer(self, named: str) -> Peer | None:
+        """The peer that a request names, or the operator's; None: there is none."""
         address = named or self._settings.peer
         if address is None or self._context is None:
             return None
-        link = self._links.get(address)
-        if link is None:
-            while len(self._links) >= _MAX_LINKS:
-                idle = next((one for one in self._links.values() if not one.num_open), None)
+        peer = self._peers.get(address)
+        if peer is None:
+            while len(self._peers) >= _MAX_PEERS:
+                idle = next((one for one in self._peers.values() if not one.num_open), None)
                 if idle is None:
                     return None
-                del self._links[idle.address]
+                del self._peers[idle.address]
                 idle.close()
             try:
-                link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+                peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             except zmq.ZMQError:
                 return None
-            link.stop_watching()
-        self._links.move_to_end(address)
-        return link
+            peer.stop_watching()
+        self._peers.move_to_end(address)
+        return peer
 
-    def _ask(self, link: Link, rid: int, first: int, last: int, deadline: float | None) -> _Question:
+    def _ask(self, peer: Peer, rid: int, first: int, last: int, deadline: float | None) -> _Question:
         """Creates a question about blocks [first, last). deadline: of the question that it replaces."""
         self._forget(rid)
         while len(self._questions) >= _MAX_QUESTIONS:
             self._forget(next(iter(self._questions)))
         self._num_questions += 1
         until = time.monotonic() + self._settings.timeout_s if deadline is None else deadline
-        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, link)
+        ranks = set(range(self._facts.num_ranks))
+        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, peer, ranks)
         self._rids[question.id] = rid
-        link.num_open += 1
+        peer.num_open += 1
         return question
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, peer: Peer) -> None:
         """Receives the answers that have arrived. Drops answers to questions that were dropped, or asked of others."""
-        for reply in link.answers():
+        for rank, reply in peer.answers():
             if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
                 continue
             question = self._questions[rid]
-            if question.link is not link:
+            if question.peer is not peer:
                 continue
             if reply.is_coming:
                 if not question.is_coming:  # the deadline is extended once
                     question.is_coming = True
                     question.deadline += self._settings.wait_s
                 continue
-            del self._rids[reply.id]
-            question.num_found = max(0, min(reply.num + max(0, reply.num_coming), question.num_asked))
-            question.names = frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
-            question.states = StateIndex(self._facts.state)
-            for parent, key, num in reply.states:
-                question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
-            question.answered_at = time.monotonic()
+            question.replies[rank] = reply
+            if len(question.replies) == self._facts.num_ranks:
+                del self._rids[reply.id]
+                self._conclude(question)
+
+    def _conclude(self, question: _Question) -> None:
+        """All ranks have answered. What one of them lacks is of no use on the others."""
+        replies = question.replies.values()
+        num = min(reply.num + max(0, reply.num_coming) for reply in replies)
+        question.num_found = max(0, min(num, question.num_asked))
+        question.names = frozenset.intersection(*(_names(reply) for reply in replies))
+        question.states = StateIndex(self._facts.state)
+        for parent, key, num in set[tuple[bytes, bytes, int]].intersection(*(set(reply.states) for reply in replies)):
+            question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
+        question.replies = {}
+        question.answered_at = time.monotonic()
 
     def _forget(self, rid: int) -> None:
         question = self._questions.pop(rid, None)
         if question is not None:
-            question.link.num_open -= 1
+            question.peer.num_open -= 1
             self._rids.pop(question.id, None)
+
+
+def _names(reply: Found) -> frozenset[bytes]:
+    return frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
 
 
 def _columns(held: Sequence[Held]) -> tuple[bytes, bytes, bytes]:

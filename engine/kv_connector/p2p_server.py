@@ -53,8 +53,7 @@ _MAX_ASKERS = 1024  # with wants; the one that was heard of longest ago is forgo
 _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
 _MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
-_LAG_S = 0.5  # by which a rank may run a plan later than the first rank, which said what there is
-_PROMISE_S = 1.0  # within which one that was told that blocks are coming asks for them
+_PROMISE_S = 1.0  # after the end of its lookup, within which one that was told that blocks are coming asks for them
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
 
@@ -80,7 +79,6 @@ class _Want:
     until: float  # monotonic s, of its lease
     lease_s: float
     reads: bool
-    patient_until: float  # monotonic s; before, an item that is missing may be in a plan that this rank has not run
     sent: dict[int, Part] = field(default_factory=dict)  # number of an item of which the first bytes were sent → these
     lacks_some: bool = False
 
@@ -239,7 +237,7 @@ class Server:
             return False
         num_coming = reply.num_coming if progresses else 0
         if num_coming:
-            self._promised.append((time.monotonic() + _PROMISE_S, one.names))
+            self._promised.append((one.until + _PROMISE_S, one.names))  # it also waits for its peer's other ranks
         self._send(one.sender, Found(reply.id, reply.num, False, reply.names, reply.states, num_coming))
         return True
 
@@ -260,9 +258,8 @@ class Server:
         num_coming = sum(self._store.is_coming(names[i]) for i in left if names[i] not in self._store)
         lease_s = want.lease_ms / 1000
         now = time.monotonic()
-        patient_until = now + _LAG_S if self._layout.num_ranks > 1 else now
         asker.wants[want.id] = _Want(
-            names, frozenset(names), left, now + lease_s, lease_s, want.reads and bool(self._agent), patient_until
+            names, frozenset(names), left, now + lease_s, lease_s, want.reads and bool(self._agent)
         )
         self._send(sender, Coming(want.id, num_there, num_coming, self._agent if want.reads else b""))
 
@@ -287,7 +284,7 @@ class Server:
             is_coming = self._store.is_coming(want.names[first])  # asked first: it is kept before it stops to come
             there = self._store.there(want.names[first])
             if there is None or there.num <= want.num_sent(first, there):
-                if there is None and not is_coming and time.monotonic() >= want.patient_until:
+                if there is None and not is_coming:
                     del want.left[at]
                     want.lacks_some = True
                 elif there is None:

@@ -394,7 +394,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_pass(
 
 
 def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path) -> None:
-    """Only the first rank is asked what there is; the second one knows who waits from what it is to send."""
+    """Of a prompt of one chunk, too: each rank is asked, so it knows who waits before the pass."""
     of_rank = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
     prefill = [instance(facts, serve=f"{folder}/kv") for facts in of_rank]
     decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in of_rank]
@@ -404,21 +404,28 @@ def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path)
         begin(one, computing)
     ask_early(decode[0], request)
     for one in prefill:
-        compute(one, computing, BLOCKS, 0, 6)
+        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+    passes = [Pass(one, computing, BLOCKS, 0, 10) for one in prefill]
+    passes[0].compute([0, 1])
+    until(lambda: 0 in answered(decode[0]), "the first rank has answered", DEADLINE_S)
+    assert decode[0].core.get_num_new_matched_tokens(request, 0) == (None, True), "the second one has not"
+    passes[1].compute([0, 1])
     assert decode[0].matched(request) == 40
     for one in decode:
         one.core.update_state_after_alloc(request, OURS, 40)
         one.step()
-    for one in prefill:
-        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
-    passes = [Pass(one, computing, BLOCKS, 6, 10) for one in prefill]
     for ours, theirs, running in zip(decode, prefill, passes, strict=True):
-        running.compute([0, 1])
         wait_for(lambda a=ours, b=theirs: torch.equal(layers(a, OURS, 0, 1), layers(b, BLOCKS[:10], 0, 1)), bool)
         running.compute([2])
         running.end()
         assert took(ours) == set()
         assert torch.equal(ours.content(OURS), theirs.content(BLOCKS[:10]))
+
+
+def answered(decode: Instance) -> set[int]:
+    """The ranks that have said what they have, or are about to."""
+    decode.core.get_num_new_matched_tokens(FakeRequest(2, prompt(1, 41).ids), 0)
+    return set(decode.core._questions[2].replies)
 
 
 def test_a_pass_that_nobody_waits_for_is_not_followed(instance: Start, folder: Path) -> None:

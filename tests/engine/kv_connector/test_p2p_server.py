@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 import zmq
-from msgspec import structs
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, prompt
 from waiting import until
 
@@ -100,27 +99,6 @@ def test_nothing_is_sent_without_credit(store: BlockStore, asker: Asker) -> None
     asker.hears_nothing()
     asker.tell(Credit(BLOCK_BYTES))
     assert asker.hear()[1] == BLOCKS[9]
-
-
-def test_a_rank_that_is_late_sends_what_its_next_plan_keeps(folder: Path) -> None:
-    """The first rank has said that the blocks are there."""
-    facts = structs.replace(FACTS, rank=1, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES))
-    store = BlockStore(facts)
-    server = Server(f"ipc://{folder}/kv", store, facts, None)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    asker = Asker(context, server.address)
-    for number, is_late in ((1, True), (2, False)):
-        asker.tell(Want(number, Layout.of(facts).digest, b"".join(KEYS[:2]), b"", 1 << 20, 60_000))
-        if is_late:
-            assert asker.hear() == Coming(1, 0, 0)
-            store.keep(KEYS[:1], BLOCKS[:1])
-            assert asker.hear()[1] == BLOCKS[0]
-        assert asker.hear() == (Gone(1) if is_late else Coming(2, 1, 0))
-    assert asker.hear()[1] == BLOCKS[0]
-    assert asker.hear() == Gone(2), "it does not wait for what never comes"
-    asker.socket.close()
-    context.destroy(linger=0)
-    server.close()
 
 
 def test_endless_credit_is_bounded(store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
