@@ -106,6 +106,11 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
         return next((g for g, group in enumerate(self.groups) if group.kind == "state"), None)
 
     @property
+    def tables(self) -> Sequence[int]:
+        """The groups that hold blocks."""
+        return [group for group in range(self.num_groups) if group != self.state]
+
+    @property
     def num_groups(self) -> int:
         return len(self.groups) or 1
 

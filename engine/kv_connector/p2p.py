@@ -31,11 +31,12 @@ from msgspec import Struct
 
 from ...errors import ConfigError
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
+from ..core.groups import PLAIN, Groups
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, item_name
 from .base import ConnectorFacts, Options
 from .ledger import tail_first
 from .p2p_link import Peer
-from .p2p_meta import P2pLoad, P2pPlan
+from .p2p_meta import P2pComing, P2pFill, P2pLoad, P2pPlan
 from .p2p_settings import Settings, keys_of, read_settings
 from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
 from .states import StateIndex
@@ -85,6 +86,13 @@ class _Question(Struct):
     answered_at: float = 0.0
 
 
+class _Expected(Struct):
+    """An announced request."""
+
+    first: tuple[int, ...]  # of each group with blocks: the first block that others need of it
+    num_kept: int = 0  # its leading blocks, as far as others need them, are kept
+
+
 class P2pCore:
     def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
         self._settings = settings
@@ -93,18 +101,18 @@ class P2pCore:
         self._num_pages = 0  # of all that is kept
         self._keep: dict[bytes, Held] = {}  # of these, the ones that the next plan saves
         self._drop: list[bytes] = []
-        self._expected: OrderedDict[int, None] = OrderedDict()  # rids whose blocks are announced to the worker half
-        self._coming: list[tuple[int, bytes]] = []
+        self._groups = Groups(facts.groups) if facts.groups else PLAIN
+        self._expected: OrderedDict[int, _Expected] = OrderedDict()  # by rid: what is announced to the worker half
+        self._coming: list[P2pComing] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
-        self._fill: list[tuple[int, bytes, bytes]] = []  # as `P2pPlan` has it
+        self._fills: list[P2pFill] = []
         self._spoiled: list[int] = []
         self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
         self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
-        self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         if settings.asks:
@@ -116,29 +124,30 @@ class P2pCore:
     @property
     def wants_chunks(self) -> bool:
         """Whether `filling` and `filled` are to be called."""
-        return bool(self._settings.capacity) and self._facts.num_groups == 1
+        return bool(self._settings.capacity)
 
     def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
         """The layers of these blocks can go to peers while the next plan computes them."""
-        new = [one for one in held if one.item.name not in self._kept]
-        if new and request.rid in self._expected:
-            names, blocks, _ = _columns(new)
-            self._fill.append((request.rid, names, blocks))
+        if (expected := self._expected.get(request.rid)) is None:
+            return
+        for group, first in enumerate(expected.first):
+            own = [one for one in held if one.item.group == group and one.item.place >= first]
+            names, blocks, _ = _columns([one for one in own if one.item.name not in self._kept])
+            if names:
+                self._fills.append(P2pFill(request.rid, group, names, blocks))
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """A chunk of an announced request was computed: the blocks that it has filled can go to peers."""
-        if request.rid in self._expected:
-            num = self._num_streamed.get(request.rid, 0)
-            self._num_streamed[request.rid] = len(held)
-            self._retain(held[num:])
+        if held and (expected := self._expected.get(request.rid)) is not None:
+            num, expected.num_kept = expected.num_kept, held[-1].item.place + 1
+            self._retain([one for one in held if one.item.place >= max(num, expected.first[one.item.group])])
 
     def spoiled(self, request: KvRequest) -> None:
         """Nothing more comes of what was announced."""
         if request.rid in self._expected:
             del self._expected[request.rid]
-            self._num_streamed.pop(request.rid, None)
             self._spoiled.append(request.rid)
-        self._fill = [one for one in self._fill if one[0] != request.rid]
+        self._fills = [one for one in self._fills if one.rid != request.rid]
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         """The first call about a request asks the peer about all groups; the others are answered from its answer."""
@@ -151,7 +160,7 @@ class P2pCore:
         self._expect(request)
         last = min((len(request.ids) - 1) // facts.block_size, (items[0].place if items else 0) + MAX_KEYS)
         first = items[0].place if items else last
-        if facts.num_groups > 1 and last <= MAX_KEYS:
+        if (facts.num_groups > 1 or facts.full is None) and last <= MAX_KEYS:
             first = 0  # it may lack blocks of other groups
         if self._context is None or last <= first:
             return ()
@@ -173,7 +182,7 @@ class P2pCore:
         self._loads.append(P2pLoad(request.rid, names, blocks, pages, address))
 
     def build_connector_meta(self) -> bytes:
-        if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fill or self._spoiled):
+        if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fills or self._spoiled):
             return b""
         names, blocks, pages = _columns(list(self._keep.values()))
         kept = [item for item, _ in self._keep.values() if item.group == self._facts.state]
@@ -187,9 +196,9 @@ class P2pCore:
             keep_pages=pages,
             states=tuple((item.parent or b"", item.key, item.num) for item in kept),
             spoiled=tuple(self._spoiled),
-            fill=tuple(self._fill),
+            fills=tuple(self._fills),
         )
-        for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fill):
+        for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fills):
             part.clear()
         return msgspec.msgpack.encode(plan)
 
@@ -198,7 +207,6 @@ class P2pCore:
         self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
-            self._num_streamed.pop(request.rid, None)
             self._over.append(request.rid)
         if self._settings.capacity:
             self._retain(held)
@@ -265,11 +273,9 @@ class P2pCore:
         )
 
     def reset(self) -> None:
-        for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fill):
+        for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fills):
             columns.clear()
-        for mapping in (
-            self._kept, self._keep, self._expected, self._num_streamed, self._loading, self._questions, self._rids
-        ):  # fmt: skip
+        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
             mapping.clear()
         self._num_pages = 0
 
@@ -281,17 +287,26 @@ class P2pCore:
             self._context = None
 
     def _expect(self, request: KvRequest) -> None:
-        """Announces to the worker half the blocks of a request that is about to be admitted: those of the full group,
-        because the others come with them."""
-        num = len(request.ids) // self._facts.block_size
+        """Announces to the worker half what a request that is about to be admitted will leave behind, as far as one
+        with the same prompt needs it: blocks behind a window are released before the prompt ends."""
+        facts, size = self._facts, self._facts.block_size
+        num = len(request.ids) // size
         if not self._settings.capacity or not num or request.rid in self._expected:
             return
         if len(self._expected) == _MAX_EXPECTED:
-            oldest = self._expected.popitem(last=False)[0]
-            self._num_streamed.pop(oldest, None)
-            self._over.append(oldest)
-        self._expected[request.rid] = None
-        self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
+            self._over.append(self._expected.popitem(last=False)[0])
+        place, rest = divmod(request.num_prompt - 1, size)
+        first = tuple(self._groups.need_from(group, place * size) // size for group in facts.tables)
+        self._expected[request.rid] = _Expected(first)
+        keys = request.block_keys(num, size)
+        names = [item_name(key, group) for group in facts.tables for key in keys[first[group] :]]
+        states: tuple[tuple[bytes, bytes, int], ...] = ()
+        if facts.state is not None and request.keeps_before_last and request.num_prompt > 1:
+            behind = keys[place - 1] if place else request.root
+            key = request.partial_keys(place, rest, size)[-1] if rest else behind
+            states = ((behind, key, rest),)
+            names += [item_name(key, group) for group in (*(facts.tables if rest else ()), facts.state)]
+        self._coming.append(P2pComing(request.rid, b"".join(names), states))
 
     def _match(self, request: KvRequest, first: int, last: int) -> int | None:
         """How many of the request's blocks from `first` to before `last` its peer has, or is computing. None: not known
