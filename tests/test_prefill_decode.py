@@ -20,6 +20,7 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from families import make_family
 from harness import Answer, Client, http_config
 from torch import Tensor
 from waiting import until
@@ -218,14 +219,16 @@ def test_layers_leave_during_the_passes_over_a_prompt(
     assert num_bytes <= sum(grown) < num_bytes + 2 * prefill.runner.block_bytes, "every block but the last was followed"
 
 
-# A window beside full attention, a window alone, states beside full attention, states alone.
-KINDS = ["gemma3", "mistral", "jamba", "mamba2"]
+# A window or chunks beside full attention, a window alone, states beside full attention, states alone.
+KINDS = ["gemma3", "llama4_text", "mistral", "jamba", "mamba2"]
 LENGTH, BLOCK = 333, 16
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama4_text":
+        return make_family(folder, request.param)
     checkpoints.make_checkpoint(folder, request.param)
     return vocabulary.add_tokenizer(folder)
 
