@@ -168,8 +168,10 @@ class LayerConnector(Protocol):
 
     @property
     def layer_stops(self) -> Sequence[int]:
-        """Asked after `start_load_kv`: the layers after which the pass over this plan is to stop for `save_kv_layer` of
-        all layers up to there, if it can. The other layers follow after the pass, and all of them where it cannot."""
+        """Asked after `start_load_kv`: the layers after which `save_kv_layer` of all layers up to there is to be called
+        during the pass over this plan, if it can. A CPU stops for these calls. A GPU goes on, and what a call launches
+        there, on torch's current stream, comes after these layers. The other layers follow after the pass, and all of
+        them where it is launched as a whole."""
 
 
 class KVConnector(Protocol):

@@ -185,10 +185,9 @@ class P2pWorker:
 
 def layer_stops(cache: KvCache) -> dict[int, tuple[int, ...]]:
     """After which layers blocks leave during a pass: layer → for each group with blocks how many bytes of a block, from
-    its first one on, are written then. Before the last layer something is left of each. Empty: a pass cannot be
-    followed, because there is one layer, or it runs on a GPU, which is told of a whole pass at once."""
+    its first one on, are written then. Before the last layer something is left of each. Empty: there is one layer."""
     groups, num = cache.groups, len(cache.shape.layers)
-    if cache.device.type != "cpu" or num < 2:
+    if num < 2:
         return {}
     tiles = [(place.group, place.shelf * groups.page_bytes + place.offset) for place in groups.places[:num]]
     numbers = [g for g, group in enumerate(groups.groups) if group.lifetime.kind != "state"]

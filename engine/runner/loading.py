@@ -77,6 +77,7 @@ class HostModel:
     plugin: PluginGuard | None = None  # the runner plugin
     by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
     encoder: Model | None = None  # that the model reads
+    queue: Queue | None = None  # its work is done when a call returns
     graphs = 0
     head_major = False
 
@@ -306,6 +307,7 @@ def _on_device(
         attention=attention,
         without=checked.without | served.left_out,
         num_domains=config.kv_domains,
+        by_layer=(by_layer := ByLayer(program)),
     )
     # Only the last stage samples, and so has counts and bits for each token of the vocabulary.
     state = RowState(limits=limits, vocab_size=config.model.vocab_size if triton.is_last else 1, device=queue.device)
@@ -340,6 +342,7 @@ def _on_device(
         attention=attention,
         handover=handover,
         domain=Domain(group.rank) if config.kv_domains > 1 else None,
+        by_layer=by_layer,
         reads=reads,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,
