@@ -48,7 +48,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     if options.runner_plugin is not None:
         _check_plugin(options)
-    _check_experts(options, machine)
+    _check_experts(options)
     _check_domains(config, model, machine)
     _check_scripted(options)
     _check_ranks(options, model, machine)
@@ -208,8 +208,6 @@ def _check_stages(options: EngineOptions, model: ModelFacts, *, on_cpu: bool) ->
             f"--speculative is not there for GPUs with {_STAGES}: only the last stage knows how many draft tokens were "
             "accepted when the next pass begins; leave one of them out."
         )
-    if options.expert_replicas:
-        raise ConfigError(f"--expert-replicas is not there with {_STAGES}; leave one of them out.")
     if options.speculative is not None and model.has_states:
         raise ConfigError(
             f"--speculative is not there for {model.name} with {_STAGES}: the recurrent states behind rejected draft "
@@ -317,7 +315,7 @@ def _check_scripted(options: EngineOptions) -> None:
             raise ConfigError(f"{flag} has no meaning beside --scripted, where no model computes; leave it out.")
 
 
-def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
+def _check_experts(options: EngineOptions) -> None:
     """Refuses whole experts for one rank, a way to exchange tokens where none are exchanged, and replicas where there
     is nothing to copy or to copy from."""
     if options.enable_expert_parallel and options.tensor_parallel_size == 1:
@@ -333,7 +331,6 @@ def _check_experts(options: EngineOptions, machine: MachineFacts) -> None:
     is_summed = not options.exchanges_tokens  # over the ranks, each of which adds what its experts give
     for what, is_so in (
         ("needs --enable-expert-parallel; give it as well", not options.enable_expert_parallel),
-        ("is for --device cpu; leave one of them out", not _on_cpu(options, machine)),
         ("reads experts from the checkpoint, which --load-format dummy lacks", options.load_format == "dummy"),
         ("changes how sums are grouped, so --deterministic excludes it", options.deterministic and is_summed),
     ):

@@ -95,12 +95,12 @@ class RayNodes:
         """The JSON value of an expression of `ray`, in another process."""
         code = (
             "import json, ray; ray.init('auto', _node_ip_address='127.0.0.2', log_to_driver=False,"
-            f" logging_level='ERROR'); print(json.dumps({expression}))"
+            f" logging_level='ERROR'); print('\\nanswer:', json.dumps({expression}))"
         )
         command = [sys.executable, "-P", "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, cwd="/", check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return answer_in(done.stdout)
 
     def is_free(self) -> bool:
         """No placement group holds room."""
@@ -120,6 +120,12 @@ class RayNodes:
                     continue
             self._nodes[number].wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def answer_in(output: str) -> Any:
+    """The JSON value behind `answer:` in a program's output, between whatever Ray writes there."""
+    (line,) = (line for line in output.splitlines() if line.startswith("answer:"))
+    return json.loads(line.removeprefix("answer:"))
 
 
 def named(nodes: RayNodes, number: int, part: str) -> psutil.Process | None:

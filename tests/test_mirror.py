@@ -79,7 +79,7 @@ ELSEWHERE = {
     "engine.gpu.shapes": "engine/gpu/test_device_steps.py: with the steps that have these shapes",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
     "engine.gpu.weights": "engine/gpu/test_quantized.py: with a model",
-    "engine.runner.expert_replicas": "test_expert_ranks.py: needs ranks",
+    "engine.executors.expert_replicas": "test_expert_ranks.py: needs ranks",
     "engine.runner.kept_weights": "engine/gpu/test_kept_weights.py: with a model on the GPU's path",
     "engine.runner.kernel_checks": "engine/gpu/test_trial.py: with kernels that fail",
     "engine.kv_connector.base": "test_group_tiers.py: facts of models with several cache groups",

@@ -1,14 +1,13 @@
 """Compares two KV domains, each a process with a device of its own, with one rank on the plans of each: the same greedy
 tokens in float32, while both have rows and while one has none. A layer is dense and one has experts, of which the ranks
-have parts, or whole ones that they send tokens for. NCCL has no two ranks on one device, so it needs two GPUs; a smoke
-run takes gloo."""
+have parts, or whole ones that they send tokens for, and then copies of the other's that change between steps. NCCL has
+no two ranks on one device, so it needs two GPUs; a smoke run takes gloo."""
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,13 +17,18 @@ from msgspec import structs
 from ...config.config import EngineConfig
 from ...engine.parallel.rank import RankInfo
 from ...engine.runner.runner import Runner
-from ...ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
+from ...ipc.messages import PlaceExperts, RowOpen, Sampling, StepPlan, ids_to_bytes
 from .figures import Figure, SkippedError
+from .ranks import DEPTH, from_tests, interpret_kernels, run_ranks, serve
 from .setting import Setting
-from .stages import DEPTH, TIMEOUT_S, from_tests, serve
 
 _DOMAINS = 2
-_FORMS = {"parts of experts": False, "whole experts": True}
+_FORMS: dict[str, dict[str, Any]] = {
+    "parts of experts": {},
+    "whole experts": {"enable_expert_parallel": True},
+    "replicas of experts": {"enable_expert_parallel": True, "expert_replicas": 1},
+}
+_MOVES = {3: ((0, 1, 2, 3, 4), (4, 5, 6, 7, 0)), 6: ((0, 1, 2, 3, 5), (4, 5, 6, 7, 1))}  # before these steps
 _MANY = 4  # tokens of a step that a smoke run does not record
 
 
@@ -38,32 +42,17 @@ def measure(setting: Setting) -> Iterator[Figure]:
     )  # fmt: skip
     config = _config(setting, folder)
     plans = _plans(config, tests.VOCAB_SIZE, num_new=setting.choose(32, 2))
-    alone = _load(setting, folder, None, is_dealt=False)
+    alone = _load(setting, folder, None)
     expected = [serve(alone, of_domain) for of_domain in plans]
     (setting.scratch / "plans").write_bytes(msgspec.msgpack.encode(plans))
-    for form, is_dealt in _FORMS.items():
-        found = _found_by_domains(setting, folder, is_dealt=is_dealt)
+    for form in _FORMS:
+        run_ranks(__name__, folder, setting, "--form", form, num=_DOMAINS)
+        files = (_results(setting.scratch, rank) for rank in range(_DOMAINS))
+        found = [msgspec.msgpack.decode(file.read_bytes(), type=list[bytes]) for file in files]
         pairs = [pair for each in zip(found, expected, strict=True) for pair in zip(*each, strict=True)]
         wrong = sum(ids != ids_alone for ids, ids_alone in pairs)
         name = f"two KV domains, {form}, float32: steps of {len(pairs)} with other tokens than one rank"
         yield Figure(name=name, value=wrong, unit="", most=0, is_proof=True)
-
-
-def _found_by_domains(setting: Setting, folder: Path, *, is_dealt: bool) -> list[list[bytes]]:
-    """For each domain what each step sampled."""
-    command = [sys.executable, "-m", __name__, str(folder), str(setting.scratch)]
-    command += ["--smoke"] * setting.smoke + ["--dealt"] * is_dealt
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(_DOMAINS)]
-    try:
-        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}")
-    files = (_results(setting.scratch, rank) for rank in range(_DOMAINS))
-    return [msgspec.msgpack.decode(file.read_bytes(), type=list[bytes]) for file in files]
 
 
 def _config(setting: Setting, folder: Path) -> EngineConfig:
@@ -75,14 +64,12 @@ def _config(setting: Setting, folder: Path) -> EngineConfig:
     return config
 
 
-def _load(setting: Setting, folder: Path, rank: int | None, *, is_dealt: bool) -> Runner:
+def _load(setting: Setting, folder: Path, rank: int | None, form: str = "") -> Runner:
     """rank: None stands for one that has all."""
     config, info = _config(setting, folder), RankInfo()
     if rank is not None:
-        config = structs.replace(
-            config, tensor_parallel_size=_DOMAINS, kv_domains=_DOMAINS, enable_expert_parallel=is_dealt
-        )
-        info = RankInfo(rank, tuple(range(_DOMAINS)), f"file://{setting.scratch}/ranks-{is_dealt}")
+        config = structs.replace(config, tensor_parallel_size=_DOMAINS, kv_domains=_DOMAINS, **_FORMS[form])
+        info = RankInfo(rank, tuple(range(_DOMAINS)), f"file://{setting.scratch}/ranks of {form}")
     queue = setting.open_queue() if setting.smoke else None
     return Runner.load(config, rank_info=info, queue=queue, is_checked=False)
 
@@ -136,20 +123,23 @@ def main() -> None:
     flags.add_argument("folder", type=Path)
     flags.add_argument("scratch", type=Path)
     flags.add_argument("--rank", type=int, required=True)
-    flags.add_argument("--dealt", action="store_true")
+    flags.add_argument("--form", choices=_FORMS, required=True)
     flags.add_argument("--smoke", action="store_true")
     given = flags.parse_args()
     if given.smoke:
-        from ...tools.triton_interpreter import interpret
-
-        interpret()
-        np.seterr(all="ignore")  # warnings about masked lanes
+        interpret_kernels()
         from ...engine.gpu import shapes
 
         shapes.MAX_RECORDED = _MANY
     plans = msgspec.msgpack.decode((given.scratch / "plans").read_bytes(), type=list[list[StepPlan]])
     setting = Setting(smoke=given.smoke, scratch=given.scratch)
-    ids = serve(_load(setting, given.folder, given.rank, is_dealt=given.dealt), plans[given.rank])
+    runner = _load(setting, given.folder, given.rank, given.form)
+
+    def move(step: int) -> None:
+        if "expert_replicas" in _FORMS[given.form] and step in _MOVES:
+            assert runner.place_experts(PlaceExperts(1, _MOVES[step])), "a rank could not read an expert"
+
+    ids = serve(runner, plans[given.rank], move)
     _results(given.scratch, given.rank).write_bytes(msgspec.msgpack.encode(ids))
 
 

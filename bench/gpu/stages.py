@@ -2,12 +2,8 @@
 greedy tokens in float32. NCCL has no two ranks on one device, so it needs two GPUs; a smoke run takes gloo."""
 
 import argparse
-import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,11 +15,10 @@ from ...engine.parallel.rank import RankInfo
 from ...engine.runner.runner import Runner
 from ...ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 from .figures import Figure, SkippedError
-from .setting import ROOT, Setting
+from .ranks import DEPTH, from_tests, interpret_kernels, run_ranks, serve
+from .setting import Setting
 
 _STAGES = 2
-DEPTH = 2  # plans of one rank that are in flight, and one more with two stages
-TIMEOUT_S = 300.0
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -34,26 +29,11 @@ def measure(setting: Setting) -> Iterator[Figure]:
     plans = _plans(_config(setting, folder), tests.VOCAB_SIZE, num_new=setting.choose(32, 3))
     expected = serve(_load(setting, folder, None), plans)
     (setting.scratch / "plans").write_bytes(msgspec.msgpack.encode(plans))
-    command = [sys.executable, "-m", __name__, str(folder), str(setting.scratch)] + ["--smoke"] * setting.smoke
-    stages = [subprocess.Popen([*command, str(stage)]) for stage in range(_STAGES)]
-    try:
-        codes = [stage.wait(TIMEOUT_S) for stage in stages]
-    finally:
-        for process in stages:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise RuntimeError(f"the stages ended with {codes}")
+    run_ranks(__name__, folder, setting, num=_STAGES)
     found = msgspec.msgpack.decode(_found(setting.scratch).read_bytes(), type=list[bytes])
     wrong = sum(ids != alone for ids, alone in zip(found, expected, strict=True))
     name = f"two stages, float32: steps of {len(expected)} with other tokens than one rank"
     yield Figure(name=name, value=wrong, unit="", most=0, is_proof=True)
-
-
-def from_tests(module: str) -> Any:
-    if (folder := str(ROOT / "tests")) not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(module)
 
 
 def _config(setting: Setting, folder: Path) -> EngineConfig:
@@ -111,19 +91,6 @@ def _plans(config: EngineConfig, vocab_size: int, *, num_new: int) -> list[StepP
     return plans
 
 
-def serve(runner: Runner, plans: list[StepPlan]) -> list[bytes]:
-    """What each step sampled."""
-    runner.open_cache(4 * (max(len(opened.block_ids) // 4 for plan in plans for opened in plan.open)))
-    found = []
-    for plan in plans:
-        if runner.num_pending > DEPTH:
-            found.append(runner.collect().ids)
-        runner.launch(plan)
-    while runner.num_pending:
-        found.append(runner.collect().ids)
-    return found
-
-
 def _found(scratch: Path) -> Path:
     return scratch / "found"
 
@@ -132,17 +99,14 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("folder", type=Path)
     flags.add_argument("scratch", type=Path)
-    flags.add_argument("stage", type=int)
+    flags.add_argument("--rank", type=int, required=True)
     flags.add_argument("--smoke", action="store_true")
     given = flags.parse_args()
     if given.smoke:
-        from ...tools.triton_interpreter import interpret
-
-        interpret()
-        np.seterr(all="ignore")  # warnings about masked lanes
+        interpret_kernels()
     plans = msgspec.msgpack.decode((given.scratch / "plans").read_bytes(), type=list[StepPlan])
-    ids = serve(_load(Setting(smoke=given.smoke, scratch=given.scratch), given.folder, given.stage), plans)
-    if given.stage == _STAGES - 1:
+    ids = serve(_load(Setting(smoke=given.smoke, scratch=given.scratch), given.folder, given.rank), plans)
+    if given.rank == _STAGES - 1:
         _found(given.scratch).write_bytes(msgspec.msgpack.encode(ids))
 
 

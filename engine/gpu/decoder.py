@@ -22,6 +22,7 @@ from ..executors.vocabulary import Vocabulary
 from ..models.program import Program
 from ..parallel.collectives import Alone, Group
 from .attention import HostAttention
+from .experts import Experts
 from .packet import Limits, Packet
 from .rules import largest_group
 from .scratch import aligned
@@ -99,7 +100,12 @@ class TritonDecoder:
     @property
     def own_experts(self) -> Mapping[int, OwnExperts]:
         """By layer, if ranks share them out."""
-        return self._walk.own_experts
+        return {layer: experts.own for layer, experts in self.experts.items() if experts.own is not None}
+
+    @property
+    def experts(self) -> Mapping[int, Experts]:
+        """By layer."""
+        return self._walk.experts
 
     @property
     def num_ranks(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.triton.moe import MoeWorkspace
-from ..models.expert_places import dealt_holders
 from ..models.program import Mixture
 from ..parallel.collectives import Group
 from .experts import Experts
@@ -23,16 +22,15 @@ _ALIGNED = 64  # bytes: of the rows that are exchanged, so that kernels read the
 class DomainTokens:
     """The tokens of all domains, each with a step's padded number of them."""
 
-    def __init__(self, group: Group, num_domains: int, most: int, device: torch.device) -> None:
-        """most: tokens of a domain."""
-        self._group, self._num_domains = group, num_domains
-        self.numbers = torch.arange(num_domains * most, dtype=torch.int32, device=device)
-        self._padding = torch.zeros(num_domains * most, dtype=torch.bool, device=device)
-        self._nums = torch.zeros((num_domains, 1), dtype=torch.int32, device=device)
+    def __init__(self, group: Group, num_domains: int, numbers: Tensor) -> None:
+        """numbers: 0, 1, … of all tokens that a step may have, int32."""
+        self._group, self._num_domains, self._numbers = group, num_domains, numbers
+        self._padding = torch.zeros(len(numbers), dtype=torch.bool, device=numbers.device)
+        self._nums = torch.zeros((num_domains, 1), dtype=torch.int32, device=numbers.device)
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + self._padding.nbytes + self._nums.nbytes
+        return self._padding.nbytes + self._nums.nbytes
 
     def padding(self, num_tokens: Tensor, tokens: int) -> Tensor:
         """Which ones are padding, until the next call: [domains · tokens, 1] bool. num_tokens: [1] int32, of this
@@ -42,30 +40,26 @@ class DomainTokens:
         else:
             self._group.all_gather(num_tokens, self._nums)
         padding = self._padding[: self._num_domains * tokens].view(-1, tokens)
-        return torch.ge(self.numbers[:tokens], self._nums, out=padding).view(-1, 1)
+        return torch.ge(self._numbers[:tokens], self._nums, out=padding).view(-1, 1)
 
 
 class ExpertExchange:
     """A layer of experts for the tokens of this rank's domain, which the ranks of all domains compute together."""
 
     def __init__(
-        self, args: Mixture, experts: Experts, workspace: MoeWorkspace, group: Group, dtype: torch.dtype, take: Take
-    ) -> None:
+        self, args: Mixture, experts: Experts, workspace: MoeWorkspace, group: Group, dtype: torch.dtype, take: Take,
+        numbers: Tensor,
+    ) -> None:  # fmt: skip
         """workspace: of `experts`, for the tokens of all domains in a recorded step and those of one domain in any.
-        take: memory in the scratch."""
+        take: memory in the scratch. numbers: 0, 1, …, of as many tokens, int32."""
         self._args, self._experts, self._workspace, self._group = args, experts, workspace, group
         self._dtype, self._take = dtype, take
         self._num_numbers, top_k = args.gate_up.columns, args.router.top_k  # of a token's state
         self._widths = self._num_numbers * dtype.itemsize, 4 * top_k, 4 * top_k
         self._row = -(-sum(self._widths) // _ALIGNED) * _ALIGNED
-        # By the expert; the last entry is that of -1.
-        holders = dealt_holders(args.num_experts, group.size, 0)
-        ranks = [rank for _, rank, *_ in holders]
-        slots = [slot if rank == group.rank else -1 for _, rank, slot, *_ in holders]
-        others = range(args.router.zero_experts)  # without weights: computed where the token is
-        device = workspace.experts.device
-        self._ranks = torch.tensor([*ranks, *[group.rank for _ in others], -1], device=device)
-        self._slots = torch.tensor([*slots, *[args.num_slots + i for i in others], -1], device=device)
+        assert experts.own is not None and experts.own.holders is not None, "nobody knows which rank has an expert"
+        self._own, self._holders = experts.own, experts.own.holders
+        self._numbers = numbers
 
     def gather(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor) -> None:
         """Gives all tokens to all ranks, and adds what they find. x: [tokens, numbers]; logits: the router's product;
@@ -77,7 +71,8 @@ class ExpertExchange:
         rows = self._take((group.size * tokens, self._row), torch.uint8)
         group.all_gather(own, rows)
         found = self._take((len(rows), out.shape[1]), out.dtype)
-        slots = self._slots_of(rows)
+        chosen = self._parts(rows)[1].long()
+        slots = self._own.place(chosen.clamp(min=0), self._numbers[: len(rows)]).masked_fill(chosen < 0, -1)
         if self._args.router.zero_experts:
             for elsewhere in (slots[: group.rank * tokens], slots[(group.rank + 1) * tokens :]):
                 elsewhere.masked_fill_(elsewhere >= self._args.num_slots, -1)
@@ -90,7 +85,7 @@ class ExpertExchange:
         workspace, group, tokens = self._workspace, self._group, len(x)
         self._experts.choose(x, logits, num_tokens)
         chosen, weights = workspace.experts[:tokens].long(), workspace.weights[:tokens]
-        is_there = self._ranks[chosen] == torch.arange(group.size, device=x.device)[:, None, None]
+        is_there = self._ranks_of(chosen) == torch.arange(group.size, device=x.device)[:, None, None]
         is_sent = is_there.any(2)  # [ranks, tokens]
         nums = is_sent.sum(1)
         sent, got = torch.stack((nums, group.all_gather(nums)[:, group.rank])).tolist()
@@ -102,7 +97,9 @@ class ExpertExchange:
         found = torch.empty((len(came), out.shape[1]), dtype=out.dtype, device=x.device)
         most = len(workspace.experts)
         for part in (slice(first, first + most) for first in range(0, len(came), most)):
-            self._compute(came[part], self._slots_of(came[part]), found[part])
+            sent_here = self._parts(came[part])[1].long()
+            slots = self._own.places[sent_here.clamp(min=0), 0].masked_fill(sent_here < 0, -1)
+            self._compute(came[part], slots, found[part])
         back, _ = group.all_to_all(found, got, sum(sent), sent)
         total = torch.zeros(out.shape, dtype=torch.float32, device=x.device)
         for tokens_there, results in zip(torch.split(token, sent), torch.split(back, sent), strict=True):
@@ -121,9 +118,14 @@ class ExpertExchange:
         for part, values in zip(self._parts(rows), (states, experts, weights), strict=True):
             part.copy_(values)
 
-    def _slots_of(self, rows: Tensor) -> Tensor:
-        """This rank's slots of the chosen experts; -1: other ranks have them."""
-        return self._slots[self._parts(rows)[1].long()]
+    def _ranks_of(self, chosen: Tensor) -> Tensor:
+        """Who computes each choice of this rank's tokens, -1 of padding. Ranks that have the same expert take turns by
+        the token. chosen: [tokens, top_k] int64."""
+        expert = chosen.clamp(min=0)
+        num = self._holders[expert, 0]
+        turn = self._numbers[: len(chosen), None] % num.clamp(min=1)
+        ranks = self._holders[expert, 1 + 2 * turn].where(num > 0, self._group.rank)  # those without weights: here
+        return ranks.masked_fill(chosen < 0, -1)
 
     def _compute(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
         """What this rank's experts give for tokens, at most as many as the workspace is for."""
@@ -140,7 +142,7 @@ class ExpertExchange:
     def left_to_torch(self, itemsize: int, *, sends: bool) -> int:
         """Bytes per token that a call takes from the allocator, estimated. sends: whether some steps are of `send`."""
         top_k, hidden = self._args.router.top_k, self._args.down.rows
-        each = 24 * top_k + self._experts.inputs_left_to_torch(itemsize)
+        each = 48 * top_k + self._experts.inputs_left_to_torch(itemsize)
         if sends:
-            each += 2 * self._row + 2 * hidden * itemsize + 4 * hidden + 24 * top_k + 48
+            each += 2 * self._row + 2 * hidden * itemsize + 4 * hidden + 60 * top_k + 48
         return self._group.size * each + 8 * hidden * sends

@@ -1,10 +1,14 @@
 """A mixture of experts: the kernels multiply, whichever way the experts are chosen."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ...kernels.triton.moe import MoeWorkspace, experts
 from ...kernels.triton.moe import route as route_in_triton
+from ..executors.expert_replicas import Put, ReadInto
 from ..executors.experts import own_experts, route
 from ..models.description import Router
 from ..models.program import Mixture
@@ -14,14 +18,14 @@ _COPIES = 5  # of an activation's operands, that torch takes at most beside the 
 
 
 class Experts:
-    def __init__(self, args: Mixture, loaded: Loaded, workspace: MoeWorkspace) -> None:
-        """loaded: whose stacks it takes. workspace: for these sizes."""
+    def __init__(self, args: Mixture, loaded: Loaded, workspace: MoeWorkspace, num_domains: int = 1) -> None:
+        """loaded: whose stacks it takes. workspace: for these sizes. num_domains: KV domains."""
         self._args, self._workspace = args, workspace
         self._gate_up, self._down = loaded.values(args.gate_up), loaded.values(args.down)
         self._gate_up_bias, self._down_bias = loaded.vector(args.gate_up_bias), loaded.vector(args.down_bias)
         self._correction, self._scale = loaded.vector(args.correction), loaded.vector(args.expert_scale)
         self._has_router = _has_kernel(args.router, args)
-        self.own = own_experts(args, loaded.device)
+        self.own = own_experts(args, loaded.device, num_domains=num_domains)
         self._any = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=loaded.device)
 
     def __call__(self, x: Tensor, logits: Tensor, out: Tensor, num_tokens: Tensor, positions: Tensor) -> None:
@@ -62,6 +66,15 @@ class Experts:
             num_all=args.num_experts, load=None if self.own is None else self.own.load,
         )  # fmt: skip
 
+    def put(self, slot: int, read: Loaded) -> None:
+        """Gives a slot another expert, from the next launch on. read: this expert alone, on the host."""
+        args = self._args
+        for stack, matrix in ((self._gate_up, args.gate_up), (self._down, args.down)):
+            stack[slot].copy_(read.values(matrix)[0])
+        for biases, vector in ((self._gate_up_bias, args.gate_up_bias), (self._down_bias, args.down_bias)):
+            if biases is not None and vector is not None:
+                biases[slot].copy_(read.vectors[vector.key][0])
+
     def _route(self, x: Tensor, logits: Tensor, num_tokens: Tensor, positions: Tensor | None) -> None:
         workspace, router = self._workspace, self._args.router
         scales, chosen = route(router, logits, self._correction)
@@ -87,6 +100,19 @@ class Experts:
         """Bytes per token of the inputs of experts, where each expert has another one."""
         args, router = self._args, self._args.router
         return router.top_k * args.gate_up.columns * itemsize if router.on == "input" else 0
+
+
+class DeviceSlots:
+    """The stacks of experts by layer, as `expert_replicas.Slots`. An expert is read to the host, since the device's
+    memory is taken."""
+
+    def __init__(self, experts: Mapping[int, Experts], dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def prepare(self, layer: int, args: Mixture, slot: int, read: ReadInto) -> Put:
+        loaded = Loaded(dtype=self._dtype, device=torch.device("cpu"), keeps=False)
+        read(loaded)
+        return partial(self._experts[layer].put, slot, loaded)
 
 
 def _has_kernel(router: Router, args: Mixture) -> bool:

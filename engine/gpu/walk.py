@@ -28,7 +28,6 @@ from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
 from ..executors.by_layer import ByLayer
-from ..executors.experts import OwnExperts
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
@@ -224,16 +223,16 @@ class Walker:
             key: self._make_product(args, domains, is_deterministic) for key, (args, domains) in by_matrix.items()
         }
         self._moe: dict[tuple[int, ...], MoeWorkspace] = {}
-        self._experts: list[Experts] = []  # so that sleep finds their weights
-        self.own_experts: dict[int, OwnExperts] = {}  # by layer, if ranks share them out
+        self.experts: dict[int, Experts] = {}  # by layer
         self._latents: list[LatentLayer] = []
         self._decode: dict[tuple[Reach, int, int, int], DecodeWorkspace] = {}
         self._slopes: dict[Alibi, Tensor] = {}
         self._rotary: dict[tuple[Rope | None, int], Tensor] = {}
         self._zeros = torch.zeros(limits.tokens, dtype=torch.int32, device=loaded.device)
+        self._numbers = torch.arange(num_domains * limits.tokens, dtype=torch.int32, device=loaded.device)
         self._domain_tokens: DomainTokens | None = None  # of those that all ranks give to experts
         if any(isinstance(op.args, Mixture) and op.outs[0].register in program.shared for op in program.ops):
-            self._domain_tokens = DomainTokens(group, num_domains, limits.tokens, loaded.device)
+            self._domain_tokens = DomainTokens(group, num_domains, self._numbers)
         many = parts_of(program, without=without)
         self._turns_in_torch = any(part.kind == "torch" and isinstance(part.ops[0].args, Rotate) for part in many)
         self.reference = Reference(
@@ -290,7 +289,7 @@ class Walker:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept between steps."""
-        kept = [self._zeros, *self._rotary.values(), *self._slopes.values(), *self._small]
+        kept = [self._zeros, self._numbers, *self._rotary.values(), *self._slopes.values(), *self._small]
         for workspace in self._moe.values():
             kept += [getattr(workspace, field.name) for field in fields(workspace)]
         backend = 0 if self._attention is None else self._attention.backend.nbytes
@@ -618,24 +617,24 @@ class Walker:
                 max_tokens=tokens, num_experts=sizes[0], top_k=sizes[1], hidden=sizes[2], inter=sizes[3],
                 dtype=self._dtype, device=self._loaded.device,
             )  # fmt: skip
-        experts = Experts(args, self._loaded, self._moe[sizes])
-        self._experts.append(experts)
-        if experts.own is not None:
-            self.own_experts[op.layer] = experts.own
+        experts = Experts(args, self._loaded, self._moe[sizes], self._num_domains)
+        assert op.layer not in self.experts, f"layer {op.layer} has two mixtures of experts"
+        self.experts[op.layer] = experts
         self._leave_to_torch(domains * experts.left_to_torch(itemsize))
         if is_exchanged:
-            exchange = ExpertExchange(args, experts, self._moe[sizes], self._ranks, self._dtype, self.scratch.take)
+            exchange = ExpertExchange(
+                args, experts, self._moe[sizes], self._ranks, self._dtype, self.scratch.take, self._numbers
+            )
             self.scratch.expect(*exchange.taken(gathered, itemsize))
             self._leave_to_torch(exchange.left_to_torch(itemsize, sends=limits.tokens > gathered))
-        numbers = self._domain_tokens.numbers if self._domain_tokens is not None else None
 
         def launch(step: Pass) -> None:
             x, logits = (step.registers.get(view) for view in op.ins)
             out = step.registers.into(op.outs[0])
             if is_exchanged:
                 (exchange.send if step.may_wait else exchange.gather)(x, logits, out, step.num_tokens)
-            elif step.padding is not None and numbers is not None:
-                experts.of_domains(x, logits, out, step.padding, numbers[: len(x)])
+            elif step.padding is not None:
+                experts.of_domains(x, logits, out, step.padding, self._numbers[: len(x)])
             else:
                 experts(x, logits, out, step.num_tokens, step.step.positions)
 

@@ -1,6 +1,6 @@
 """A program's weights on a GPU, in the layout of the checkpoint or quantized as it is stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ...kernels.quantized_weight import (
 from ...kernels.stored import Stored
 from ...kernels.superblock_weight import SuperblockWeight
 from ..executors.weights import shape_of
-from ..models.program import Matrix, Vector
+from ..models.program import Matrix, Mixture, Program, Vector
 
 _PLAIN = "Tensor"  # the kind of a matrix that is not quantized
 
@@ -27,13 +27,20 @@ class Loaded:
     """A `Sink`. Each matrix is taken once, in the layout in which the kernels read it."""
 
     def __init__(
-        self, *, dtype: torch.dtype, device: torch.device, keeps: bool, has_narrow_inputs: bool = False
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps: bool,
+        has_narrow_inputs: bool = False,
+        room: Mapping[str, int] | None = None,
     ) -> None:
         """keeps: quantized matrices stay as the checkpoint stores them. has_narrow_inputs: it was made for activations
-        of 8 bits."""
+        of 8 bits. room: `room_of` the program."""
         self.device, self.has_narrow_inputs = device, has_narrow_inputs
         self.vectors: dict[str, Tensor] = {}
-        self._dtype, self._keeps = dtype, keeps
+        self._dtype, self._keeps, self._room = dtype, keeps, room or {}
+        self._filling: dict[str, Tensor] = {}  # stacks with room, until their experts are there
         self._matrices: dict[str, Tensor | QuantizedWeight] = {}
         self._halves: set[str] = set()  # matrices whose first half are gates and whose second half are ups
 
@@ -77,7 +84,18 @@ class Loaded:
         (tensor,) = parts.tensors
         if tensor is None:
             raise ValueError(f"{key} has no numbers")
+        self._clear_room(key, tensor)
         self._matrices[key] = tensor
+
+    def put_vector(self, key: str, values: Tensor) -> None:
+        """One of `vectors`, as it was."""
+        self._clear_room(key, values)
+        self.vectors[key] = values
+
+    def _clear_room(self, key: str, stack: Tensor) -> None:
+        """So that equal weights have equal bytes."""
+        if num := self._room.get(key, 0):
+            stack[-num:].zero_()
 
     def values(self, matrix: Matrix) -> Tensor:
         """`take`, of a matrix that is not quantized."""
@@ -101,10 +119,16 @@ class Loaded:
         return None
 
     def begin(self, target: Matrix | Vector) -> Tensor:
-        is_float32 = isinstance(target, Vector) and target.is_float32
-        return torch.empty(shape_of(target), dtype=torch.float32 if is_float32 else self._dtype, device=self.device)
+        dtype = torch.float32 if isinstance(target, Vector) and target.is_float32 else self._dtype
+        shape, num = shape_of(target), self._room.get(target.key, 0)
+        if not num:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        stack = self._filling[target.key] = torch.empty((shape[0] + num, *shape[1:]), dtype=dtype, device=self.device)
+        self._clear_room(target.key, stack)
+        return stack[: shape[0]]
 
     def end(self, target: Matrix | Vector, values: Tensor) -> None:
+        values = self._filling.pop(target.key, values)
         if isinstance(target, Vector):
             self.vectors[target.key] = values
         else:
@@ -125,6 +149,16 @@ class Loaded:
             self._note(matrix)
         except ValueError as e:
             raise CheckpointError(f"The parts of {matrix.key} cannot be fused: {e}.") from None
+
+
+def room_of(program: Program) -> dict[str, int]:
+    """How many experts find a place behind those of a stack, by the keys of matrices and vectors."""
+    found: dict[str, int] = {}
+    for args in (op.args for op in program.ops if isinstance(op.args, Mixture)):
+        for target in (args.gate_up, args.down, args.gate_up_bias, args.down_bias):
+            if target is not None and args.num_replicas:
+                found[target.key] = args.num_replicas
+    return found
 
 
 def interleave(x: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class KeptWeights:
             del parts
         for each, values in loaded.vectors.items():
             index.parameters[each] = writer.put(values)
-            loaded.vectors[each] = self._tensor(index.parameters[each])
+            loaded.put_vector(each, self._tensor(index.parameters[each]))
         self._trim()
         self.num_padding = sum(mapped.num_bytes for mapped in self._mapped) - loaded.num_bytes
         self._token = os.urandom(16)
@@ -188,12 +188,13 @@ class KeptWeights:
         try:
             for number, size in enumerate(kept.sizes):
                 self._mapped.append(self._received(keeper.open(kept.token, number), size))
-            if tuple(sum_of(mapped.bytes) for mapped in self._mapped) != kept.sums:
-                raise _Unusable("their sums are not those that were written")
             for key_of_matrix, stack in index.matrices.items():
                 loaded.put_stored(key_of_matrix, self._stored(*stack))
             for name, part in index.parameters.items():
-                loaded.vectors[name] = self._tensor(part)
+                loaded.put_vector(name, self._tensor(part))
+            # Only now, since what the last worker had put into the room for replicas is cleared.
+            if tuple(sum_of(mapped.bytes) for mapped in self._mapped) != kept.sums:
+                raise _Unusable("their sums are not those that were written")
         except (AllocationError, ValueError, TypeError) as error:
             raise _Unusable(str(error)) from error
         self._token = kept.token

@@ -16,6 +16,7 @@ from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
 from ..executors.by_layer import ByLayer
+from ..executors.expert_replicas import ExpertReplicas, HostSlots
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
 from ..executors.reference import Reference, ReferenceModel
@@ -31,7 +32,6 @@ from ..plugin.guard import PluginGuard
 from ..weights.loader import Sink, load_targets, load_weights
 from ..weights.open import open_checkpoint
 from .backend import Backend
-from .expert_replicas import ExpertReplicas
 from .kept_weights import KeptWeights
 from .kernel_checks import Checked, check_kernels
 from .memory import workspace_bytes
@@ -80,6 +80,7 @@ class HostModel:
     queue: Queue | None = None  # its work is done when a call returns
     graphs = 0
     head_major = False
+    handover = None
 
 
 def load_model(
@@ -123,6 +124,7 @@ def load_model(
     backend, dtype = served.backend, served.dtype
     opened = open_plugin(config, served, torch_device, group)
     own_experts: Mapping[int, OwnExperts] = {}
+    slots: HostSlots | None = None
     replicas: ExpertReplicas | None = None
     by_layer: ByLayer | None = None
     domain = Domain(group.rank) if config.kv_domains > 1 else None
@@ -145,8 +147,8 @@ def load_model(
         )  # fmt: skip
         own_experts = reference.own_experts
         if config.expert_replicas:
-            read = partial(_read, config, served)
-            replicas = ExpertReplicas(served.program, loaded, own_experts, group, options, read)
+            slots = HostSlots(served.program, loaded, options)
+            replicas = ExpertReplicas(served.program, slots, own_experts, group, partial(_read, config, served))
         weights = loaded.num_bytes
         reads = reads_of(served.program, loaded.bytes_of, sum(vector.nbytes for vector in loaded.vectors.values()))
         # A domain has a whole head, and samples by itself.
@@ -158,8 +160,8 @@ def load_model(
                 device=torch_device, group=group,
             )  # fmt: skip
             encoder = ReferenceModel(reading, vocabulary, served.kv_shape)
-        if replicas is not None and isinstance(model, NativeModel):
-            replicas.native = model
+        if slots is not None and isinstance(model, NativeModel):
+            slots.native = model
     else:
         # Only here, since transformers takes seconds to import.
         from ..executors.transformers_fallback import load_fallback
@@ -267,17 +269,21 @@ def _on_device(
     from ..gpu.attention import host_attention
     from ..gpu.decoder import TritonDecoder
     from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
+    from ..gpu.experts import DeviceSlots
     from ..gpu.handover import Handover
     from ..gpu.packet import size_of
     from ..gpu.state import RowState
-    from ..gpu.weights import Loaded
+    from ..gpu.weights import Loaded, room_of
 
     if config.max_num_seqs > _MAX_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     served = checked.served
     assert served.program is not None
     program, shape, dtype = served.program, served.kv_shape, served.dtype
-    loaded = Loaded(dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs)
+    loaded = Loaded(
+        dtype=dtype, device=queue.device, keeps=served.is_kept, has_narrow_inputs=served.has_narrow_inputs,
+        room=room_of(program),
+    )  # fmt: skip
     if kept is None:
         fill(loaded)
     else:
@@ -309,6 +315,10 @@ def _on_device(
         num_domains=config.kv_domains,
         by_layer=(by_layer := ByLayer(program)),
     )
+    replicas = None
+    if config.expert_replicas:
+        slots = DeviceSlots(triton.experts, dtype)
+        replicas = ExpertReplicas(program, slots, triton.own_experts, group, partial(_read, config, served))
     # Only the last stage samples, and so has counts and bits for each token of the vocabulary.
     state = RowState(limits=limits, vocab_size=config.model.vocab_size if triton.is_last else 1, device=queue.device)
     handover = None
@@ -341,6 +351,7 @@ def _on_device(
         temporary=temporary,
         attention=attention,
         handover=handover,
+        replicas=replicas,
         domain=Domain(group.rank) if config.kv_domains > 1 else None,
         by_layer=by_layer,
         reads=reads,

@@ -26,6 +26,7 @@ from ...ipc.messages import (
     PassReads,
     PlaceExperts,
     SampledIds,
+    StageSeconds,
     StepPlan,
     StepResult,
     Transferred,
@@ -437,7 +438,7 @@ class Runner:
         if found is not None:
             return found.result(plan.step, 0.0)
         if self._stage < self._config.pipeline_parallel_size - 1:
-            return Hidden(plan.step, b"", fault="out_of_memory")
+            return Hidden(plan.step, fault="out_of_memory")
         return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")
 
     def _run_stage(self, plan: StepPlan, received: Passed | None) -> Passed | Sampled | None:
@@ -570,6 +571,11 @@ class Runner:
             tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms, self._rank
         )
 
+    def take_stage_seconds(self) -> StageSeconds | None:
+        """Of this stage's steps that were collected since the last call; None: the device does not wait for other
+        stages by itself."""
+        return None if self._model.handover is None else self._model.handover.take_seconds()
+
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
         experts, or there are none. A GPU ends the step that runs first."""
@@ -584,9 +590,10 @@ class Runner:
     def place_experts(self, message: PlaceExperts) -> bool:
         """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
         rank could not read their weights, and nothing changes on any."""
-        assert isinstance(self._model, HostModel) and self._model.replicas is not None, "no room for replicas"
+        replicas = self._model.replicas
+        assert replicas is not None, "no room for replicas"
         with torch.inference_mode():
-            return self._model.replicas.place(message.layer, message.slots)
+            return replicas.place(message.layer, message.slots)
 
     def close(self) -> None:
         """Closes the KV connector and the runner plugin."""

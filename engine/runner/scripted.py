@@ -97,10 +97,11 @@ class ScriptedModel:
     weights = workspace = graphs = 0
     reads = PassReads()
     head_major = False
-    queue = by_layer = None
+    handover = queue = by_layer = None
     note: str
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
+    replicas = None
 
     @classmethod
     def load(cls, config: EngineConfig) -> "ScriptedModel":

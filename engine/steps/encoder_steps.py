@@ -27,9 +27,10 @@ class EncoderModel:
     synchronize: Callable[[], None]
     graphs = 0
     head_major = False
-    queue = by_layer = None
+    handover = queue = by_layer = None
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
+    replicas = None
 
     @property
     def reads(self) -> PassReads:

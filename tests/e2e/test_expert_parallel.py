@@ -66,7 +66,8 @@ def test_a_model_without_experts_is_refused_before_anything_starts(start: Callab
 
 
 @pytest.mark.long
-def test_replicas_follow_the_load_under_a_stream(tmp_path: Path, start: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_replicas_follow_the_load_under_a_stream(num_stages: int, tmp_path: Path, start: Callable[..., Server]) -> None:
     """All tokens choose the experts 0 and 1, which the first rank has."""
     folder = families.make_family(tmp_path, "gpt_oss")
     file = folder / "model.safetensors"
@@ -79,7 +80,7 @@ def test_replicas_follow_the_load_under_a_stream(tmp_path: Path, start: Callable
     llm = LLM(str(folder), dtype="float32", threads=1)
     (expected,) = (list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS[:1], params, use_tqdm=False))
     flags = ("--dtype", "float32", "--tensor-parallel-size", "2", "--enable-expert-parallel", "--expert-replicas", "1")
-    server = start(str(folder), *flags).wait_ready()
+    server = start(str(folder), *flags, "--pipeline-parallel-size", str(num_stages)).wait_ready()
     assert "2 of 4 experts of a layer on this rank, whole, and room for 1 more" in server.announced()
     # The ranks report after 1,000 steps, in the midst of the second answer.
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_nodes import RayNodes, has_ray
+from ray_nodes import RayNodes, answer_in, has_ray
 
 from pagewire.errors import ConfigError
 from pagewire.ray.serve_llm import Engine
@@ -91,7 +90,7 @@ async def main():
     answer = whole.choices[0]["message"]["content"]
     found = [answer, text, again.choices[0]["message"]["content"], events[-1], refused.error["code"],
              tokens.count, slept, awake, whole.model]
-    print(json.dumps(found))
+    print("\\nanswer:", json.dumps(found))
 
 
 asyncio.run(main())
@@ -112,6 +111,6 @@ def test_it_answers_streams_refuses_and_sleeps() -> None:
     finally:
         nodes.close()
     assert done.returncode == 0, done.stderr[-3000:]
-    answer, text, again, end, code, count, slept, awake, model = json.loads(done.stdout.splitlines()[-1])
+    answer, text, again, end, code, count, slept, awake, model = answer_in(done.stdout)
     assert answer and answer == text == again and end == "data: [DONE]\n\n"
     assert code == 400 and count > 0 and slept and awake and model == "m"

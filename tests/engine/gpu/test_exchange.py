@@ -7,6 +7,7 @@ from typing import Any
 
 import checkpoints
 import families
+import numpy as np
 import pytest
 import torch
 from domain_ranks import DomainRanks
@@ -23,7 +24,7 @@ from pagewire.engine.gpu.packet import Packet
 from pagewire.engine.gpu.shapes import StepShape
 from pagewire.engine.gpu.state import RowState
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Enqueue, Sampling
+from pagewire.ipc.messages import Enqueue, PlaceExperts, Sampling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
@@ -72,10 +73,18 @@ class Ranks(DomainRanks):
     def __init__(self, folder: Path, num_domains: int, **flags: Any) -> None:
         super().__init__(folder, num_domains, in_triton=True, between=self._watch, **SMALL, **flags)
         self.shapes: dict[int, list[StepShape]] = {}
+        self.moves: dict[int, tuple[tuple[int, ...], ...]] = {}  # step → the experts that the ranks have from then on
+        self.loads: dict[int, int] = {}  # rank → tokens of its replicas since the last move
 
     def _watch(self, runner: Runner, step: int) -> None:
         steps = runner._steps
         assert isinstance(steps, DeviceSteps), runner.notes
+        for layer, load in (runner.take_expert_load() if self.moves else {}).items():
+            dealt = np.array_split(np.frombuffer(load, np.int64), 2)
+            self.loads[runner._rank] = self.loads.get(runner._rank, 0) + int(dealt[1 - runner._rank].sum())
+            if step in self.moves:
+                self.loads[runner._rank] = 0
+                assert runner.place_experts(PlaceExperts(layer, self.moves[step]))
         if runner._rank in self.shapes:
             return
         seen = self.shapes[runner._rank] = []
@@ -88,8 +97,11 @@ class Ranks(DomainRanks):
         steps._decoder.run = watched
 
 
-def check(folder: Path, how: dict[str, Any], num: int = 2) -> None:
+def check(
+    folder: Path, how: dict[str, Any], num: int = 2, moves: dict[int, tuple[tuple[int, ...], ...]] | None = None
+) -> None:
     ranks = Ranks(folder, num, **how)
+    ranks.moves = moves or {}
     alone = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
     assert ranks.serve(*WAVES) == alone.serve([each for wave in WAVES for each in wave])
     assert len(set.union(*ranks.domain_of.values())) == min(num, len(WAVES[0])), "as many as possible had requests"
@@ -97,6 +109,8 @@ def check(folder: Path, how: dict[str, Any], num: int = 2) -> None:
     first, *others = ranks.shapes.values()
     assert len(others) == num - 1 and all(other == first for other in others), "NCCL exchanges equal shapes only"
     assert {shape.tile_rows > 0 for shape in first} == {True, False}
+    assert len(ranks.loads) == (num if moves else 0)
+    assert all(ranks.loads.values()), "each rank has used its replicas since the last move"
 
 
 @pytest.mark.parametrize(
@@ -137,3 +151,22 @@ def test_large_steps_send_tokens_to_the_ranks_of_their_experts(
     monkeypatch.setattr(ExpertExchange, "send", sent)
     check(make(tmp_path, name), DEALT, num)
     assert nums and min(nums) > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "most"),
+    [
+        ("gpt_oss", DEALT, 32),  # biases of experts move with them
+        ("qwen3_moe", DEALT, 4),  # steps of more than four tokens send them to the ranks of their experts
+        pytest.param("gpt_oss", TO_ALL, 32, marks=pytest.mark.long),
+        *(pytest.param("zero experts", DEALT, most, marks=pytest.mark.long) for most in (32, 4)),
+    ],
+)
+def test_replicas_that_move_between_domains_change_no_token(
+    name: str, how: dict[str, Any], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "MAX_RECORDED", most)
+    folder = make(tmp_path, name)
+    first, second = ((0, 1, 2, 3), (4, 5, 6, 7)) if name == "qwen3_moe" else ((0, 1), (2, 3))
+    moves = {1: ((*first, second[0]), (*second, 0)), 2: ((*first, second[1]), (*second, 1))}
+    check(folder, how | {"expert_replicas": 1}, moves=moves)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import families
 import msgspec
 import pytest
 import torch
@@ -27,11 +28,13 @@ from pagewire.engine.device.allocations import AllocationError
 from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.kept_memory import KeptMemory
 from pagewire.engine.gpu.device_steps import DeviceModel
+from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.runner import kept_weights, loading
 from pagewire.engine.runner import runner as runner_module
 from pagewire.engine.runner.kernel_checks import machine_key
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.weights.segment import Index, SegmentWriter, is_open
+from pagewire.ipc.messages import PlaceExperts
 from pagewire.procs.weight_memory import close_segments, new_segment
 
 pytestmark = pytest.mark.skipif(
@@ -98,7 +101,7 @@ def weights_of(runner: Runner) -> list[Tensor]:
     """Copies of all that the walk over the program reads, as bytes, before its first step."""
     assert isinstance(runner._model, DeviceModel)
     walk = runner._model.decoder._walk
-    users = [*walk._products.values(), *walk._experts]
+    users = [*walk._products.values(), *walk.experts.values()]
     held = [{name: value for name, value in vars(each).items() if name != "_workspace"} for each in users]
     found = sleep._tensors([walk.weights.vectors, walk.weights.matrices, walk._latents, held], set())
     return [tensor.contiguous().view(-1).view(torch.uint8).clone() for tensor in found]
@@ -169,6 +172,26 @@ def test_all_that_the_walk_reads_is_kept(
     assert second.weights_fit and second.memory == first.memory and place.keeper.held() == held
     assert are_equal(weights_of(second), expected)
     assert not are_equal(weights_of(load(folder, None)), expected), "a runner that reads the checkpoint notices"
+
+
+class _FirstOfTwo(Alone):
+    size = 2
+
+
+def test_replicas_of_experts_do_not_spoil_what_is_kept(
+    place: Place, device: KeptDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie behind the stacks, in the keeper's memory. Biases of experts move with them."""
+    folder = families.make_family(tmp_path / "model", "gpt_oss")
+    monkeypatch.setattr(runner_module, "join", lambda *_, **__: _FirstOfTwo())
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_replicas": 1}
+    first = load(folder, place, **flags)
+    expected = weights_of(first)
+    assert first.place_experts(PlaceExperts(0, ((0, 1, 3), (2, 3, 0))))
+    assert not are_equal(weights_of(first), expected)
+    damage(folder)
+    second = load(folder, place, **flags)
+    assert second.weights_fit and are_equal(weights_of(second), expected), "it begins with what is dealt"
 
 
 FORMATS = ("awq", "gptq-v2-ordered", "int8", "mxfp4", "nvfp4", "fp8-channel", "fp8-block")

@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +57,7 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import (
     Constraint,
     Enqueue,
+    PlaceExperts,
     RowOpen,
     Sampling,
     StepPlan,
@@ -501,9 +502,11 @@ def calls_of(loop: Loop, requests: list[Enqueue]) -> tuple[dict[int, Any], list[
 
 
 def on_two_ranks(
-    config: EngineConfig, policies: tuple[str, str], num_pages: int, calls: Sequence[list[StepPlan | None]]
-) -> list[list[StepResult]]:
-    """The results of each rank, which repeats calls in a thread of its own. calls: of each rank."""
+    config: EngineConfig, policies: tuple[str, str], num_pages: int, calls: Sequence[Sequence[StepPlan | None]],
+    moves: Mapping[int, PlaceExperts] | None = None,
+) -> list[list[StepResult]]:  # fmt: skip
+    """The results of each rank, which repeats calls in a thread of its own. calls: of each rank. moves: before which
+    steps experts move."""
     meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
 
     def serve_rank(rank: int) -> list[StepResult]:
@@ -514,10 +517,12 @@ def on_two_ranks(
                 runner.open_cache(num_pages)
                 found = []
                 for plan in calls[rank]:
-                    if plan is not None:
-                        runner.launch(plan)
-                    else:
+                    if plan is None:
                         found.append(runner.collect())
+                        continue
+                    if moves is not None and (move := moves.get(plan.step)) is not None:
+                        assert runner.place_experts(move)
+                    runner.launch(plan)
                 assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
                 return found
         except BaseException:
@@ -559,7 +564,8 @@ def test_two_ranks_are_ordered(policies: tuple[str, str], drafts: bool, checkpoi
 
 @pytest.mark.long
 def test_two_domains_are_ordered(checkpoint: Any) -> None:
-    """One of them has no tokens. A layer is dense, and one has experts that belong to one rank each."""
+    """One of them has no tokens. A layer is dense, and one has experts that belong to one rank each, or to both after a
+    step, when others are under way."""
     folder = checkpoint("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
     loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
     tokens, calls = calls_of(loop, [ask(rid, prompt, 6) for rid, prompt in enumerate(prompts_of(10, 3, 20))])
@@ -570,9 +576,12 @@ def test_two_domains_are_ordered(checkpoint: Any) -> None:
             of_all: dict[str, Any] = {"domain_tokens": (sum(counts), 0), "domain_longest": max(counts)}
             own[number] = structs.replace(plan, **of_all)
             idle[number] = StepPlan(plan.step, (), b"", b"", b"", b"", b"", **of_all)
-    how = {"tensor_parallel_size": 2, "kv_domains": 2, "enable_expert_parallel": True}
+    how = {"tensor_parallel_size": 2, "kv_domains": 2, "enable_expert_parallel": True, "expert_replicas": 1}
     config = engine_config(folder, pipeline_depth=2, **how, **SMALL)
-    first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle))
+    steps = [plan.step for plan in calls if plan is not None]
+    slots = [((0, 1, 2, 3, 4), (4, 5, 6, 7, 0)), ((0, 1, 2, 3, 5), (4, 5, 6, 7, 1))]
+    moves = {step: PlaceExperts(1, each) for step, each in zip(steps[2:4], slots, strict=True)}
+    first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle), moves)
     found = [token for result in first for token in bytes_to_ids(result.ids)]
     assert sorted(found) == sorted(token for ids in tokens.values() for token in ids)
     assert len(second) == len(first) and not any(result.ids for result in second)
