@@ -187,7 +187,7 @@ class Walker:
         by_layer: ByLayer | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
-        self._by_layer = by_layer or ByLayer(program)
+        self._by_layer, self._num_ops = by_layer or ByLayer(program), len(program.ops)
         self._without = without
         self._num_domains = num_domains
         self._domains = [num_domains if each in program.shared else 1 for each in range(len(program.widths))]
@@ -349,8 +349,10 @@ class Walker:
         behind = self._behind(walk, tokens)
 
         def run(first: int, last: int) -> None:
-            """The operations from `first` to before `last`, between which no launch is cut."""
-            for _, launch, unused in walk.launches[bisect_right(walk.ends, first) : bisect_right(walk.ends, last)]:
+            """The operations from `first` to before `last`."""
+            begin, end = bisect_right(walk.ends, first), bisect_right(walk.ends, last)
+            assert last in (walk.ends[end - 1], self._num_ops), "a launch is cut"
+            for _, launch, unused in walk.launches[begin:end]:
                 self.scratch.begin(behind)
                 launch(step)
                 for register in unused:
