@@ -374,6 +374,7 @@ class _Host(Supervisor):
         self._epoch, self._device_epoch, self._restored = begin.epoch, begin.device_epoch, begin.epoch
         self._on_change = on_change
         self._begins: list[Begin] = []
+        self._newest = begin.epoch  # of those that were received; the lead repeats one until a beat confirms it
         self._ended: dict[str, tuple[str, str]] = {}  # actor → why it has ended, and a kernel that broke its device
         self._broken_kernels = dict.fromkeys(begin.broken_kernels)
         self._is_given_up = self._is_stopped = False
@@ -381,8 +382,9 @@ class _Host(Supervisor):
     # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
 
     def obey(self, begin: Begin) -> None:
-        """Carries out an epoch, unless this was done."""
-        if begin.epoch > max([self._epoch, *(one.epoch for one in self._begins)]):
+        """Carries out an epoch, once."""
+        if begin.epoch > self._newest:
+            self._newest = begin.epoch
             self._begins.append(begin)
             self._woken.set()
 

@@ -19,6 +19,7 @@ from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.control_messages import (
     Assign,
     Beat,
+    Begin,
     Bound,
     Copying,
     Gone,
@@ -31,9 +32,9 @@ from pagewire.ipc.control_messages import (
 )
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
-from pagewire.procs.follower import Follower
+from pagewire.procs.follower import Follower, _Host
 from pagewire.procs.model_share import ModelShare
-from pagewire.procs.prepare import prepare
+from pagewire.procs.prepare import prepare, prepare_server
 from pagewire.tools.servers import free_port
 
 HANG_S = 2.0
@@ -253,3 +254,15 @@ def test_another_key_is_a_sentence_after_a_bounded_time(tmp_path: Path, capsys: 
     first, last = capsys.readouterr().err.splitlines()
     assert "accepts connections and does not answer: its key file differs from this one" in first
     assert "has not answered for 6.5 s (see --rejoin-timeout)" in last
+
+
+def test_an_epoch_that_the_lead_repeats_is_carried_out_once() -> None:
+    """Also while it is being carried out: the processes that it ends may take a while."""
+    begins = [Begin(epoch, epoch, ("worker-1",), "It died.", {}) for epoch in (5, 6, 7)]
+    config = prepare_server(Config())
+    host = _Host(config, begins[0], ("worker-1",), {}, keys=None, on_change=lambda *_: None, weight_fds=())
+    host.obey(begins[1])
+    assert host._begins.pop() == begins[1], "it has begun"
+    for begin in (*begins, begins[1], begins[2]):
+        host.obey(begin)
+    assert host._begins == [begins[2]]
