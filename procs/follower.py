@@ -37,7 +37,7 @@ from ..ipc.control_messages import (
     StopAll,
     ToFollower,
 )
-from ..ipc.messages import Leave
+from ..ipc.messages import Gap, Leave
 from ..ipc.zmq_channel import Keys
 from .lead_link import LeadLink
 from .machine import listen, num_gpus, unused_address, versions_here
@@ -376,6 +376,7 @@ class _Host(Supervisor):
         self._begins: list[Begin] = []
         self._newest = begin.epoch  # of those that were received; the lead repeats one until a beat confirms it
         self._ended: dict[str, tuple[str, str]] = {}  # actor → why it has ended, and a kernel that broke its device
+        self._missed: dict[str, Gap] = {}  # by actor; the lead is told until it is replaced
         self._broken_kernels = dict.fromkeys(begin.broken_kernels)
         self._is_given_up = self._is_stopped = False
 
@@ -421,6 +422,10 @@ class _Host(Supervisor):
             self._say(cause)
             child.may_end = True
 
+    async def _mend(self) -> None:
+        self._missed |= {gap.name: gap for gap in self._gaps}
+        self._gaps.clear()
+
     async def _look_elsewhere(self) -> None:
         while self._begins and not self._is_given_up:
             begin = self._begins.pop(0)
@@ -430,6 +435,7 @@ class _Host(Supervisor):
             lost = [name for name in begin.lost if name in self._actors]
             for name in lost:
                 self._ended.pop(name, None)
+                self._missed.pop(name, None)
             if lost:
                 self._say(f"{begin.reason} Replacing {', '.join(lost)}.")
             await self._begin(lost, begin.reason, begin.epoch, begin.device_epoch)
@@ -440,7 +446,8 @@ class _Host(Supervisor):
         for name, child in self._children.items():
             fault, kernel = self._ended.get(name, ("", ""))
             code = child.process.returncode or 0
-            states.append(ChildState(name, child.started, child.epoch, child.facts is not None, fault, code, kernel))
+            is_ready, gap = child.facts is not None, self._missed.get(name)
+            states.append(ChildState(name, child.started, child.epoch, is_ready, fault, code, kernel, gap))
         return tuple(states)
 
     def _say(self, text: str) -> None:

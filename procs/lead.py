@@ -445,7 +445,10 @@ class Lead(Supervisor):
             if state.fault:
                 self._faults[child.name] = Fault(child.name, state.fault.removesuffix("."), "", 1, state.broken_kernel)
                 child.process.end(state.code or 1)
-            elif state.is_ready and state.epoch >= child.epoch:
+                continue
+            if state.gap is not None:
+                self._on_gap(state.gap)
+            if state.is_ready and state.epoch >= child.epoch:
                 child.epoch = state.epoch
                 child.facts = child.facts or Facts()
 
