@@ -128,6 +128,7 @@ class Beat(Struct, frozen=True, array_like=True, tag=True):
     echo: int  # the number of the latest message of the other side
     epoch: Epoch = 0  # of the latest `Begin` that the follower has carried out
     children: tuple[ChildState, ...] = ()
+    problem: str = ""  # mailboxes that its processes cannot reach, a sentence without its full stop; empty: none
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):

@@ -32,6 +32,8 @@ from .epochs import HEADER_BYTES, Epochs, Link
 from .file_messages import ToShare
 from .gaps import Gaps, Numbers, OnGap, fail
 from .messages import Hidden, Message, Reset
+from .refusals import EVENTS as REFUSAL_EVENTS
+from .refusals import ZmqRefusals
 from .watch import EVENTS, ZmqWatch
 
 M = TypeVar("M")
@@ -342,7 +344,13 @@ class ZmqRouter:
         """`path`: the socket's file, which `close` removes."""
         self._socket = socket
         self._path = path
+        self._refusals: ZmqRefusals | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def refusals(self) -> ZmqRefusals:
+        """From now on says who is refused because its keys differ. Called once."""
+        self._refusals = ZmqRefusals(self._socket.get_monitor_socket(REFUSAL_EVENTS))
+        return self._refusals
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         """Calls `wake` on the loop when a message may be waiting. After a send, ask `has_mail`: the descriptor may not
@@ -386,6 +394,9 @@ class ZmqRouter:
         """Frees the address after a moment for queued messages."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.fd))
+        if self._refusals is not None:
+            self._socket.disable_monitor()
+            self._refusals.close()
         self._socket.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -38,12 +38,13 @@ from ..ipc.control_messages import (
     ToFollower,
 )
 from ..ipc.messages import Gap, Leave
-from ..ipc.zmq_channel import Keys
+from ..ipc.zmq_channel import Keys, ZmqContext
 from .lead_link import LeadLink
 from .machine import listen, num_gpus, unused_address, versions_here
 from .model_copy import Interrupted, ModelCopy
+from .reach import Reach
 from .supervisor import Child, Supervisor
-from .topology import RENDEZVOUS
+from .topology import RENDEZVOUS, receivers
 
 _SILENCE_S = 5.0  # without an answer of the lead, until the operator is told
 _REPORT_S = 30.0  # between such lines
@@ -203,7 +204,7 @@ class _Membership:
                 self._begin(message)
             case StopAll():
                 if message.is_failure:
-                    of.say(f"the lead has failed ({message.reason}); joining again.")
+                    of.say(f"the lead has failed ({message.reason.removesuffix('.')}); joining again.")
                     return _Outcome(None)
                 if self._host is not None:
                     self._host.stop()
@@ -318,6 +319,7 @@ class _Membership:
             self._actors,
             {name: listener.fileno() for name, listener in self._listeners.items()},
             keys=self._of.keys,
+            here=self._of.host,
             on_change=self._link.report,
             weight_fds=self._of.weight_fds,
         )
@@ -363,16 +365,20 @@ class _Host(Supervisor):
         mailbox_fds: dict[str, int],
         *,
         keys: Keys | None,
-        on_change: Callable[[int, tuple[ChildState, ...]], None],
+        here: str,
+        on_change: Callable[[int, tuple[ChildState, ...], str], None],
         weight_fds: Sequence[int],
     ) -> None:
-        """`on_change`: called with the epoch and the states of the processes."""
+        """`here`: this machine's address. `on_change`: called with the epoch, the states of the processes, and which
+        mailboxes they cannot reach."""
         super().__init__(config, actors=actors, keys=keys, quiet=True, weight_fds=weight_fds)
         self._is_owned = True  # the follower has the signals
         self._given = dict(begin.addresses)
         self._mailbox_fds = mailbox_fds
         self._epoch, self._device_epoch, self._restored = begin.epoch, begin.device_epoch, begin.epoch
         self._on_change = on_change
+        self._reach = Reach(here)
+        self._told_problem = ""
         self._begins: list[Begin] = []
         self._newest = begin.epoch  # of those that were received; the lead repeats one until a beat confirms it
         self._ended: dict[str, tuple[str, str]] = {}  # actor → why it has ended, and a kernel that broke its device
@@ -409,6 +415,19 @@ class _Host(Supervisor):
 
     # ── in the place of a supervisor's decisions ─────────────────────────────────────────────────────────────────────
 
+    async def _gather(self, context: ZmqContext) -> None:
+        self._seek()
+
+    def _seek(self) -> None:
+        """Finds out which mailboxes on other machines the processes here reach."""
+        config = self._config
+        sent_to = {
+            receiver
+            for name in self._actors
+            for receiver in receivers(name, config.num_ranks, 1, config.pipeline_parallel_size)
+        }
+        self._reach.seek({name: at for name, at in self._given.items() if name in sent_to and name not in self._actors})
+
     async def _supervise(self) -> int:
         await self._watch(lambda: self._is_stopped or self._is_given_up)
         return 0 if self._is_given_up else await self._stop("the lead ends the engine")
@@ -439,7 +458,16 @@ class _Host(Supervisor):
             if lost:
                 self._say(f"{begin.reason} Replacing {', '.join(lost)}.")
             await self._begin(lost, begin.reason, begin.epoch, begin.device_epoch)
-        self._on_change(self._epoch, self._states())
+            self._seek()
+        problem = self._reach.problem
+        if problem and problem != self._told_problem:
+            self._say(f"{problem}.")
+        self._told_problem = problem
+        self._on_change(self._epoch, self._states(), problem)
+
+    async def _kill(self) -> None:
+        self._reach.close()
+        await super()._kill()
 
     def _states(self) -> tuple[ChildState, ...]:
         states = []

@@ -442,10 +442,17 @@ class Supervisor:
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
             if now > self._waits_since + self._service.start_timeout_s:
                 names = f"{late}: " if what == _LATE and late else ""
-                raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).")
+                why = f" {self._obstacle}." if self._obstacle else ""
+                raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).{why}")
             if now > self._next_report and late:
                 self._next_report = now + START_REPORT_S
-                self._print(f"still waiting for {late} after {now - self._waits_since:.0f} s")
+                why = f": {self._obstacle}" if self._obstacle else ""
+                self._print(f"still waiting for {late} after {now - self._waits_since:.0f} s{why}")
+
+    @property
+    def _obstacle(self) -> str:
+        """Why processes cannot work, as far as this is known; a sentence without its full stop."""
+        return ""
 
     @property
     def notes(self) -> list[str]:
