@@ -266,6 +266,7 @@ def cut_until(lead: Server, sentence: re.Pattern[str], process: psutil.Process, 
     until(is_noticed, f"the log says {sentence.pattern}", END_S)
 
 
+@pytest.mark.long
 def test_a_connection_between_stages_that_loses_messages_begins_an_epoch(
     start: Start, tmp_path: Path, proxy: Proxy
 ) -> None:

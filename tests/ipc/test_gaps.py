@@ -154,7 +154,7 @@ def test_a_mailbox_without_an_owner_for_gaps_fails(ends: Ends) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     inbox: ZmqInbox[object] = context.inbox(address, ToWorker)
     outbox = context.outbox(address, Link.DEVICE, sender="core")
-    hidden = Hidden(1, b"", width=2, data=b"12345678")
+    hidden = Hidden(1, width=2, data=b"12345678")
     outbox.send(hidden)
     assert inbox.wait(5.0) and inbox.drain() == [hidden]
     header = Epochs().header(Link.DEVICE)
