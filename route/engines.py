@@ -155,9 +155,9 @@ class Engine(Member):
                 self.eject(self._load.refusal)
             elif status == 200:
                 self._admit()
+                self._say_concern()  # a proxy whose engine is away answers both paths alike, which is no news of /load
             else:
                 self.eject(not_ready(status, body))
-            self._say_concern()
         if time.monotonic() - self._heard_at > SILENT_LIMIT_S:
             self._give_up()
 

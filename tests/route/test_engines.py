@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,54 @@ def test_a_router_without_a_key_passes_on_those_of_its_clients(
     assert warning == "It asks for an API key, and this router has none, so its load and its models are unknown."
     assert len(lines(caplog, warning)) == 1
     assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a").status == 200
+
+
+class Foreign(ThreadingHTTPServer):
+    """A server that is no engine. Answers by path; any other one gets 502, as from a proxy whose server is away."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        super().__init__(("127.0.0.1", 0), self.Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert isinstance(self.server, Foreign)
+            status, body = self.server.answers.get(self.path, (502, b""))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+
+def test_a_load_that_cannot_be_read_is_a_warning_until_it_can(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = stack.enter_context(Foreign())
+    thread = threading.Thread(target=foreign.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    stack.callback(foreign.shutdown)
+    router = stack.enter_context(Routed(foreign.url, wait=False))
+    until(lambda: lines(caplog, foreign.url), "it has its line")
+    check_again(router)
+    assert lines(caplog, foreign.url) == [f"engine {foreign.url} is not ready: It is not ready (status 502)."]
+    assert states(router)[foreign.url]["warning"] is None, "its /load is not the trouble"
+    foreign.answers["/ready"] = 200, b"{}"
+    router.wait_ready(1)
+    check_again(router)
+    warning = "Its /load cannot be read (status 502), so its load and its models are unknown."
+    assert states(router)[foreign.url]["warning"] == warning
+    foreign.answers["/load"] = 200, b'{"server_load": 1}'
+    check_again(router)
+    assert states(router)[foreign.url]["warning"] is None
+    assert lines(caplog, foreign.url)[1:] == [
+        f"engine {foreign.url} is ready",
+        f"engine {foreign.url}: {warning}",
+        f"engine {foreign.url}: this is over: {warning}",
+    ]
 
 
 def test_engines_of_a_model_that_differ_are_a_line_and_a_warning(
