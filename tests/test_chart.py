@@ -135,6 +135,9 @@ def test_the_pods_of_an_engine_find_each_other() -> None:
         assert flags["--key-file"].rpartition("/")[0] in [mount["mountPath"] for mount in container["volumeMounts"]]
         given = {each["name"] for each in container["env"]} | {"LWS_LEADER_ADDRESS"}
         assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= given
+    # LeaderWorkerSet makes a headless Service of its own name if there is none; $LWS_LEADER_ADDRESS is a name in it.
+    names = {manifest["kind"]: manifest["metadata"]["name"] for manifest in rendered(*ALL)}
+    assert names["LeaderWorkerSet"] != names["Service"]
 
 
 def test_a_pod_outlives_its_open_requests() -> None:
