@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import family_kinds
 import pytest
 import vocabulary
 from waiting import until
@@ -90,20 +91,34 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
     assert server.stop() == 0, server.log.read_text()
 
 
-@pytest.mark.long
+def _make(folder: Path, kind: str) -> Path:
+    if kind in checkpoints.KINDS:
+        checkpoints.make_checkpoint(folder, kind)
+    else:
+        family_kinds.make_kind(folder, *next(each for each in family_kinds.EXPERTS if each[0] == kind))
+    return vocabulary.add_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "stages", "ranks", "flags"),
     [
-        ("jamba", 2, 2, ()),
-        ("qwen3_moe", 3, 1, ()),
-        ("qwen3_moe", 2, 2, ("--enable-expert-parallel",)),
-        ("minimax", 2, 2, ()),
+        ("DeepseekV3Config", 2, 2, ("--enable-expert-parallel",)),  # latents, which all ranks of a stage hold
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("DeepseekV3Config", 2, 2, ()),
+                ("jamba", 2, 2, ()),
+                ("qwen3_moe", 3, 1, ()),
+                ("qwen3_moe", 2, 2, ("--enable-expert-parallel",)),
+                ("minimax", 2, 2, ()),
+            )
+        ),
     ],
 )
 def test_stages_of_other_families(
     kind: str, stages: int, ranks: int, flags: tuple[str, ...], tmp_path: Path, start: Callable[..., Server]
 ) -> None:
-    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, kind))
+    folder = _make(tmp_path, kind)
     sizes = ("--pipeline-parallel-size", str(stages), "--tensor-parallel-size", str(ranks))
     server = start(str(folder), "--dtype", "float32", *sizes, *flags).wait_ready()
     _check(folder, server)
