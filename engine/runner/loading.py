@@ -79,6 +79,7 @@ class HostModel:
     encoder: Model | None = None  # that the model reads
     graphs = 0
     head_major = False
+    handover = None
 
 
 def load_model(

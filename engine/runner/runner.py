@@ -26,6 +26,7 @@ from ...ipc.messages import (
     PassReads,
     PlaceExperts,
     SampledIds,
+    StageSeconds,
     StepPlan,
     StepResult,
     Transferred,
@@ -432,7 +433,7 @@ class Runner:
         if found is not None:
             return found.result(plan.step, 0.0)
         if self._stage < self._config.pipeline_parallel_size - 1:
-            return Hidden(plan.step, b"", fault="out_of_memory")
+            return Hidden(plan.step, fault="out_of_memory")
         return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")
 
     def _run_stage(self, plan: StepPlan, received: Passed | None) -> Passed | Sampled | None:
@@ -564,6 +565,11 @@ class Runner:
         return Transferred(
             tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms, self._rank
         )
+
+    def take_stage_seconds(self) -> StageSeconds | None:
+        """Of this stage's steps that were collected since the last call; None: the device does not wait for other
+        stages by itself."""
+        return None if self._model.handover is None else self._model.handover.take_seconds()
 
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
