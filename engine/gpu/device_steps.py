@@ -32,6 +32,7 @@ from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
+from ..executors.by_layer import ByLayer
 from ..executors.expert_replicas import ExpertReplicas
 from ..executors.experts import OwnExperts
 from ..parallel.domains import Domain
@@ -76,6 +77,7 @@ class DeviceModel:
     handover: Handover | None = None  # of a stage of a pipeline
     replicas: ExpertReplicas | None = None  # of `own_experts`, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
+    by_layer: ByLayer | None = None  # who is told of layers as they are launched, in steps that are never recorded
     head_major = True
 
     @property

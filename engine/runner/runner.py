@@ -37,7 +37,7 @@ from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
-from ..device.queue import Queue
+from ..device.queue import Mark, Queue
 from ..device.report import DeviceReport
 from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
@@ -370,10 +370,15 @@ class Runner:
         num_tiles = len(self._model.kv_shape.layers)
         for tile in range(num_tiles):
             connector.wait_for_layer_load(tile)
-        by_layer = self._model.by_layer if isinstance(self._model, HostModel) else None
+        by_layer, queue, marks = self._model.by_layer, self._model.queue, list[Mark]()
         if by_layer is not None and isinstance(connector, LayerConnector) and (stops := connector.layer_stops):
-            by_layer.listen(stops, connector.save_kv_layer)
+            save = connector.save_kv_layer
+            by_layer.listen(stops, save if queue is None else lambda tile: marks.append(queue.mark()))
         yield transfer
+        if queue is not None and not transfer.is_dropped:
+            for tile, mark in enumerate(marks):
+                with queue.beside(mark):  # while the device computes the layers behind it
+                    connector.save_kv_layer(tile)
         self._device.synchronize()
         num_told = 0 if by_layer is None else by_layer.end()
         for tile in () if transfer.is_dropped else range(num_told, num_tiles):
