@@ -5,13 +5,13 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from hidden_folder import can_hide, hiding, own_cache
+from kv_legs import until_loaded
 from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
 from waiting import until
@@ -264,12 +264,6 @@ def test_stages_on_two_machines_heal(start: Start, tmp_path: Path, proxy: Proxy,
     assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
 
 
-def post(server: Server, body: dict[str, object]) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(OpenRequest(server, "/v1/completions", body).body())
-    assert "choices" in answer, answer
-    return answer
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", ["tensor", "pipeline"])
 def test_kv_travels_between_two_engines_of_two_machines_each(
@@ -294,37 +288,12 @@ def test_kv_travels_between_two_engines_of_two_machines_each(
     beside = decode.join("c", "127.0.0.3")
     decode.lead.wait_ready()
 
-    def loaded() -> float:
-        return decode.lead.metric("pagewire:external_prefix_cache_hits_total")
-
-    def hand_over(number: int) -> None:
-        """The tokens of one more prompt are those without p2p."""
-        prompt = f"Item {number}. " + "Count from 1 to 9, then say the alphabet. " * 25
-        body: dict[str, object] = {"prompt": prompt, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-        wanted = post(decode.lead, {**body, "cache_salt": "alone"})
-        leg = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        told = post(prefill.lead, leg)["kv_transfer_params"]
-        assert (told["remote_host"], told["remote_port"]) == ("127.0.0.1", port)
-        found = post(decode.lead, {**body, "kv_transfer_params": told})
-        assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
-
-    numbers = count()
-
-    def hand_over_until_loaded(what: str) -> None:
-        before = loaded()
-
-        def is_loaded() -> bool:
-            hand_over(next(numbers))
-            return loaded() > before
-
-        until(is_loaded, what, END_S)
-
-    hand_over_until_loaded("KV is loaded")
+    until_loaded(prefill.lead, decode.lead, "KV is loaded")
     spare = prefill.join("d", "127.0.0.4")
     says(spare, "d has joined")
     first.process.terminate()
     until(lambda: "worker-1" in spare.children(), "the rank is on another machine", END_S)
     prefill.lead.wait_ready()
-    hand_over_until_loaded("KV is loaded from where the rank is now")
+    until_loaded(prefill.lead, decode.lead, "KV is loaded from where the rank is now")
     for lead, follower in ((prefill.lead, spare), (decode.lead, beside)):
         assert lead.stop() == 0 and follower.process.wait(END_S) == 0
