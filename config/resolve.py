@@ -79,7 +79,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    nnodes = _check_machines(config)
+    nnodes = check_machines(config)
     is_alone = nnodes == 1 and config.service.backend == "local"
     of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
     num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
@@ -127,7 +127,7 @@ _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of t
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
-def _check_machines(config: Config) -> int:
+def check_machines(config: Config) -> int:
     """The number of machines that run ranks. Raises ConfigError."""
     service, num_stages = config.service, config.engine.pipeline_parallel_size
     nnodes, num_ranks = num_machines(service, num_stages), config.engine.tensor_parallel_size
@@ -151,8 +151,8 @@ def check_several_machines(options: EngineOptions, what: str) -> None:
     """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
     for name, given in (split_spec("--kv-connector", spec) for spec in options.kv_connector):
         for option in ("serve", "peer") if name == "p2p" else ():
-            value = given.get(option, "named")
-            if value != "named" and not value.startswith("tcp://"):
+            value = given.get(option)
+            if value is not None and not value.startswith("tcp://") and (option, value) != ("peer", "named"):
                 raise ConfigError(
                     f"--kv-connector p2p: {option}={value} is a socket of one machine, and {what} puts ranks on "
                     "several; give tcp://HOST:PORT and key-file=FILE."
