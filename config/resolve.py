@@ -29,6 +29,7 @@ from .config import (
 from .cpu_bind import bind_ranks, num_threads
 from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
 from .latency_classes import check_classes
+from .plugins import split_spec
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -142,17 +143,20 @@ def check_machines(config: Config) -> int:
         if config.cpu.cpu_bind not in ("auto", "none"):
             raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
         if num_ranks * num_stages > 1:
-            check_one_machine(config.engine, what)
+            check_several_machines(config.engine, what)
     return nnodes
 
 
-def check_one_machine(options: EngineOptions, what: str) -> None:
+def check_several_machines(options: EngineOptions, what: str) -> None:
     """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
-    if any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
-        raise ConfigError(
-            "--kv-connector p2p is for engines whose ranks are all on one machine, where each answers at a port of its "
-            f"own; leave it or {what} out."
-        )
+    for name, given in (split_spec("--kv-connector", spec) for spec in options.kv_connector):
+        for option in ("serve", "peer") if name == "p2p" else ():
+            value = given.get(option)
+            if value is not None and not value.startswith("tcp://") and (option, value) != ("peer", "named"):
+                raise ConfigError(
+                    f"--kv-connector p2p: {option}={value} is a socket of one machine, and {what} puts ranks on "
+                    "several; give tcp://HOST:PORT and key-file=FILE."
+                )
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:

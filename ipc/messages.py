@@ -349,6 +349,7 @@ class OpenCache(Struct, frozen=True, array_like=True, tag=True):
 
     num_blocks: int  # pages, if the `CacheOffer` had groups
     rank_bytes: tuple[int, ...] = ()  # of a page on each rank, by rank
+    hosts: tuple[str, ...] = ()  # as `ConnectorFacts.hosts`
 
 
 class GroupTable(Struct, frozen=True, array_like=True):

@@ -46,7 +46,7 @@ from .log_lines import escaped, set_log_level, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .process_usage import process_usage
-from .topology import ACTORS, index, kind, link
+from .topology import ACTORS, index, kind, link, workers
 
 _TELL_S = 0.25  # between two reports of how much of the weights is read
 _OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
@@ -233,6 +233,14 @@ async def run_actor(
                 return await stopping
 
 
+def rank_hosts(addresses: Mapping[str, str], num_ranks: int) -> tuple[str, ...]:
+    """`ConnectorFacts.hosts`: a rank on another machine than the core has a mailbox that the core reaches over TCP.
+    addresses: of the mailboxes."""
+    mailboxes = [addresses.get(name, "") for name in workers(num_ranks)]
+    hosts = [one.removeprefix("tcp://").rpartition(":")[0] if one.startswith("tcp://") else "" for one in mailboxes]
+    return tuple(hosts) if any(hosts) else ()
+
+
 def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor[object]:
     """Imports only this actor's modules. `engines`: as of `ApiActor`."""
     config = launch.config
@@ -247,6 +255,7 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
                 epoch=counter_of(launch.epoch),
                 device_epoch=launch.device_epoch,
                 settings=launch.settings,
+                hosts=rank_hosts(launch.addresses, config.num_ranks),
             )
         case "grammar":
             from .grammar import GRAMMAR_BYTES, GrammarActor

@@ -84,16 +84,18 @@ class CoreActor:
         epoch: int = 1,
         device_epoch: int = 1,
         settings: Settings | None = None,
+        hosts: tuple[str, ...] = (),
     ) -> None:
         """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1.
         `device_epoch`: in which it and the workers start, with its term. `settings`: that hold instead of `config`, by
-        which the workers have reserved memory."""
+        which the workers have reserved memory. `hosts`: of the ranks, as `ConnectorFacts.hosts`."""
         self._config = config
         self._settings = config if settings is None else settings.engine  # as they hold now
         self._settings_number = 0 if settings is None else settings.number
         self._keys = keys
         self._epoch = epoch
         self._device_epoch = device_epoch  # of the workers; with the next one they are replaced
+        self._hosts = hosts
         self._clients: ClientPort | None = None
         self._scheduler: AnyScheduler | None = None
         self._connector: TierConnector | None = None  # itself, also if its answers are recorded
@@ -340,10 +342,10 @@ class CoreActor:
                 )
             num_pages = self._scheduler.num_pages
         rank_bytes = tuple(self._offers[rank].block_bytes for rank in range(config.num_ranks))
-        self._tell_workers(OpenCache(num_pages, rank_bytes))
+        self._tell_workers(OpenCache(num_pages, rank_bytes, self._hosts))
         if self._scheduler is not None:
             return
-        facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1)
+        facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1, hosts=self._hosts)
         self._connector = connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.

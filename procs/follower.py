@@ -22,6 +22,7 @@ from msgspec import structs
 from ..config.config import EngineConfig, HttpConfig, ListenOptions, ModelFacts, ServerConfig, ServiceOptions
 from ..config.machine import cache_folder
 from ..engine.checkpoint.spec import fingerprint
+from ..engine.kv_connector import registry as kv_connectors
 from ..errors import ConfigError, PagewireError
 from ..ipc.control_messages import (
     Assign,
@@ -244,6 +245,7 @@ class _Membership:
         """`address`: where the lead gives its files of the model."""
         with contextlib.suppress(Interrupted):
             try:
+                kv_connectors.check_follower(config.kv_connector)
                 model = await asyncio.to_thread(self._find_model, config.model, address)
                 self._queue.put_nowait(_Prepared(structs.replace(config, model=model)))
             except PagewireError as error:

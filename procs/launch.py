@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..config.flags import add_flags, read_flags
-from ..config.resolve import check_one_machine
+from ..config.resolve import check_several_machines
 from ..errors import ConfigError, PagewireError
 from ..ipc.zmq_channel import check_address, read_keys
 from .child import exit_code
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             parts = [len(here & {*ranks[first : first + size]}) for first in range(0, num_ranks, size)]
             if num_stages > 1 and any(0 < num < size for num in parts):
                 raise ConfigError("With several stages, start all workers of a stage in one launch.")
-            check_one_machine(config.engine, "the actors of other launches")
+            check_several_machines(config.engine, "--actors")
             if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
                 config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
         if missing := sorted(needed - addresses.keys()):

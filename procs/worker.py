@@ -131,7 +131,7 @@ class Worker:
     def open(self, message: OpenCache) -> Facts:
         """Allocates the KV cache, and makes the first steps as fast as later ones. Raises ConfigError."""
         runner = self._started()
-        runner.open_cache(message.num_blocks, message.rank_bytes)
+        runner.open_cache(message.num_blocks, message.rank_bytes, message.hosts)
         runner.warm_up()
         notes = runner.notes if self._rank_info.t == 0 else ()  # the others of its stage would say the same
         return Facts(self._timings | runner.timings, notes, runner.weights_fit)

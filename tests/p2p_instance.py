@@ -66,7 +66,8 @@ class Instance:
     """Both halves of one engine's connector, and the cache that they work on."""
 
     def __init__(self, facts: ConnectorFacts = FACTS, **options: str) -> None:
-        self.core = Asked(P2pConnector.core(options, replace(facts, rank=0)))
+        hosts = () if facts.rank else facts.hosts  # one core of an engine says where its ranks are
+        self.core = Asked(P2pConnector.core(options, replace(facts, rank=0, hosts=hosts)))
         self.worker = P2pConnector.worker(options, facts)
         self.cache = KvCache(shape=SHAPE, num_pages=64, block_size=SIZE, device=torch.device("cpu"))
         self.worker.register_kv_caches(self.cache)

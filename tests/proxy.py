@@ -19,7 +19,8 @@ class Proxy:
         self._changed = threading.Condition()
         self._is_cut = self._is_closed = False
         self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def partition(self, *, up: bool = True, down: bool = True) -> None:
         """Holds back what is sent from now on; connections stay."""
@@ -77,6 +78,8 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which else accepts one more connection
+        self._acceptor.join()
         self._listener.close()
         self.heal()
         self._break()

@@ -84,6 +84,7 @@ ELSEWHERE = {
     "engine.runner.kernel_checks": "engine/gpu/test_trial.py: with kernels that fail",
     "engine.kv_connector.base": "test_group_tiers.py: facts of models with several cache groups",
     "engine.kv_connector.file_meta": "test_group_tiers.py: files of items of several cache groups",
+    "engine.kv_connector.p2p_listener": "engine/kv_connector/test_p2p_server.py: with the server that owns it",
     "engine.kv_connector.p2p_fetcher": "engine/kv_connector/test_p2p_link.py: two instances that talk",
     "engine.kv_connector.p2p_settings": "engine/kv_connector/test_p2p.py: options that are refused",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",

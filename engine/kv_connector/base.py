@@ -55,6 +55,9 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     rank: int = 0  # of the worker half, which has this rank's part of each page; the core half acts as rank 0 does
     rank_bytes: tuple[int, ...] = ()  # `block_bytes` of each rank, by rank; empty: there is one
     may_refuse: bool = True  # the engine is starting: what the operator must mend may end it
+    hosts: tuple[
+        str, ...
+    ] = ()  # where others reach each rank, by rank, "": on the core's machine; empty: all are there
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
         *,
         rank: int = 0,
         may_refuse: bool = True,
+        hosts: tuple[str, ...] = (),
     ) -> ConnectorFacts:
         """rank_bytes: of a page on each rank. The model's key covers how groups and ranks share out the layers; it is
         the same on every rank."""
@@ -76,7 +80,7 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
             key = sha256(key + msgpack.encode((rank_bytes[0], groups))).digest()
         return cls(
             block_size=config.block_size, block_bytes=rank_bytes[rank], model_key=key, groups=groups, rank=rank,
-            rank_bytes=parts, may_refuse=may_refuse,
+            rank_bytes=parts, may_refuse=may_refuse, hosts=hosts,
         )  # fmt: skip
 
     def of_rank(self, rank: int) -> ConnectorFacts:

@@ -12,7 +12,8 @@ of the prompt is still computed, and their first layers while the chunk is: a lo
 
 If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
 address of its own (`rank_address`). All ranks of the peer are asked what there is: so each knows who waits for the
-blocks that it computes, and what counts is what all of them have.
+blocks that it computes, and what counts is what all of them have. If the ranks are not all on the core's machine, each
+serves on its own machine, and at ADDRESS the core half says where they are (`p2p_directory.py`).
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
@@ -35,9 +36,10 @@ from ..core.groups import PLAIN, Groups
 from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, item_name
 from .base import ConnectorFacts, Options
 from .ledger import tail_first
-from .p2p_link import Peer
+from .p2p_directory import Directory
+from .p2p_link import Link, Peer
 from .p2p_meta import P2pComing, P2pFill, P2pLoad, P2pPlan
-from .p2p_settings import Settings, keys_of, read_settings
+from .p2p_settings import Settings, has_directory, keys_of, rank_addresses, read_settings
 from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
 from .states import StateIndex
 
@@ -77,7 +79,8 @@ class _Question(Struct):
     deadline: float  # monotonic s
     id: int
     peer: Peer
-    unasked: set[int]  # ranks of the peer to which it was not sent yet
+    links: tuple[Link, ...] = ()  # over which the ranks are asked
+    unasked: set[int] = set()  # ranks of the peer to which it was not sent yet
     replies: dict[int, Found] = {}  # rank → its final answer, until all have answered
     is_coming: bool = False  # the peer is computing the missing blocks
     num_found: int | None = None  # on all ranks; None: not all have answered
@@ -115,6 +118,10 @@ class P2pCore:
         self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._directory: Directory | None = None
+        if has_directory(settings, facts):
+            assert settings.serve is not None, "a directory without an address"
+            self._directory = Directory(settings.serve, facts, keys_of(settings))
         if settings.asks:
             self._keys = keys_of(settings)
             self._context = zmq.Context()
@@ -179,7 +186,9 @@ class P2pCore:
         self._forget(request.rid)
         self._loading[request.rid] = (address, held)
         names, blocks, pages = _columns(held)
-        self._loads.append(P2pLoad(request.rid, names, blocks, pages, address))
+        peer = self._peers.get(address)
+        ranks = rank_addresses(address, self._facts.num_ranks, ()) if peer is None else peer.addresses
+        self._loads.append(P2pLoad(request.rid, names, blocks, pages, ranks))
 
     def build_connector_meta(self) -> bytes:
         if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fills or self._spoiled):
@@ -251,6 +260,7 @@ class P2pCore:
             if (peer := self._peers.get(address)) is not None:
                 if num_failed:
                     peer.pause.fail(time.monotonic())
+                    peer.lose()
                 else:
                     peer.pause.succeed()
 
@@ -280,6 +290,8 @@ class P2pCore:
         self._num_pages = 0
 
     def close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
         if self._context is not None:
             for peer in self._peers.values():
                 peer.close()
@@ -331,8 +343,12 @@ class P2pCore:
         if now >= question.deadline:
             self._forget(request.rid)
             peer.pause.fail(now)
+            peer.lose()
             return 0
-        if question.unasked:
+        links = peer.links
+        if links and question.links is not links:  # a rank is elsewhere, and what another one has said may be old
+            question.links, question.unasked, question.replies = links, set(range(len(links))), {}
+        if links and question.unasked:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)
             behind = b""
             if self._facts.state is not None:
@@ -340,9 +356,11 @@ class P2pCore:
             wait_ms = int(self._settings.wait_s * 1000)
             wanted = b"".join(keys[question.first :])
             for rank in list(question.unasked):
-                link = peer.links[rank]
+                link = links[rank]
                 if link.ask(Lookup(question.id, link.digest, wanted, wait_ms, behind, request.awaits_kv)):
                     question.unasked.remove(rank)
+        if not links or question.unasked:
+            peer.seek(now)
         return None
 
     def _check(self, address: str) -> None:
@@ -388,8 +406,7 @@ class P2pCore:
             self._forget(next(iter(self._questions)))
         self._num_questions += 1
         until = time.monotonic() + self._settings.timeout_s if deadline is None else deadline
-        ranks = set(range(self._facts.num_ranks))
-        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, peer, ranks)
+        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, peer)
         self._rids[question.id] = rid
         peer.num_open += 1
         return question
@@ -397,7 +414,7 @@ class P2pCore:
     def _hear(self, peer: Peer) -> None:
         """Receives the answers that have arrived. Drops answers to questions that were dropped, or asked of others."""
         for rank, reply in peer.answers():
-            if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
+            if (rid := self._rids.get(reply.id)) is None:
                 continue
             question = self._questions[rid]
             if question.peer is not peer:

@@ -28,7 +28,7 @@ from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .p2p_meta import P2pLoad
 from .p2p_nixl import Read, Reader
-from .p2p_settings import rank_address, secure
+from .p2p_settings import secure
 from .p2p_wire import (
     CREDIT_BYTES,
     KEY_BYTES,
@@ -210,7 +210,7 @@ class Fetcher:
             self._num_loads, asked.rid, split_keys(asked.keys), counts, starts, bytes_to_ids(asked.blocks),
             now + self._timeout_s, now + _MAX_STALLS * self._timeout_s, began_at=now,
         )  # fmt: skip
-        address = rank_address(asked.peer, self._facts.rank)
+        address = asked.peers[self._facts.rank]
         peer = self._peers.get(address)
         if peer is None:
             try:

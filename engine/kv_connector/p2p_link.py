@@ -1,7 +1,8 @@
 """The core half's connections to one peer: when it may be asked, and what is said to it.
 
 Each rank of the peer is asked, because it sends its part of the blocks by itself: it has to know early who waits for
-them, and only it knows which plans it has run.
+them, and only it knows which plans it has run. Where the ranks are is asked at the peer's address, before anything else
+and again after anything has failed: a rank that was replaced may be on another machine.
 
 A peer that failed is not asked for a while, each time longer. What only a change on the other side can mend, another
 model or other keys, is one sentence at the start of the engine, or a line in the log if the peer comes later.
@@ -16,50 +17,106 @@ from zmq.utils.monitor import recv_monitor_message
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
-from .p2p_settings import rank_address, secure
-from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
+from .p2p_settings import rank_addresses, secure
+from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Found, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
 from .pause import Pause
 
 START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine starts
+_SEEK_S = 0.02  # between questions where the ranks are
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
 
 class Peer:
-    """All ranks of one peer, by rank."""
+    """A peer and all of its ranks."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, facts: ConnectorFacts, keys: Keys | None
     ) -> None:
-        """address: of its first rank. Raises ZMQError for one that ZeroMQ does not take."""
+        """Raises ZMQError for an address that ZeroMQ does not take."""
         self.address = address
         self.pause = Pause()
         self.num_open = 0  # questions
-        self.links: list[Link] = []
-        try:
-            for rank in range(facts.num_ranks):
-                layout = Layout.of(facts.of_rank(rank))
-                self.links.append(Link(context, rank_address(address, rank), layout, keys))
-        except BaseException:
-            self.close()
-            raise
+        self.addresses = rank_addresses(address, facts.num_ranks, ())  # of its ranks, as it has said last
+        self._context, self._facts, self._keys = context, facts, keys
+        self._door = self._connect(address, 0)
+        self._links: tuple[Link, ...] = ()  # to `addresses`; empty: it has not said any
+        self._is_known = False  # it is where it has said; False: it is to be asked
+        self._sought_at = float("-inf")
+
+    @property
+    def links(self) -> "tuple[Link, ...]":
+        """To each rank, by rank; empty: it is not known where they are, and `seek` asks."""
+        return self._links if self._is_known else ()
 
     def check(self) -> None:
         """As `Link.check`, of each rank."""
-        for link in self.links:
-            link.check()
+        welcome = self._door.check()
+        if welcome is not None:
+            self._learn(welcome)
+        for link in self._links:
+            if link is not self._door:
+                link.check()
 
     def stop_watching(self) -> None:
-        for link in self.links:
+        for link in (self._door, *self._links):
             link.stop_watching()
 
-    def answers(self) -> list[tuple[int, Reply]]:
+    def seek(self, now: float) -> None:
+        """Asks where the ranks are, unless it has just done so."""
+        if now >= self._sought_at + _SEEK_S and self._door.ask_who():
+            self._sought_at = now
+
+    def lose(self) -> None:
+        """Something has failed: the ranks may be elsewhere."""
+        self._is_known = False
+
+    def answers(self) -> list[tuple[int, Found]]:
         """What has arrived, with the ranks that it came from."""
-        return [(rank, reply) for rank, link in enumerate(self.links) for reply in link.answers()]
+        found = []
+        if self._door not in self._links:
+            for reply in self._door.answers():
+                if isinstance(reply, Welcome):
+                    self._learn(reply)
+        for rank, link in enumerate(self._links):
+            for reply in link.answers():
+                if isinstance(reply, Found):
+                    found.append((rank, reply))
+                elif isinstance(reply, Welcome) and link is self._door:
+                    self._learn(reply)
+                elif isinstance(reply, Welcome):
+                    link.is_refused(reply)
+        return found
 
     def close(self) -> None:
-        for link in self.links:
+        for link in (self._door, *self._links):
             link.close()
+
+    def _connect(self, address: str, rank: int) -> "Link":
+        return Link(self._context, address, Layout.of(self._facts.of_rank(rank)), self._keys)
+
+    def _learn(self, reply: Welcome) -> None:
+        """The peer has said where its ranks are. Connections to those that have not moved are kept."""
+        if self._door.is_refused(reply):
+            return
+        before = {(rank, link.address): link for rank, link in enumerate(self._links)}
+        before[0, self._door.address] = self._door
+        links: list[Link] = []
+        try:
+            addresses = rank_addresses(self.address, self._facts.num_ranks, reply.ranks)
+            for rank, address in enumerate(addresses):
+                links.append(before.get((rank, address)) or self._connect(address, rank))
+        except (ValueError, zmq.ZMQError) as error:
+            for link in {*links} - {*before.values()}:
+                link.close()
+            self._door.warn(f"its ranks cannot be found ({error})")
+            return
+        self._is_known = True
+        if addresses == self.addresses and self._links:
+            return
+        for link in {*self._links} - {*links, self._door}:
+            link.close()
+        self.addresses, self._links = addresses, tuple(links)
 
 
 class Link:
@@ -85,17 +142,17 @@ class Link:
             self.close()
             raise
 
-    def check(self) -> None:
-        """Asks a peer that is there whether its blocks are of use here. One that is not there yet is asked later.
-        Raises ConfigError with the reason if they are not."""
+    def check(self) -> Welcome | None:
+        """Asks a peer that is there whether its blocks are of use here, and returns its answer. One that is not there
+        yet is asked later. Raises ConfigError with the reason if they are not."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         until = time.monotonic() + START_WAIT_S
-        num_failed, is_asked = 0, False
+        num_failed, is_asked, welcome = 0, False, None
         while (left := until - time.monotonic()) > 0:
             if not is_asked:
-                is_asked = self._send(Hello(self._layout))
+                is_asked = self.ask_who()
             ready = dict(poller.poll(int(min(left, 0.05) * 1000) + 1))
             if self._monitor in ready:
                 event = recv_monitor_message(self._monitor)["event"]
@@ -109,17 +166,23 @@ class Link:
                 if event == zmq.EVENT_CONNECT_RETRIED and not num_failed:
                     break  # nobody is there
             if self._socket in ready and isinstance(reply := self._receive(), Welcome):
+                welcome = reply
                 if (difference := self._layout.difference(reply.layout)) is not None:
                     raise ConfigError(
                         f"--kv-connector p2p: the engine at {self.address} cannot serve this one: {difference}."
                     )
                 break
         self.stop_watching()
+        return welcome
 
     def stop_watching(self) -> None:
         if not self._monitor.closed:
             self._socket.disable_monitor()
             self._monitor.close()
+
+    def ask_who(self) -> bool:
+        """Sends `Hello`. False: as of `ask`."""
+        return self._send(Hello(self._layout))
 
     def ask(self, question: Lookup) -> bool:
         """False: the peer is not connected, or its queue is full."""
@@ -133,21 +196,25 @@ class Link:
                 reply = self._receive()
             except zmq.Again:
                 return found
-            if isinstance(reply, Welcome):
-                self._refuse(reply)
-            elif reply is not None:
+            if reply is not None:
                 found.append(reply)
 
     def close(self) -> None:
         self.stop_watching()
         self._socket.close()
 
-    def _refuse(self, reply: Welcome) -> None:
-        """The peer has another layout: its blocks are of no use."""
+    def is_refused(self, reply: Welcome) -> bool:
+        """Whether the peer has another layout, so that its blocks are of no use."""
         difference = self._layout.difference(reply.layout)
-        if difference is not None and not self._has_warned:
+        if difference is not None:
+            self.warn(difference)
+        return difference is not None
+
+    def warn(self, reason: str) -> None:
+        """Says once why nothing is loaded from the peer."""
+        if not self._has_warned:
             self._has_warned = True
-            log.warning("the engine at %s cannot serve KV to this one: %s", self.address, difference)
+            log.warning("the engine at %s cannot serve KV to this one: %s", self.address, reason)
 
     def _send(self, request: Hello | Lookup) -> bool:
         try:

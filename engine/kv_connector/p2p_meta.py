@@ -10,7 +10,7 @@ class P2pLoad(Struct, frozen=True, array_like=True):
     keys: bytes  # names of items
     blocks: bytes  # int32: the pages of each in turn
     pages: bytes = b""  # int32: how many pages each has; empty: one
-    peer: str = ""  # the address where they are
+    peers: tuple[str, ...] = ()  # the address of each rank that has its part of them, by rank
 
 
 class P2pComing(Struct, frozen=True, array_like=True):

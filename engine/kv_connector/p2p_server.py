@@ -5,29 +5,23 @@ layer group. An item that is neither there nor being computed is left out, and t
 an asker outlives its leases.
 """
 
-import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 from msgspec.structs import replace
-from zmq.auth.thread import ThreadAuthenticator
 
-from ...errors import ConfigError
-from ...ipc.zmq_channel import Keys, admit_only
+from ...ipc.zmq_channel import Keys
 from ..core.kv_connector import item_name
 from .base import ConnectorFacts
-from .p2p_settings import check_free, secure
+from .p2p_listener import Listener
 from .p2p_store import BlockStore, Part, There
 from .p2p_wire import (
     CREDIT_BYTES,
     KEY_BYTES,
     MALFORMED,
-    MAX_REQUEST_BYTES,
     PIECE_BYTES,
     Coming,
     Credit,
@@ -53,7 +47,6 @@ _MAX_WAITING = 4096  # limit of lookups that wait for blocks; further ones time 
 _MAX_ASKERS = 1024  # with wants; the one that was heard of longest ago is forgotten
 _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
-_MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
 _PROMISE_S = 1.0  # after the end of its lookup, within which one that was told that blocks are coming asks for them
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
@@ -103,8 +96,6 @@ class Server:
         self, address: str, store: BlockStore, facts: ConnectorFacts, keys: Keys | None, agent: bytes = b""
     ) -> None:
         """agent: by which peers read the store's memory. Raises ConfigError if the address cannot be bound."""
-        check_free(address)
-        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         self._store = store
         self._agent = agent
         self._facts, self._layout = facts, Layout.of(facts)
@@ -114,63 +105,30 @@ class Server:
         self._promised: list[tuple[float, frozenset[bytes]]] = []  # until when (monotonic s), names that are coming
         self._awaited: tuple[frozenset[bytes], ...] = ()  # names that peers wait for
         self._swept_at = time.monotonic()
-        self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        if keys is not None and self._path is None:
-            self._authenticator = admit_only(self._context, keys)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_REQUEST_BYTES
-        self._socket.sndhwm = _MAX_QUEUED
-        self._socket.router_mandatory = True  # so that what an asker that has left wanted is forgotten at once
-        secure(self._socket, address, keys, is_server=True)
-        umask = os.umask(0o177)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._stop_authenticator()
-            self._context.destroy(linger=0)
-            raise ConfigError(f"--kv-connector p2p: cannot serve on {address}: {error}.") from error
-        finally:
-            os.umask(umask)
         self.address = address
-        self._end, self._ended = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._ended.bind("inproc://end")
-        self._end.connect("inproc://end")
-        self._thread = threading.Thread(target=self._run, name="p2p server", daemon=True)
-        self._thread.start()
+        self._listener = Listener(address, keys)
+        self._socket = self._listener.socket
+        self._socket.router_mandatory = True  # so that what an asker that has left wanted is forgotten at once
+        self._listener.start(self._run, "p2p server")
 
     def close(self) -> None:
         """Ends the thread and removes the socket. A second call does nothing."""
-        if self._context.closed:
-            return
-        self._end.send(b"")
-        self._thread.join()
-        self._end.close()
-        self._stop_authenticator()
-        self._context.term()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        self._listener.close()
 
     def awaits(self, names: Sequence[bytes]) -> bool:
         """Whether a peer has asked for one of these items and is still waiting. Any thread may call."""
         return any(not wanted.isdisjoint(names) for wanted in self._awaited)
 
-    def _stop_authenticator(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._ended, zmq.POLLIN)
-        with self._socket, self._ended:
+        poller.register(self._listener.ended, zmq.POLLIN)
+        with self._socket, self._listener.ended as ended:
             while True:
                 num_changes = self._store.num_changes
                 is_waiting = bool(self._awaited)
                 ready = dict(poller.poll(1 if is_waiting else None))
-                if self._ended in ready:
+                if ended in ready:
                     return
                 if self._socket in ready:
                     sender, *frames = self._socket.recv_multipart()

@@ -19,6 +19,7 @@ NAMED = "named"
 """The value of `peer` with which requests name their peers."""
 
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
+_LAST_PORT = 65535
 _NAMES = ("serve", "size", "peer", "key-file", "role", "transport", "timeout_ms", "wait_ms", "fetch_timeout_ms")
 _ROLES = ("prefill", "decode", "both")
 _TRANSPORTS = ("zmq", "nixl")
@@ -27,7 +28,7 @@ _TRANSPORTS = ("zmq", "nixl")
 class Settings(Struct, frozen=True, kw_only=True):
     """The values of the options."""
 
-    serve: str | None  # address on which this instance answers; `rank_address` says where its other ranks do
+    serve: str | None  # address of this instance; `serving_address` says where each rank answers
     capacity: int  # blocks that it keeps to serve
     peer: str | None  # address at which this instance asks for requests that name none
     asks: bool  # it asks peers: `peer`, or those that requests name
@@ -63,9 +64,10 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
     if key_file is not None and not key_file:
         raise ConfigError("--kv-connector p2p: key-file= should be the path of a file with keys.")
     num_ranks = 1 if facts is None else facts.num_ranks
+    num_ports = num_ranks + 1 if facts is not None and facts.hosts else num_ranks
     of_block = 1 if facts is None else facts.of_engine(facts.block_bytes)
     return Settings(
-        serve=_address("serve", options["serve"], key_file, num_ranks) if "serve" in options else None,
+        serve=_address("serve", options["serve"], key_file, num_ports) if "serve" in options else None,
         capacity=num_blocks_of("p2p", size, of_block) if "serve" in options else 0,
         peer=None if peer is None else _peer(peer, key_file, num_ranks),
         asks=peer is not None,
@@ -79,13 +81,51 @@ def read_settings(options: Options, facts: ConnectorFacts | None = None) -> Sett
 
 
 def rank_address(address: str, rank: int) -> str:
-    """Where this rank of the instance at `address` answers: ports follow each other, paths get an ending."""
+    """Where this rank of the instance at `address` answers, if its ranks are on one machine: ports follow each other,
+    paths get an ending."""
     if not rank:
         return address
     if not address.startswith("tcp://"):
         return f"{address}.{rank}"
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + rank}"
+
+
+def has_directory(settings: Settings, facts: ConnectorFacts) -> bool:
+    """Whether the core half answers at `serve` and says where the ranks are (`p2p_directory.py`)."""
+    return bool(facts.hosts) and settings.serve is not None and settings.serve.startswith("tcp://")
+
+
+def serving_address(settings: Settings, facts: ConnectorFacts) -> str | None:
+    """Where this rank answers; None: it serves nothing."""
+    if settings.serve is None or not has_directory(settings, facts):
+        return settings.serve and rank_address(settings.serve, facts.rank)
+    return _on_host(settings.serve, told_addresses(settings.serve, facts)[facts.rank])
+
+
+def told_addresses(serve: str, facts: ConnectorFacts) -> tuple[str, ...]:
+    """Where the ranks are, as `Welcome.ranks` has it: each at a port of its own, wherever it is."""
+    port = int(serve.rpartition(":")[2])
+    return tuple(f"{host}:{port + 1 + rank}" for rank, host in enumerate(facts.hosts))
+
+
+def rank_addresses(address: str, num_ranks: int, told: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the ranks of the instance at `address` are. told: `Welcome.ranks`. Raises ValueError if that makes no
+    sense."""
+    if not told:
+        return tuple(rank_address(address, rank) for rank in range(num_ranks))
+    ports = [one.rpartition(":")[2] for one in told]
+    if len(told) != num_ranks or not all(port.isdigit() and 0 < int(port) <= _LAST_PORT for port in ports):
+        raise ValueError(f"{len(told)} addresses for {num_ranks} ranks, or no HOST:PORT")
+    if not address.startswith("tcp://") or not all(map(_is_plain, told)):
+        raise ValueError("addresses of other kinds")
+    return tuple(_on_host(address, one) for one in told)
+
+
+def _on_host(address: str, told: str) -> str:
+    """The address of a rank. told: HOST:PORT, where an empty HOST is that of `address`."""
+    host, _, port = told.rpartition(":")
+    return f"tcp://{host}:{port}" if host else f"{address.rpartition(':')[0]}:{port}"
 
 
 def keys_of(settings: Settings) -> Keys | None:
@@ -143,22 +183,22 @@ def _peer(text: str, key_file: str | None, num_ranks: int) -> str | None:
     return None
 
 
-def _address(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
+def _address(option: str, text: str, key_file: str | None, num_ports: int) -> str:
     if text.startswith("tcp://"):
-        return _tcp(option, text, key_file, num_ranks)
+        return _tcp(option, text, key_file, num_ports)
     if not text or "://" in text:
         raise ConfigError(
             f"--kv-connector p2p: {option}={text} should be the path of a socket on this machine, or tcp://HOST:PORT."
         )
     path = os.path.abspath(text)
-    if len(os.fsencode(rank_address(path, num_ranks - 1))) > _MAX_PATH_BYTES:
+    if len(os.fsencode(rank_address(path, num_ports - 1))) > _MAX_PATH_BYTES:
         raise ConfigError(
             f"--kv-connector p2p: {path} is too long; a socket's path has at most {_MAX_PATH_BYTES} bytes."
         )
     return f"ipc://{path}"
 
 
-def _tcp(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
+def _tcp(option: str, text: str, key_file: str | None, num_ports: int) -> str:
     try:
         url = urlsplit(text)
         host, port = url.hostname, url.port
@@ -167,10 +207,10 @@ def _tcp(option: str, text: str, key_file: str | None, num_ranks: int) -> str:
     rest = text.removeprefix("tcp://")
     if not host or not port or not _is_plain(rest) or (host == "*" and option == "peer"):
         raise ConfigError(f"--kv-connector p2p: {option}={text} should be tcp://HOST:PORT with a port of 1 to 65535.")
-    if port + num_ranks - 1 > 65535:
+    if port + num_ports - 1 > _LAST_PORT:
         raise ConfigError(
-            f"--kv-connector p2p: {option}={text} leaves no room for {num_ranks} ranks, which use a port each from "
-            f"there on; choose a port up to {65536 - num_ranks}."
+            f"--kv-connector p2p: {option}={text} leaves no room for the ranks, which use {num_ports} ports from there "
+            f"on; choose a port up to {_LAST_PORT + 1 - num_ports}."
         )
     if key_file is None:
         raise ConfigError(

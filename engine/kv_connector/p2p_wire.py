@@ -10,7 +10,8 @@ names items (`engine/core/kv_connector.py`), whose names are the keys if there i
              Done
 
 An instance of several ranks asks each rank of the other one, which answers for itself, and wants of rank r on its own
-rank r what all of them have.
+rank r what all of them have. Where they are says the `Welcome` that answers a `Hello` at the instance's address. If the
+ranks are not all on the core's machine, only the core answers there, and only that.
 
 A server sends no byte of blocks without credit. Of a `Want` it sends what it has, in the order of the names, and what
 it is computing as soon as that is there; it forgets the want when its lease ends. A block that is being computed comes
@@ -137,9 +138,11 @@ class Done(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=True):
-    """Answers `Hello`, and every message of an asker whose layout differs."""
+    """Answers `Hello`, and every message of an asker whose layout differs. `ranks` says where each rank is: HOST:PORT,
+    with an empty HOST for that of the address that was asked. Without it they are where `rank_address` says."""
 
     layout: Layout
+    ranks: tuple[str, ...] = ()
 
 
 class Found(Struct, frozen=True, array_like=True, tag=True):

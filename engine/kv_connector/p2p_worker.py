@@ -22,7 +22,7 @@ from .p2p_fetcher import Fetcher
 from .p2p_meta import P2pPlan
 from .p2p_nixl import Agent, Reader
 from .p2p_server import Server
-from .p2p_settings import Settings, keys_of, rank_address
+from .p2p_settings import Settings, keys_of, serving_address
 from .p2p_store import BlockStore, pages_between
 from .p2p_wire import split_keys
 
@@ -51,9 +51,9 @@ class P2pWorker:
             self._agent = Agent(memory)
         self._store = BlockStore(facts, memory)
         self._server: Server | None = None
-        if settings.serve is not None:
+        if (address := serving_address(settings, facts)) is not None:
             agent = b"" if self._agent is None else self._agent.metadata
-            self._server = Server(rank_address(settings.serve, facts.rank), self._store, facts, keys, agent)
+            self._server = Server(address, self._store, facts, keys, agent)
         reader = Reader() if settings.uses_nixl and settings.asks else None
         self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys, reader) if settings.asks else None
         self._copier: BlockCopier | None = None

@@ -42,6 +42,16 @@ def check(specs: Sequence[str]) -> None:
             found.check(options)
 
 
+def check_follower(specs: Sequence[str]) -> None:
+    """Raises ConfigError for a machine that lacks a file which the ranks there need, and which must be the lead's."""
+    for spec in specs:
+        name, options = split_spec(_FLAG, spec)
+        if name == "p2p" and "key-file" in options and not os.path.exists(options["key-file"]):
+            raise ConfigError(
+                f"--kv-connector p2p: key-file={options['key-file']} does not exist there; copy the lead's."
+            )
+
+
 def host_bytes(specs: Sequence[str]) -> int:
     """The host's memory that the built-in ones of an engine take. Raises ConfigError."""
     total = 0

@@ -277,10 +277,10 @@ class Runner:
             num_pages = min(memory.num_pages(budget), pages_needed(self._config, self._model.kv_shape))
         return offered_pages(self._config, memory.groups, num_pages)
 
-    def open_cache(self, num_pages: int, rank_bytes: tuple[int, ...] = ()) -> None:
+    def open_cache(self, num_pages: int, rank_bytes: tuple[int, ...] = (), hosts: tuple[str, ...] = ()) -> None:
         """Allocates the KV cache and starts the KV connector and the extension, before the first `launch`. Does nothing
         if it is open, as after a restart of the core. rank_bytes: `block_bytes` of each rank; empty: there is one.
-        Raises ConfigError."""
+        hosts: as `ConnectorFacts.hosts`. Raises ConfigError."""
         if self._steps is not None:
             assert num_pages == self._num_pages, (num_pages, self._num_pages)
             return
@@ -296,7 +296,8 @@ class Runner:
         self._num_pages = num_pages
         self._cache = cache
         if config.kv_connector:
-            facts = ConnectorFacts.of(config, rank_bytes or (self.block_bytes,), self.groups, rank=self._rank)
+            sizes = rank_bytes or (self.block_bytes,)
+            facts = ConnectorFacts.of(config, sizes, self.groups, rank=self._rank, hosts=hosts)
             self._connector = worker_connector(config.kv_connector, facts)
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)

@@ -18,14 +18,17 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
         decide(make_config(speculative="ngram", extension="module:Class"))
 
 
-def test_a_connector_for_ranks_of_one_machine_is_refused_with_several_machines() -> None:
+def test_sockets_of_one_machine_are_refused_with_several_machines() -> None:
     flags: dict[str, object] = {"kv_connector": ("host,size=1G", "p2p,peer=/x"), "device": "cpu"}
+    network = {**flags, "kv_connector": ("p2p,serve=tcp://10.0.0.1:7100,peer=named,key-file=k",)}
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         decide(make_config(**flags, **sizes))
-        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks are all on one machine.* or --nnodes"):
-            decide(make_config(**flags, **sizes, nnodes=2))
-        with pytest.raises(ConfigError, match=r"p2p is for engines whose ranks .* or --backend ray out"):
-            decide(make_config(**flags, **sizes, backend="ray"))
+        for several, flag in (({"nnodes": 2}, "--nnodes"), ({"backend": "ray"}, "--backend ray")):
+            with pytest.raises(
+                ConfigError, match=rf"peer=/x is a socket of one machine, and {flag} puts ranks on several"
+            ):
+                decide(make_config(**flags, **sizes, **several))
+            decide(make_config(**network, **sizes, **several))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from connections import cut, mailbox_port
 from hidden_folder import can_hide, hiding, own_cache
+from kv_legs import until_loaded
 from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
 from waiting import until
@@ -30,13 +32,20 @@ class Machines:
     """The launches of one engine."""
 
     def __init__(
-        self, start: Start, folder: Path, proxy: Proxy, lead_port: int, *flags: str, sizes: str = "tensor"
+        self,
+        start: Start,
+        folder: Path,
+        proxy: Proxy,
+        lead_port: int,
+        *flags: str,
+        sizes: str = "tensor",
+        hang_s: float = HANG_S,
     ) -> None:
         """`sizes`: the two ranks are tensor-parallel ones, or pipeline's stages."""
         self._start, self._key, self._proxy = start, folder / "key", proxy
         self.lead = start(
             *(f"--{sizes}-parallel-size", "2", "--nnodes", "2", "--join-address", f"tcp://127.0.0.1:{lead_port}"),
-            *("--key-file", str(self._key), "--hang-timeout-s", str(HANG_S), "--outage-wait", "60"),
+            *("--key-file", str(self._key), "--hang-timeout-s", str(hang_s), "--outage-wait", "60"),
             *flags,
         )
         until(self._key.exists, "the key is made", END_S)
@@ -55,6 +64,13 @@ _WITHOUT_PORT = "import sys; del sys.argv[1:3]; from pagewire.cli import main; s
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
+    with Proxy(free_port()) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def second_proxy() -> Iterator[Proxy]:
+    """Of another engine."""
     with Proxy(free_port()) as proxy:
         yield proxy
 
@@ -252,6 +268,41 @@ def test_stages_on_two_machines_heal(start: Start, tmp_path: Path, proxy: Proxy,
     assert_whole(stream, machines.lead)
     assert set(spare.children()) == {"worker-1"}
     assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", ["tensor", "pipeline"])
+def test_kv_travels_between_two_engines_of_two_machines_each(
+    start: Start, tmp_path: Path, proxy: Proxy, second_proxy: Proxy, sizes: str
+) -> None:
+    """Each rank loads from the same rank of the other engine, also after that one has moved to another machine."""
+    # A first rank to which a stage sends has a mailbox on the network, so both kinds of mailboxes are used.
+    port, keys = free_port(3), tmp_path / "kv.key"
+    common = ("--max-model-len", "2048", "--kv-cache-memory", "64M", "--no-access-log")
+    options: dict[str, Any] = {"sizes": sizes, "hang_s": 20.0}  # there are many processes
+    patient = "timeout_ms=20000,wait_ms=20000,fetch_timeout_ms=20000"
+    serves = f"p2p,serve=tcp://127.0.0.1:{port},size=64M,key-file={keys},role=prefill"
+    asks = f"p2p,peer=named,key-file={keys},role=decode,{patient}"
+    folders = [tmp_path / "prefill", tmp_path / "decode"]
+    for folder in folders:
+        folder.mkdir()
+    prefill = Machines(start, folders[0], proxy, proxy.target, *common, "--kv-connector", serves, **options)
+    first = prefill.join("b", "127.0.0.2")
+    prefill.lead.wait_ready()
+    flags = (*common, "--kv-connector", asks, "--kv-peers", "127.*")
+    decode = Machines(start, folders[1], second_proxy, second_proxy.target, *flags, **options)
+    beside = decode.join("c", "127.0.0.3")
+    decode.lead.wait_ready()
+
+    until_loaded(prefill.lead, decode.lead, "KV is loaded")
+    spare = prefill.join("d", "127.0.0.4")
+    says(spare, "d has joined")
+    first.process.terminate()
+    until(lambda: "worker-1" in spare.children(), "the rank is on another machine", END_S)
+    prefill.lead.wait_ready()
+    until_loaded(prefill.lead, decode.lead, "KV is loaded from where the rank is now")
+    for lead, follower in ((prefill.lead, spare), (decode.lead, beside)):
+        assert lead.stop() == 0 and follower.process.wait(END_S) == 0
 
 
 def cut_until(lead: Server, sentence: re.Pattern[str], process: psutil.Process, port: int) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from pagewire.config.access import ApiKey
 from pagewire.config.config import ListenOptions
 from pagewire.procs import interpreter
-from pagewire.procs.child import Launch
+from pagewire.procs.child import Launch, rank_hosts
 from pagewire.procs.environment import environment_of
 from pagewire.procs.topology import kind, names
 
@@ -49,3 +49,15 @@ def test_environments_hold_only_the_secrets_that_are_used(name: str, monkeypatch
     assert environment["NO_SECRET"] == "x"
     left = {variable for variable, value in environment.items() if value == "secret"}
     assert left == (set(interpreter.COLLECTOR_HEADERS) if kind(name) == "api" else set())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "hosts"),
+    [
+        ({"worker": "ipc:///run/worker", "worker-1": "ipc:///run/worker-1"}, ()),
+        ({"worker": "ipc:///run/worker", "worker-1": "tcp://10.0.0.2:4000"}, ("", "10.0.0.2")),
+        ({"worker": "tcp://10.0.0.3:4000", "worker-1": "tcp://[fd00::2]:4000"}, ("10.0.0.3", "[fd00::2]")),
+    ],
+)
+def test_where_ranks_are_is_known_by_their_mailboxes(addresses: dict[str, str], hosts: tuple[str, ...]) -> None:
+    assert rank_hosts({**addresses, "core": "tcp://10.0.0.1:4000"}, 2) == hosts

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from fakes import EOS, VOCAB, FakeWorker, all_tokens, allowed_after, allowed_by_row, bits_of, enqueue, expected_output
 from msgspec.structs import replace
 from waiting import until_async
@@ -17,6 +18,8 @@ from pagewire.config.resolve import resolve
 from pagewire.engine.core import trace
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.p2p_link import Peer
 from pagewire.errors import ConfigError, StartError
 from pagewire.ipc.messages import (
     CacheOffer,
@@ -46,9 +49,11 @@ from pagewire.ipc.messages import (
     WorkerUsage,
     bytes_to_ids,
 )
+from pagewire.ipc.zmq_channel import read_keys
 from pagewire.procs import core as core_module
 from pagewire.procs import mask_times
 from pagewire.procs.core import CoreActor
+from pagewire.tools.servers import free_port
 
 SHAPES = (GroupShape("full", 0, 2), GroupShape("window", 6, 3), GroupShape("state", 0, 4))
 
@@ -143,6 +148,25 @@ def test_the_smallest_offer_of_the_ranks_is_opened_once_all_have_come() -> None:
         core.handle([CacheOffer(rank, num_blocks, block_bytes=64 + rank)])
     assert opened == [OpenCache(90, (64, 65, 66))] * 3
     assert isinstance(core.scheduler, Scheduler) and core.scheduler.pool.num_pages == 90
+
+
+def test_ranks_are_told_on_which_machines_all_of_them_are(tmp_path: Path) -> None:
+    """And the core says it to whoever loads their KV."""
+    port = free_port(3)
+    served = f"p2p,serve=tcp://127.0.0.1:{port},key-file={tmp_path / 'keys'}"
+    config = config_of(tensor_parallel_size=2, device="cpu", kv_connector=(served,))
+    core = CoreActor(config, hosts=("", "127.0.0.2"))
+    opened: list[Message] = []
+    core.start(lambda receiver, message: opened.append(message))
+    core.handle([CacheOffer(rank, 90, block_bytes=64) for rank in (0, 1)])
+    assert OpenCache(90, (64, 64), ("", "127.0.0.2")) in opened
+    facts = ConnectorFacts.of(config, (64, 64), ())
+    with zmq.Context() as context:
+        peer = Peer(context, f"tcp://127.0.0.1:{port}", facts, read_keys(tmp_path / "keys"))
+        peer.check()
+        assert peer.addresses == (f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.2:{port + 2}")
+        peer.close()
+    asyncio.run(core.stop(0.0))
 
 
 def test_a_model_with_several_groups_is_refused_with_a_connector_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

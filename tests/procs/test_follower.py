@@ -202,6 +202,24 @@ def test_missing_and_other_model_files_are_refused_with_both_values(
     assert capsys.readouterr().err.count("b cannot take part") == 2
 
 
+def test_a_machine_without_the_key_file_of_the_kv_is_refused(tmp_path: Path) -> None:
+    """It would make one of its own, with which nobody can load what its ranks serve."""
+    (tmp_path / "kv").mkdir()
+    keys = tmp_path / "kv" / "keys"
+    connector = f"p2p,serve=tcp://127.0.0.1:7100,key-file={keys}"
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        lead.engine = prepare(Config(engine=EngineOptions(kv_connector=(connector,))))
+        assert keys.exists(), "the lead has made it"
+        keys.unlink()
+        await lead.welcome()
+        refused = await lead.receive(Refused)
+        assert isinstance(refused, Refused) and f"key-file={keys} does not exist there; copy" in refused.reason
+
+    assert run(tmp_path, scenario) == 2
+    assert not keys.exists()
+
+
 @pytest.mark.parametrize("how", ["missing", "other"])
 def test_a_machine_without_the_model_copies_it_before_it_takes_actors(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hidden_folder import can_hide, own_cache
+from kv_legs import until_loaded
 from open_requests import END_S, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
@@ -16,7 +17,7 @@ from waiting import until
 from pagewire.commands.metrics import read
 from pagewire.engine.checkpoint.source import DEMO_MODEL
 from pagewire.ipc.zmq_channel import read_keys
-from pagewire.tools.servers import SERVE, Server
+from pagewire.tools.servers import SERVE, Server, free_port
 from pagewire.version import __version__
 
 pytestmark = [
@@ -271,3 +272,27 @@ def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         assert server.log.read_text().splitlines()[-1].startswith("pagewire: Ray "), "after lines of Ray"
     finally:
         server.close()
+
+
+def test_kv_is_loaded_from_where_ray_has_put_the_ranks(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """By an engine whose ranks are on one machine, also after a node was lost."""
+    for number in nodes.numbers[1:]:
+        nodes.kill(number)
+    others = (11, 12, 13)
+    for number in others:
+        nodes.add(number)
+    keys = f"key-file={tmp_path / 'kv.key'}"
+    serves = f"p2p,serve=tcp://127.0.0.1:{free_port(3)},size=64M,{keys},role=prefill"
+    asks = f"p2p,peer=named,{keys},role=decode,timeout_ms=20000,fetch_timeout_ms=20000"
+    prefill = start("--kv-connector", serves).wait_ready()
+    flags = ("--pipeline-parallel-size", "2", "--kv-connector", asks, "--kv-peers", "127.0.0.1")
+    with Server(tmp_path / "decode", *flags) as decode:
+        until_loaded(prefill, decode, "KV is loaded")
+        (free,) = (number for number in others if not named(nodes, number, "pagewire: worker"))
+        nodes.kill(next(number for number in others if named(nodes, number, "pagewire: worker-1")))
+        until(lambda: named(nodes, free, "pagewire: worker-1"), "the rank is on another node", END_S)
+        prefill.wait_ready()
+        until_loaded(prefill, decode, "KV is loaded from where the rank is now")
+    assert prefill.stop() == 0, prefill.log.read_text()

@@ -6,6 +6,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, SIZE, FakeReque
 from pagewire.engine.kv_connector import p2p, p2p_wire
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p import P2pConnector
-from pagewire.engine.kv_connector.p2p_settings import read_settings
+from pagewire.engine.kv_connector.p2p_settings import rank_addresses, read_settings, secure
 from pagewire.engine.kv_connector.p2p_wire import (
     Coming,
     Found,
@@ -30,11 +31,13 @@ from pagewire.engine.kv_connector.p2p_wire import (
     Want,
     Welcome,
     checksum,
+    decode_reply,
     decode_request,
     encode,
 )
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
+from pagewire.ipc.zmq_channel import read_keys
 from pagewire.tools.servers import free_port
 
 
@@ -435,7 +438,7 @@ def test_the_socket_of_a_dead_instance_is_replaced(folder, instance):
         ({"serve": "/x", "size": "much"}, "not a number or a size"),
         ({"serve": "/x", "size": "100"}, "too small: one block"),
         ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
-        ({"serve": "tcp://*:65535", "key-file": "k"}, "leaves no room for 2 ranks, .* choose a port up to 65534"),
+        ({"serve": "tcp://*:65535", "key-file": "k"}, "no room for the ranks, which use 2 ports .* a port up to 65534"),
         ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
     ],
 )
@@ -491,8 +494,148 @@ def test_what_counts_is_what_all_ranks_have(folder, instance):
 
 
 def test_a_rank_never_loads_the_part_of_another_one(folder, instance):
+    instance(of_rank(0), serve=f"{folder}/kv")
     instance(of_rank(0), serve=f"{folder}/kv.1").serve(prompt(1, 30), list(range(8)))
     with pytest.raises(ConfigError, match="its rank 0 answers where rank 1 should"):
         P2pConnector.core({"peer": f"{folder}/kv"}, of_rank(0))
     decode = instance(structs.replace(of_rank(1), may_refuse=False), peer=f"{folder}/kv")
     assert decode.load(prompt(2, 30), list(range(7)), 7) == set(range(7))
+
+
+def start_ranks(
+    instance: Callable[..., Instance], hosts: tuple[str, ...], port: int, **options: str
+) -> list[tuple[Instance, ConnectorFacts]]:
+    """An engine whose ranks are on these hosts, and what each of them knows."""
+    found = []
+    for rank in (0, 1):
+        facts = structs.replace(of_rank(rank), hosts=hosts)
+        found.append((instance(facts, serve=f"tcp://127.0.0.1:{port}", **options), facts))
+    return found
+
+
+def loads_from(ranks: list[tuple[Instance, ConnectorFacts]], decode: list[Instance], seed: int) -> None:
+    """Each rank loads its part from the same rank of the other engine."""
+    for one, _ in ranks:
+        one.serve(prompt(1, 41, seed), list(range(11)))
+    request = prompt(10 + seed, 41, seed)
+    wait_for(lambda: decode[0].core.get_num_new_matched_tokens(request, 0)[0], lambda num: num == 40)
+    blocks = list(range(20, 30))
+    decode[0].core.update_state_after_alloc(request, blocks, 40)
+    metadata = decode[0].core.build_connector_meta()
+    for one in decode:
+        one.worker.bind_connector_metadata(metadata)
+        one.worker.start_load_kv()
+        one.worker.wait_for_save()
+        assert wait_for(one.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {request.rid})
+        assert one.worker.get_block_ids_with_load_errors() == set()
+    for ours, (theirs, _) in zip(decode, ranks, strict=True):
+        assert torch.equal(ours.content(blocks), theirs.content(list(range(10))))
+    assert not torch.equal(decode[0].content([20]), decode[1].content([20]))
+
+
+@pytest.mark.parametrize(
+    ("second", "transport"),
+    [
+        ("127.0.0.3", "zmq"),
+        ("", "zmq"),
+        pytest.param("127.0.0.3", "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no nixl")),
+    ],
+)
+def test_ranks_on_several_machines_are_found_and_found_again(second, transport, folder, instance):
+    """All ranks move to other machines, or all to that of the core, where the first one answers for itself."""
+    port, keys = free_port(3), {"key-file": f"{folder}/keys", "transport": transport}
+    served = {**keys, "size": str(64 * BLOCK_BYTES)}
+    before = start_ranks(instance, ("", "127.0.0.2"), port, **served)
+    decode = [
+        instance(of_rank(rank), peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="20000", **keys) for rank in (0, 1)
+    ]
+    asked = decode[0].core
+    loads_from(before, decode, 1)
+    assert asked._peers[f"tcp://127.0.0.1:{port}"].addresses == (
+        f"tcp://127.0.0.1:{port + 1}",
+        f"tcp://127.0.0.2:{port + 2}",
+    )
+    for one, _ in before:
+        one.close()
+    after = start_ranks(instance, ("127.0.0.2", second) if second else (), port, **served)
+    loads_from(after, decode, 2)
+
+
+def test_hosts_are_not_asked_for_where_all_ranks_are_on_one_machine(folder, instance):
+    keys = {"key-file": f"{folder}/keys"}
+    port = free_port(2)
+    ranks = [(instance(of_rank(rank), serve=f"tcp://*:{port}", **keys), of_rank(rank)) for rank in (0, 1)]
+    decode = [instance(of_rank(rank), peer=f"tcp://127.0.0.2:{port}", **keys) for rank in (0, 1)]
+    loads_from(ranks, decode, 1)
+
+
+BAD_RANKS = {
+    "too few": ("127.0.0.1:5",),
+    "no port": ("127.0.0.1:5", "127.0.0.1"),
+    "port 0": ("127.0.0.1:5", "127.0.0.1:0"),
+    "a port that is none": ("127.0.0.1:5", "127.0.0.1:99999"),
+    "an interface": ("127.0.0.1:5", "eth0;127.0.0.1:5"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RANKS)
+def test_addresses_that_make_no_sense_are_not_connected(kind, folder, caplog):
+    """By a peer that has the keys, or a socket on this machine, which cannot have ranks on others."""
+    with pytest.raises(ValueError, match="addresses"):
+        rank_addresses("tcp://10.0.0.1:5", 2, BAD_RANKS[kind])
+    with pytest.raises(ValueError, match="addresses of other kinds"):
+        rank_addresses("ipc:///x", 1, ("127.0.0.1:5",))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{folder}/kv")
+        core = P2pConnector.core(
+            {"peer": f"{folder}/kv", "timeout_ms": "600000"}, structs.replace(of_rank(0), may_refuse=False)
+        )
+        asked = Asked(core)
+        try:
+            assert asked.get_num_new_matched_tokens(prompt(1, 30), 0) == (None, True)
+            wait_for(lambda: asked.get_num_new_matched_tokens(prompt(1, 30), 0)[0] or router.poll(0), bool)
+            sender, _ = router.recv_multipart()
+            router.send_multipart([sender, encode(Welcome(Layout.of(of_rank(0)), BAD_RANKS[kind]))])
+            wait_for(lambda: asked.get_num_new_matched_tokens(prompt(1, 30), 0)[0] or caplog.text, bool)
+            assert "its ranks cannot be found" in caplog.text
+            assert not core._peers[f"ipc://{folder}/kv"].links
+        finally:
+            core.close()
+
+
+def test_ranks_on_several_machines_need_ports_of_their_own(folder):
+    options = {"serve": "tcp://127.0.0.1:65534", "key-file": f"{folder}/keys"}
+    facts = structs.replace(of_rank(0), hosts=("", "127.0.0.2"))
+    read_settings(options, of_rank(0))
+    with pytest.raises(ConfigError, match=r"which use 3 ports .* choose a port up to 65533"):
+        read_settings(options, facts)
+
+
+def test_a_directory_answers_nothing_but_who_is_there(folder):
+    options = {"serve": f"tcp://127.0.0.1:{free_port(3)}", "key-file": f"{folder}/keys"}
+    facts = structs.replace(of_rank(0), hosts=("127.0.0.2", ""))
+    core = P2pConnector.core(options, facts)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        secure(stranger, options["serve"], read_keys(folder / "keys"), is_server=False)
+        stranger.connect(options["serve"])
+        for message in (b"", b"\xff" * 100, encode(Lookup(1, Layout.of(facts).digest, bytes(32), 0))):
+            stranger.send(message)
+        stranger.send_multipart([encode(Hello(Layout.of(facts)))] * 2)
+        stranger.send(encode(Hello(Layout.of(FACTS))))
+        assert stranger.poll(DEADLINE_S * 1000)
+        port = int(options["serve"].rpartition(":")[2])
+        ranks = (f"127.0.0.2:{port + 1}", f":{port + 2}")
+        assert decode_reply(stranger.recv()) == Welcome(Layout.of(facts), ranks)
+    core.close()
+    assert not any(thread.name.startswith("p2p") for thread in threading.enumerate())
+
+
+def test_a_port_of_the_directory_that_is_taken_is_one_sentence(folder):
+    port = free_port(3)
+    options = {"serve": f"tcp://127.0.0.1:{port}", "key-file": f"{folder}/keys"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        with pytest.raises(ConfigError, match="cannot serve on tcp:"):
+            P2pConnector.core(options, structs.replace(of_rank(0), hosts=("", "127.0.0.2")))
