@@ -360,7 +360,6 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
         (_STAGES, options.pipeline_parallel_size > 1),
         ("--speculative", options.speculative is not None),
         ("--kv-connector", bool(options.kv_connector)),
-        ("--kv-events", options.kv_events is not None),
         ("--extension", options.extension is not None),
         ("--record-trace", options.record_trace is not None),
         ("--nnodes", config.service.nnodes > 1),

@@ -447,7 +447,8 @@ class CoreActor:
         if not self._is_watching and scheduler.late():
             self._watch()
         if self._kv_events is not None:
-            self._kv_events.publish(scheduler.take_kv_events())
+            for domain, own in enumerate(scheduler.schedulers):
+                self._kv_events.publish(own.take_kv_events(), domain)
         if scheduler.asks_again and not self._asks_again:
             with contextlib.suppress(RuntimeError):  # without a loop, the caller of the actors calls `handle` again
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)

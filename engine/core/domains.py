@@ -29,7 +29,6 @@ from ...ipc.messages import (
 from .admission import Queued
 from .block_hash import block_key
 from .constraints import Constraints
-from .kv_events import KvCacheEvent
 from .output_buffer import Item
 from .planner import Lateness
 from .request import Request
@@ -225,9 +224,6 @@ class Domains:
     def is_busy(self) -> bool:
         return bool(self._pending) or any(scheduler.is_busy for scheduler in self._schedulers)
 
-    def take_kv_events(self) -> list[KvCacheEvent]:
-        return list(chain.from_iterable(scheduler.take_kv_events() for scheduler in self._schedulers))
-
     def pages_of(self, rank: int) -> tuple[int, int]:
         """Pages of the rank's own domain that sequences hold, and pages that are only kept for others to find."""
         return self._schedulers[rank].pages_of(rank)
@@ -259,7 +255,7 @@ class Domains:
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
-        """Of the domains. For tests."""
+        """Of the domains."""
         return self._schedulers
 
 

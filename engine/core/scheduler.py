@@ -11,7 +11,7 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -409,6 +409,11 @@ class Scheduler:
     # ── the engine around it ─────────────────────────────────────────────────────────────────────────────────────────
 
     num_domains = 1
+
+    @property
+    def schedulers(self) -> Sequence["Scheduler"]:
+        """Of the KV domains: this one."""
+        return (self,)
 
     @property
     def requests(self) -> Mapping[int, Request]:
