@@ -359,7 +359,7 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
     for other, is_asked in (
         (_STAGES, options.pipeline_parallel_size > 1),
         ("--speculative", options.speculative is not None),
-        ("--kv-connector", bool(options.kv_connector)),
+        ("--kv-connector p2p", any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector)),
         ("--extension", options.extension is not None),
         ("--record-trace", options.record_trace is not None),
         ("--nnodes", config.service.nnodes > 1),

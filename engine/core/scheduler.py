@@ -30,6 +30,7 @@ from ...ipc.messages import (
     RowLogprobs,
     StepPlan,
     StepResult,
+    TierSnapshot,
     Tokens,
     Transferred,
     bytes_to_ids,
@@ -482,9 +483,17 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
-    def pages_of(self, rank: int) -> tuple[int, int]:
-        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+    def of_rank(self, rank: int) -> "Scheduler":
+        """The one that plans for this rank."""
+        return self
+
+    def pages(self) -> tuple[int, int]:
+        """Pages of each rank that sequences hold, and pages that are only kept for others to find."""
         return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """Those behind the device, nearest first. For metrics."""
+        return () if self.connector is None else self.connector.tiers()
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""

@@ -105,7 +105,7 @@ class Ledger:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self, num_blocks: int, capacity: int) -> TierSnapshot:
+    def snapshot(self, num_blocks: int, capacity: int, *, is_common: bool = False) -> TierSnapshot:
         return TierSnapshot(
             self.name,
             num_blocks,
@@ -115,6 +115,7 @@ class Ledger:
             self._num_evicted,
             self._num_failed,
             self._num_bytes,
+            is_common,
         )
 
     def _note(self, stored: bool, item: Item) -> None:

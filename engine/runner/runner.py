@@ -42,7 +42,7 @@ from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, LayerConnector, WorkerConnector
-from ..kv_connector.registry import worker_connector
+from ..kv_connector.registry import of_domain, worker_connector
 from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
 from ..parallel.ring import Ring, join_stages
@@ -296,7 +296,7 @@ class Runner:
         self._cache = cache
         if config.kv_connector:
             facts = ConnectorFacts.of(config, rank_bytes or (self.block_bytes,), self.groups, rank=self._rank)
-            self._connector = worker_connector(config.kv_connector, facts)
+            self._connector = worker_connector(of_domain(config.kv_connector, self._rank, config.kv_domains), facts)
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)
         if not isinstance(model, HostModel):

@@ -44,7 +44,7 @@ def _stream(server: Server, prompt: list[int], on_first: Callable[[], object] = 
 
 
 def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> None:
-    """Latent attention, with whole experts on each rank."""
+    """Latent attention, with whole experts on each rank. Each domain has tiers of its own, and one that is common."""
     folder = families.make_family(tmp_path, "deepseek_v3")
     llm = LLM(str(folder), dtype="float32", threads=1)
 
@@ -55,13 +55,20 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     greedy = expected(PROMPTS, temperature=0, max_tokens=24)
     seeded = expected(PROMPTS, temperature=1, seed=3, max_tokens=24)
     (long,) = expected(PROMPTS[3:4], temperature=0, max_tokens=200)
-    server = start(str(folder), "--dtype", "float32", *DOMAINS, "--enable-expert-parallel").wait_ready()
+    tiers = [f"{name},{where}size=4M" for name, where in (
+        ("host", ""), ("disk", f"path={tmp_path}/disk,"), ("shared", f"path={tmp_path}/shared,"))]  # fmt: skip
+    events = f"ipc://{tmp_path}/events"
+    flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K")
+    server = start(str(folder), "--dtype", "float32", *DOMAINS, "--enable-expert-parallel", *flags).wait_ready()
     assert _complete(server, PROMPTS, temperature=0) == greedy
     assert _complete(server, PROMPTS, temperature=0) == greedy, "with what the domains have cached"
     assert _complete(server, PROMPTS[5], temperature=0) == greedy[5:], "one domain is idle all the time"
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         found = [clients.submit(_complete, server, prompt, temperature=1, seed=3) for prompt in PROMPTS]
         assert [ids for each in found for ids in each.result()] == seeded
+    for name in ("disk", "shared"):
+        until(lambda name=name: list((tmp_path / name).rglob("*.0")), f"{name} has blocks")  # type: ignore[misc]
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {f"domain-{i}-of-2" for i in range(2)}
     tokens = server.metric("pagewire:expert_tokens_total")
     until(lambda: server.metric("pagewire:expert_tokens_total") > 0, f"both ranks report their load, {tokens}")
 
@@ -72,6 +79,9 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
         assert _stream(server, PROMPTS[3], workers[1].kill) == long
         assert beside.result() == long
     after = {worker.pid for worker in server.of_kind("worker")}
+    assert server.metric("pagewire:external_prefix_cache_hits_total") > 0, (
+        "the new ranks have read what the old ones stored"
+    )
     assert len(after) == 2 and after.isdisjoint(worker.pid for worker in workers)
     assert server.children()["core"].pid == core
     assert _complete(server, PROMPTS, temperature=0) == greedy

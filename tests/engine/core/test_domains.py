@@ -1,9 +1,11 @@
-"""The schedulers of several KV domains: random histories with a fake worker for each domain, which share only the
-numbers of their steps; a mutant for each rule, which some history must notice; and how requests get their domain."""
+"""The schedulers of several KV domains: random histories with a fake worker and KV tiers for each domain, which share
+only the numbers of their steps; a mutant for each rule, which some history must notice; and how requests get their
+domain."""
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
@@ -11,10 +13,16 @@ import pytest
 from fakes import EOS, VOCAB, FakeWorker, all_tokens, enqueue, expected_output
 from invariants import check
 from msgspec.structs import replace
+from sim.oracle import Oracle
+from sim.stores import Address, TierOptions, WorkerHalf, core_half, facts_of
 
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.domains import Domains, Plans
+from pagewire.engine.core.groups import PLAIN
+from pagewire.engine.core.kv_connector import Evicted, TierConnector
 from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.kv_connector.block_storage import HEADER_BYTES
+from pagewire.engine.kv_connector.registry import core_connector, of_domain
 from pagewire.ipc.messages import (
     Accepted,
     Enqueue,
@@ -23,7 +31,9 @@ from pagewire.ipc.messages import (
     Opened,
     StepPlan,
     StepResult,
+    TierSnapshot,
     TokenBatch,
+    Transferred,
     bytes_to_ids,
 )
 
@@ -32,7 +42,9 @@ MAX_LEN = 60
 NUM_HISTORIES = 60
 
 
-def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domains:
+def make(
+    num_domains: int = 2, *, num_blocks: int = 64, connectors: Sequence[TierConnector] = (), **more: object
+) -> Domains:
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
@@ -42,10 +54,10 @@ def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domai
         **more,
     }
 
-    def scheduler(beside: Scheduler | None) -> Scheduler:
+    def scheduler(domain: int, beside: Scheduler | None) -> Scheduler:
         return Scheduler(
             pool=BlockPool(num_pages=num_blocks), block_size=BLOCK_SIZE, max_model_len=MAX_LEN, eos_token_ids=(EOS,),
-            beside=beside,
+            beside=beside, connector=connectors[domain] if connectors else None,
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -55,24 +67,38 @@ def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domai
 class Rank:
     """A domain's worker. It takes part in every step, and sees how many tokens the others have."""
 
-    def __init__(self, number: int, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self, number: int, num_blocks: int, max_num_seqs: int, budget: int,
+        tiers: Callable[[FakeWorker], WorkerHalf] | None = None,
+    ) -> None:  # fmt: skip
+        """tiers: behind this domain."""
         self._number = number
         self._worker = FakeWorker(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
-        )
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
+            carry_out=self._carry_out,
+        )  # fmt: skip
+        self._tiers = None if tiers is None else tiers(self._worker)
         self.plans: deque[StepPlan] = deque()
         self.num_idle = 0
 
     def run(self) -> StepResult:
         plan = self.plans.popleft()
         assert plan.domain_tokens[self._number] == sum(bytes_to_ids(plan.counts)), "the domains exchange other sizes"
-        if plan.rows:
+        if plan.rows or plan.kv:
             return replace(self._worker.run(plan), domain=self._number)
-        assert not (plan.open or plan.grow_rows or plan.copies) and any(plan.domain_tokens), plan
+        assert not (plan.open or plan.grow_rows or plan.copies), plan
         assert self._worker.last_step in (None, plan.step - 1), "the rank misses a step"
         self._worker.last_step = plan.step
         self.num_idle += 1
         return StepResult(plan.step, b"", {}, {}, 1.0, domain=self._number)
+
+    def take_transferred(self) -> Transferred | None:
+        found = None if self._tiers is None else self._tiers.take_finished()
+        return None if found is None else replace(found, rank=self._number)
+
+    def _carry_out(self, metadata: bytes) -> None:
+        assert self._tiers is not None, "metadata without a connector"
+        self._tiers.carry_out(metadata)
 
 
 class History:
@@ -85,9 +111,17 @@ class History:
         self._num_blocks = rng.randint(MAX_LEN // BLOCK_SIZE, 22)
         self._max_num_seqs, self._budget = rng.randint(1, 6), rng.choice([4, 16, 64])
         self._depth = rng.randint(1, 3)
+        kinds = rng.choice([(), (), ("host",), ("disk",), ("host", "disk")])
+        capacities = tuple(rng.choice([3, 12, 60]) for _ in kinds)
+        self._tiers = TierOptions(kinds, capacities, True, True, False, 0.0, "lru", rng.choice([0.0, 0.2]), 0.0, 0.0)
+        self._facts, self._oracle = facts_of(PLAIN, BLOCK_SIZE), Oracle(PLAIN, BLOCK_SIZE)
+        self._stores: list[list[dict[Address, bytes]]] = [[{} for _ in kinds] for _ in range(self._num_domains)]
+        self._connectors = [core_half(self._tiers, own, self._facts, rng) for own in self._stores if kinds]
+        self._moves: list[Callable[[], None]] = []  # parts of transfers that are due
         self._core = make(
             self._num_domains, num_blocks=self._num_blocks, max_num_seqs=self._max_num_seqs, depth=self._depth,
             max_num_batched_tokens=self._budget, policy=rng.choice(["fcfs", "priority", "fair"]),
+            connectors=self._connectors,
         )  # fmt: skip
         self._new_workers()
         self._stem = [rng.randrange(VOCAB) for _ in range(20)]
@@ -98,7 +132,21 @@ class History:
 
     def _new_workers(self) -> None:
         sizes = self._num_blocks, self._max_num_seqs, self._budget
-        self._ranks = [Rank(number, *sizes) for number in range(self._num_domains)]
+        self._moves.clear()
+        tiers = [partial(self._worker_half, own) if self._connectors else None for own in self._stores]
+        self._ranks = [Rank(number, *sizes, tiers[number]) for number in range(self._num_domains)]
+
+    def _worker_half(self, stores: list[dict[Address, bytes]], worker: FakeWorker) -> WorkerHalf:
+        for kind, store in zip(self._tiers.kinds, stores, strict=True):
+            if kind == "host":  # new memory
+                store.update((place, self._rng.randbytes(len(content))) for place, content in store.items())
+        return WorkerHalf(
+            self._tiers, stores, facts=self._facts, worker=worker, oracle=self._oracle, rng=self._rng,
+            schedule=lambda _, move: self._moves.append(move), count=self._count,
+        )  # fmt: skip
+
+    def _count(self, event: str, number: int) -> None:
+        self.counts[event] += number
 
     def _request(self, rid: int) -> Enqueue:
         rng = self._rng
@@ -111,7 +159,7 @@ class History:
         core, rng = self._core, self._rng
         for _ in range(20_000):
             due = [rank for rank in self._ranks if rank.plans]
-            if not due and not self._asked and not core.requests:
+            if not due and not self._asked and not core.requests and not core.is_busy:
                 break
             draw = rng.random()
             if self._asked and (draw < 0.2 or not due):
@@ -122,8 +170,13 @@ class History:
                 rid = rng.choice(list(core.requests))
                 core.cancel(rid)
                 self.counts["cancelled"] += 1
+            elif self._moves and (draw < 0.5 or not due):
+                self._moves.pop(0)()
             elif due:
                 core.apply(rng.choice(due).run())
+            for rank in self._ranks:
+                if (transferred := rank.take_transferred()) is not None:
+                    core.transferred(transferred)
             self._plan()
             for item in core.take_outputs():
                 self._take(item)
@@ -139,6 +192,7 @@ class History:
         assert isinstance(reply, Accepted)
         ids, limits = list(bytes_to_ids(request.prompt_ids)), request.limits
         self._expected[request.rid] = expected_output(ids, limits.max_tokens or 0, MAX_LEN, request.rid, False)
+        self._oracle.learn(ids + self._expected[request.rid], request.salt)
         self._output[request.rid] = []
 
     def _plan(self) -> None:
@@ -149,6 +203,7 @@ class History:
                 assert len(rank.plans) <= self._depth, "more plans than the depth in flight"
             self.counts["steps with an idle domain"] += any(not plan.rows for plan in plans)
             self.counts["steps of all domains"] += all(plan.rows for plan in plans)
+            self.counts["steps that only move KV"] += not any(plan.rows for plan in plans)
 
     def _lose_workers(self) -> None:
         self.counts["workers lost"] += 1
@@ -179,7 +234,7 @@ class History:
 
 COVERED = {
     "steps with an idle domain": 500, "steps of all domains": 500, "workers lost": 30, "cancelled": 30, "preempted": 20,
-    "cached tokens": 500,
+    "cached tokens": 500, "steps that only move KV": 100, "stored blocks": 500, "loads": 50, "failed loads": 10,
 }  # fmt: skip
 
 
@@ -193,7 +248,7 @@ def test_every_history_keeps_every_invariant() -> None:
     assert not {event: counts[event] for event, num in COVERED.items() if counts[event] < num}
 
 
-_plan, _apply, _reset, _choose = Domains.plan, Domains.apply, Domains.reset, Domains._choose
+_plan, _apply, _reset, _transferred = Domains.plan, Domains.apply, Domains.reset, Domains.transferred
 
 
 def _swap(self: Domains) -> Plans | None:
@@ -224,6 +279,10 @@ def _wrong_tokens(self: Domains) -> Plans | None:
     return plans and tuple(replace(plan, domain_tokens=plan.domain_tokens[::-1]) for plan in plans)
 
 
+def _transferred_elsewhere(self: Domains, message: Transferred) -> None:
+    _transferred(self, replace(message, rank=(message.rank + 1) % self.num_domains))
+
+
 def _add_to_two(self: Domains, message: Enqueue) -> Scheduler:
     self._schedulers[-1].add(message)
     return self._schedulers[0]
@@ -236,6 +295,7 @@ MUTANTS: dict[str, Callable[[], object]] = {
     "a step ends with its first answer": partial(patch.object, Domains, "apply", _end_with_the_first_answer),
     "steps of lost workers stay in flight": partial(patch.object, Domains, "reset", _keep_what_was_in_flight),
     "the domains know wrong numbers of tokens": partial(patch.object, Domains, "plan", _wrong_tokens),
+    "a domain hears of another one's transfers": partial(patch.object, Domains, "transferred", _transferred_elsewhere),
     "a request is in two domains": partial(patch.object, Domains, "_choose", _add_to_two),
 }
 
@@ -311,13 +371,13 @@ def test_what_is_told_of_all_domains() -> None:
     assert core.has_deadlines
     (plans,) = [core.plan()]
     assert plans is not None and core.num_pages_held == 6 and core.num_running == 2
-    assert [core.pages_of(rank) for rank in (0, 1)] == [(3, 0)] * 2
+    assert [core.of_rank(rank).pages() for rank in (0, 1)] == [(3, 0)] * 2
     for rank, plan in zip(ranks, plans, strict=True):
         rank.plans.append(plan)
         core.apply(rank.run())
     _run(core, ranks)
     assert core.groups() == (GroupSnapshot("full", 0, 6, 0, 0), GroupSnapshot("none", 0, 0, 0, 0))
-    assert [core.pages_of(rank) for rank in (0, 1)] == [(0, 3)] * 2
+    assert [core.of_rank(rank).pages() for rank in (0, 1)] == [(0, 3)] * 2
     counters = core.counters
     assert counters.num_passes == 2 * 3 and counters.num_pages_read == 2 * (9 + 10 + 11) / BLOCK_SIZE
     core.is_paused = True
@@ -328,3 +388,19 @@ def test_what_is_told_of_all_domains() -> None:
     core.expire(1e9)
     core.cancel(3)
     assert not core.requests
+
+
+def test_the_tiers_of_all_domains_are_told_together(tmp_path: Path) -> None:
+    """Counts and the sizes of each domain's own tiers add up. What all use together has the size that one knows."""
+    facts, specs = facts_of(PLAIN, BLOCK_SIZE), ("host,size=2000", f"shared,path={tmp_path},size=2000")
+    halves = [core_connector(of_domain(specs, domain, 2), facts) for domain in range(2)]
+    core = make(connectors=[half for half in halves if half is not None])
+    for num, scheduler in enumerate(core.schedulers, start=1):
+        assert scheduler.connector is not None
+        scheduler.connector.blocks_evicted([Evicted(i, bytes([i]) * 32, 0) for i in range(num)])
+    assert core.of_rank(1).tiers()[0].num_blocks == 2
+    assert core.tiers() == (
+        TierSnapshot("host", 3, 2 * (1000 // 96), 0, 3, 0, 0),
+        TierSnapshot("shared", 0, 2000 // (96 + HEADER_BYTES), 0, 0, 0, 0, is_common=True),
+    )
+    assert make().tiers() == ()

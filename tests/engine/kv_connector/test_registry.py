@@ -134,6 +134,14 @@ def test_only_sizes_of_tiers_change_while_requests_are_served(place: int, spec: 
         registry.check_smaller(START, START[:2])
 
 
+def test_each_domain_gets_a_part_of_what_is_not_common(tmp_path: Path) -> None:
+    specs = ("host,size=2K,eviction=cost", "disk,path=d,size=1M", "shared,path=s,size=1M", "mine:Class,path=p,size=3")
+    assert registry.of_domain(specs, 1, 2) == (
+        "host,size=1024,eviction=cost", "disk,path=d/domain-1-of-2,size=524288", *specs[2:]
+    )  # fmt: skip
+    assert registry.of_domain(specs, 0, 1) == specs
+
+
 def test_each_tier_gets_its_size(tmp_path: Path) -> None:
     specs = [f"host,size={8 * BLOCK_BYTES}", f"disk,path={tmp_path},size={8 * FILE_BYTES}"]
     core = registry.core_connector(specs, FACTS)
