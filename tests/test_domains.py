@@ -96,6 +96,7 @@ SWAPPED = (GROWING, wave(100, *[100] * 6), again(GROWING, 1000))
     [
         ("deepseek_v3", 14, ("host,size=2M",)),
         ("deepseek_v3", 14, ("host,size=64K", "disk,path={},size=2M")),
+        ("gemma3", 26, ("host,size=4M",)),
         pytest.param("qwen3_5", 22, ("host,size=4M",), marks=pytest.mark.long),
         pytest.param("deepseek_v3", 14, ("shared,path={},size=2M",), marks=pytest.mark.long),
     ],

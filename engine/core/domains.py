@@ -6,7 +6,7 @@ and budget, and what is planned for one domain never depends on another. Only th
 plan for each step, if need be an empty one, because its ranks must take part in it.
 
 A request gets its domain when it arrives and keeps it. It is the one with the least to compute before and for it: an
-idle domain, or the one that has its prefix.
+idle domain, or the one that has its prefix on its device or in tiers of its own.
 """
 
 from collections import ChainMap
@@ -78,12 +78,12 @@ class Domains:
 
     def _choose(self, message: Enqueue) -> Scheduler:
         """The domain that has the fewest positions to compute until it has those of this request, too; the first of
-        equals."""
+        equals. What only its own tiers have counts as computed."""
         ids = message.prompt_ids + message.resume_ids
         keys = self._keys(ids, self._first.root_of(message)) if self._first.prefix.enabled else []
 
         def num_positions(scheduler: Scheduler) -> int:
-            return scheduler.backlog - scheduler.prefix.num_found(keys)
+            return scheduler.backlog - scheduler.num_found(keys)
 
         return min(self._schedulers, key=num_positions)
 

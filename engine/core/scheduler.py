@@ -43,7 +43,7 @@ from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
-from .kv_connector import ChunkConnector, TierConnector
+from .kv_connector import ChunkConnector, DomainTier, TierConnector, item_name
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .micro_batches import MicroBatches, Turn
@@ -482,6 +482,16 @@ class Scheduler:
                 told, shape = groups.told(event.group), groups.shape_told(event.group)
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """Positions of the longest run of leading blocks with these keys on the device, and behind it in tiers that
+        other KV domains do not read. A request may find fewer."""
+        num, group = self.prefix.num_found(keys), self.pool.groups.full or 0
+        behind: object = self.connector  # of which mypy does not know that it can be both
+        if isinstance(behind, DomainTier):
+            names = [item_name(key, group) for key in keys[num // self.block_size :]]
+            num += behind.num_kept(names) * self.block_size
+        return num
 
     def of_rank(self, rank: int) -> "Scheduler":
         """The one that plans for this rank."""

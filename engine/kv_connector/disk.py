@@ -14,7 +14,7 @@ from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, is_part, open_folder
 from .block_storage import Storage
 from .file_meta import FilePlan
-from .ledger import Ledger, names_of, parent_name, tail_first
+from .ledger import Ledger, names_of, num_leading, parent_name, tail_first
 from .options import check_names, eviction_of, size_of
 from .states import StateIndex
 
@@ -66,6 +66,9 @@ class DiskCore:
 
     def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
         return self._states.behind(behind)
+
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        return num_leading(names, self._kept)
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         """What was evicted since it was matched will fail to load."""

@@ -2,6 +2,7 @@
 only the numbers of their steps; a mutant for each rule, which some history must notice; and how requests get their
 domain."""
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +13,19 @@ from unittest.mock import patch
 import pytest
 from fakes import EOS, VOCAB, FakeWorker, all_tokens, enqueue, expected_output
 from invariants import check
+from kv_instance import Running
 from msgspec.structs import replace
 from sim.oracle import Oracle
 from sim.stores import Address, TierOptions, WorkerHalf, core_half, facts_of
 
+from pagewire.engine.core.block_hash import root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.domains import Domains, Plans
 from pagewire.engine.core.groups import PLAIN
-from pagewire.engine.core.kv_connector import Evicted, TierConnector
+from pagewire.engine.core.kv_connector import Evicted, Held, Item, TierConnector
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.kv_connector.block_storage import HEADER_BYTES
+from pagewire.engine.kv_connector.chain import ChainCore
 from pagewire.engine.kv_connector.registry import core_connector, of_domain
 from pagewire.ipc.messages import (
     Accepted,
@@ -35,11 +39,13 @@ from pagewire.ipc.messages import (
     TokenBatch,
     Transferred,
     bytes_to_ids,
+    ids_to_bytes,
 )
 
 BLOCK_SIZE = 4
 MAX_LEN = 60
 NUM_HISTORIES = 60
+HOST = TierOptions(("host",), (20,), True, True, False, 0.0, "lru", 0.0, 0.0, 0.0)
 
 
 def make(
@@ -341,6 +347,44 @@ def test_a_request_follows_its_prefix_unless_that_domain_has_more_to_do() -> Non
     assert _add(core, 5, [50] * 32) == 0 and _add(core, 6, [51] * 55) == 1
     assert _add(core, 7, [*prompt, 9]) == 1, "23 positions more wait there, and it has 24 of them"
     assert _add(core, 8, [*prompt, 5]) == 0
+
+
+def test_a_request_follows_its_prefix_to_the_tiers_of_a_domain(tmp_path: Path) -> None:
+    """The blocks may be in several tiers. What is common is everywhere, so nobody follows it."""
+    facts = facts_of(PLAIN, BLOCK_SIZE)
+    specs = ("host,size=2K", f"disk,path={tmp_path}/disk,size=8K", f"shared,path={tmp_path}/shared,size=8K")
+    halves = [core_connector(of_domain(specs, domain, 2), facts) for domain in range(2)]
+    core = make(connectors=[half for half in halves if half is not None])
+    prompt = list(range(24))
+    keys = core._keys(ids_to_bytes(prompt), root_key(b"", b""))
+    held = [Held(Item(key, i, keys[i - 1] if i else None), (i,)) for i, key in enumerate(keys)]
+    chain = core.schedulers[1].connector
+    assert isinstance(chain, ChainCore)
+    host, disk, shared = chain.parts
+    asked = Running(1, array("i", prompt))
+    for tier, places in ((disk, (0, 3, 4)), (shared, (5,))):
+        tier.ended(asked, [held[i] for i in places])
+    host.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (1, 2)])
+    assert [scheduler.num_found(keys) for scheduler in core.schedulers] == [0, 20]
+    assert [scheduler.num_found(keys[2:]) for scheduler in core.schedulers] == [0, 12]
+    assert [scheduler.num_found([bytes(32), *keys]) for scheduler in core.schedulers] == [0, 0]
+    assert _add(core, 1, [*prompt, 9], max_tokens=1) == 1 and _add(core, 2, [50] * 9) == 0
+
+
+def test_what_is_behind_the_device_counts_with_what_is_on_it() -> None:
+    core, ranks = (
+        make(connectors=[core_half(HOST, [{}], facts_of(PLAIN, BLOCK_SIZE), Random(0)) for _ in range(2)]),
+        [Rank(number, 64, 8, 32) for number in range(2)],
+    )
+    prompt = list(range(24))
+    assert _add(core, 1, prompt[:9], max_tokens=1) == 0
+    _run(core, ranks)
+    keys = core._keys(ids_to_bytes(prompt), root_key(b"", b""))
+    first, second = core.schedulers
+    assert first.connector is not None and second.connector is not None
+    first.connector.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (0, 2, 3)])
+    second.connector.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (0, 1, 2)])
+    assert [scheduler.num_found(keys) for scheduler in core.schedulers] == [16, 12]
 
 
 def test_the_queue_of_all_domains_is_bounded() -> None:
