@@ -50,6 +50,7 @@ class DiskCore:
     def __init__(self, *, files: BlockFiles, size: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
         self._files = files
         self._size = self._target = size  # `_size` approaches `_target` plan by plan
+        self._facts = facts
         self._block_size = facts.block_size
         self._state_group = facts.state
         self._queue = queue  # of the names in `_kept`
@@ -133,7 +134,8 @@ class DiskCore:
 
     def resize(self, size: int) -> None:
         """What is too much is evicted plan by plan."""
-        self._target, self._size = size, max(size, self._size)
+        self._target = self._facts.share_of(size)
+        self._size = max(self._target, self._size)
 
     def close(self) -> None:
         pass
