@@ -3,8 +3,9 @@ all domains, whichever of them have tokens."""
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import checkpoints
 import families
@@ -14,6 +15,7 @@ from domain_ranks import DomainRanks
 from engine_loop import Loop
 from fakes import enqueue
 from msgspec.structs import replace
+from redis_server import needs_redis, redis_server
 from waiting import until
 
 from pagewire.engine.core.loads import Loads
@@ -118,33 +120,37 @@ def test_tiers_behind_domains(
     assert [tier.name for tier in ranks.core.tiers()] == [spec.partition(",")[0] for spec in tiers]
 
 
-def test_a_domain_reads_what_another_one_has_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["shared", pytest.param("redis", marks=needs_redis)])
+def test_a_domain_reads_what_another_one_has_shared(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So does the next engine; keys and folder say nothing of the domain that has computed a block."""
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
     folder = families.make_family(tmp_path, "deepseek_v3")
-    flags: dict[str, Any] = {"dtype": "float32", "kv_connector": (f"shared,path={tmp_path / 'kv'},size=2M",)}
     (first,) = wave(0, 90)
     busy, second = request(50, [7] * 150), replace(first, rid=51)
     expected = Loop(folder, dtype="float32").serve([first, busy, second])
-
-    def files() -> list[Path]:
-        return [path for path in (tmp_path / "kv").rglob("*.[0-9]*") if path.name[0] != "."]
-
     num_saved = [0, 5, 14, 14]  # blocks that ended requests had filled before each wave
+    with redis_server() if name == "redis" else nullcontext() as server:
+        where = f"path={tmp_path / 'kv'}" if server is None else f"url={server.url},timeout_ms=60000"
 
-    def wait_for_files() -> None:
-        num = num_saved.pop(0)
-        until(lambda: len(files()) == num, f"{num} blocks are saved")
+        def names() -> list[str]:
+            if server is not None:
+                return list(map(str, cast(list[bytes], server.call("KEYS", "*.[0-9]*"))))
+            return [str(path) for path in (tmp_path / "kv").rglob("*.[0-9]*") if path.name[0] != "."]
 
-    for is_again in (False, True):
-        ranks = DomainRanks(folder, 2, before_wave=wait_for_files, **flags)
-        assert ranks.serve([first], [busy, second]) == expected
-        assert ranks.domain_of == {0: {0}, 50: {0}, 51: {1}}
-        nums = [tier.num_hit_tokens for scheduler in ranks.core.schedulers for tier in scheduler.tiers()]
-        assert nums == [80 + 144 if is_again else 0, 80]
-        (tier,) = ranks.core.tiers()
-        assert 0 < tier.num_blocks <= len(files()) and tier.capacity == (2 << 20) // files()[0].stat().st_size
-    assert not list((tmp_path / "kv").glob("[rd]*-of-2"))
+        def wait_for_blocks() -> None:
+            num = num_saved.pop(0)
+            until(lambda: len(names()) == num, f"{num} blocks are saved")
+
+        for is_again in (False, True):
+            connector = (f"{name},{where},size=2M",)
+            ranks = DomainRanks(folder, 2, before_wave=wait_for_blocks, dtype="float32", kv_connector=connector)
+            assert ranks.serve([first], [busy, second]) == expected
+            assert ranks.domain_of == {0: {0}, 50: {0}, 51: {1}}
+            nums = [tier.num_hit_tokens for scheduler in ranks.core.schedulers for tier in scheduler.tiers()]
+            assert nums == [80 + 144 if is_again else 0, 80]
+            (tier,) = ranks.core.tiers()
+            assert 0 < tier.num_blocks <= len(names()) and tier.is_common
+        assert not any("-of-2" in each for each in names())
 
 
 @pytest.mark.parametrize("how", [DEALT, pytest.param(TO_ALL, marks=pytest.mark.long)])
