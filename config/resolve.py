@@ -360,8 +360,6 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
         (_STAGES, options.pipeline_parallel_size > 1),
         ("--speculative", options.speculative is not None),
         ("--kv-connector p2p", any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector)),
-        ("--extension", options.extension is not None),
-        ("--record-trace", options.record_trace is not None),
         ("--nnodes", config.service.nnodes > 1),
     ):
         if is_asked:

@@ -13,12 +13,11 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
-from ..engine.core.domains import AnyScheduler, Domains
+from ..engine.core.domains import AnyScheduler
 from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.expert_placement import Balancer
 from ..engine.core.kv_connector import TierConnector
 from ..engine.core.planner import Lateness
-from ..engine.core.scheduler import Scheduler
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
 from ..engine.kv_connector.registry import core_connector, of_domain, resize
@@ -341,17 +340,12 @@ class CoreActor:
             path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
             self._trace = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
             connectors = [trace.TracedConnector(connector, self._record) for connector in connectors]
-        extension = None
+        extensions = []
         if config.extension is not None:
             kind, options = load_extension(config.extension)
-            extension = kind.core(options)
+            extensions = [kind.core(options) for _ in range(config.kv_domains)]
         by_args = offer.keys_by_args
-
-        def make(domain: int = 0, beside: Scheduler | None = None) -> Scheduler:
-            connector = connectors[domain] if connectors else None
-            return trace.make_scheduler(config, num_pages, connector, extension, groups, beside, keys_by_args=by_args)
-
-        self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
+        self._scheduler = trace.make_schedulers(config, num_pages, connectors, extensions, groups, keys_by_args=by_args)
         self._scheduler.counters.expert_share = max(other.reads.expert_share for other in self._offers.values())
         self._record(trace.Opened(config, num_pages, groups, by_args))
         if self._settings != config:
@@ -473,8 +467,7 @@ class CoreActor:
     def _plan(self, scheduler: AnyScheduler) -> bool:
         """Sends the plan of the next step, or that of each domain, if there is something to do."""
         plan = scheduler.plan()
-        if not isinstance(plan, tuple):
-            self._record(trace.Planned(plan))
+        self._record(trace.Planned.of(plan))
         if plan is None:
             return False
         if scheduler.num_in_flight == 1:

@@ -16,9 +16,9 @@ from thread_ranks import ThreadGroup, of_ranks
 
 from pagewire.engine.core.domains import Domains, Plans
 from pagewire.engine.core.kv_connector import TierConnector
-from pagewire.engine.core.scheduler import Scheduler
-from pagewire.engine.core.trace import make_scheduler
+from pagewire.engine.core.trace import make_schedulers
 from pagewire.engine.device.queue import EagerQueue
+from pagewire.engine.extension import load_extension
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.registry import core_connector, of_domain
 from pagewire.engine.parallel.rank import RankInfo
@@ -110,15 +110,18 @@ class DomainRanks:
 
     def _open_core(self, loaded: Runner, rank_bytes: tuple[int, ...]) -> None:
         config, num = self._config, self._config.kv_domains
-
-        def make(domain: int, beside: Scheduler | None) -> Scheduler:
+        for domain in range(num):
             facts = ConnectorFacts.of(config, rank_bytes, loaded.groups, rank=domain)
             connector = core_connector(of_domain(config.kv_connector, domain, num), facts)
             if connector is not None:
                 self._connectors.append(connector)
-            return make_scheduler(config, self._num_pages, connector, groups=loaded.groups, beside=beside)
-
-        self.core = Domains(make, num)
+        extensions = []
+        if config.extension is not None:
+            kind, options = load_extension(config.extension)
+            extensions = [kind.core(options) for _ in range(num)]
+        core = make_schedulers(config, self._num_pages, self._connectors, extensions, loaded.groups)
+        assert isinstance(core, Domains)
+        self.core = core
 
     def _conduct(self) -> None:
         """Applies the results of a round and makes the plans of the next one."""

@@ -2,6 +2,7 @@
 all domains, whichever of them have tokens."""
 
 import random
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -151,6 +152,19 @@ def test_a_domain_reads_what_another_one_has_shared(name: str, tmp_path: Path, m
             (tier,) = ranks.core.tiers()
             assert 0 < tier.num_blocks <= len(names()) and tier.is_common
         assert not any("-of-2" in each for each in names())
+
+
+def test_each_domain_has_an_extension_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """One whose attention reads a part of the blocks, as many as the core half says of the rows of a plan."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+    request.addfinalizer(lambda: [sys.modules.pop(name, None) for name in ("topk_blocks", "topk_attention")])
+    folder = checkpoints.make_checkpoint(tmp_path, "qwen3")
+    flags: dict[str, Any] = {"dtype": "float32", "extension": "topk_blocks:TopkBlocks,share=0.01,least=2"}
+    found = DomainRanks(folder, 2, **flags).serve(*WAVES)
+    assert found == expected_of(folder, **flags)
+    assert found != expected_of(folder, dtype="float32")
 
 
 @pytest.mark.parametrize("how", [DEALT, pytest.param(TO_ALL, marks=pytest.mark.long)])

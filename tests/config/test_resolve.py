@@ -83,8 +83,6 @@ _DOMAINS = {**_RANKS, "kv_domains": 2}
         ({**_DOMAINS, "pipeline_parallel_size": 2}, "is not there with --pipeline-parallel-size; leave one"),
         ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative"),
         ({**_DOMAINS, "kv_connector": ("host,size=1M", "p2p,serve=x")}, "is not there with --kv-connector p2p; leave"),
-        ({**_DOMAINS, "extension": "m:c"}, "is not there with --extension"),
-        ({**_DOMAINS, "record_trace": "t"}, "is not there with --record-trace"),
     ],
 )
 def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from waiting import until
 
 from pagewire import LLM, SamplingParams
+from pagewire.engine.core import trace
 from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
@@ -58,7 +59,8 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     tiers = [f"{name},{where}size=4M" for name, where in (
         ("host", ""), ("disk", f"path={tmp_path}/disk,"), ("shared", f"path={tmp_path}/shared,"))]  # fmt: skip
     events = f"ipc://{tmp_path}/events"
-    flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K")
+    steps = tmp_path / "steps"
+    flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K", "--record-trace", str(steps))
     server = start(str(folder), "--dtype", "float32", *DOMAINS, "--enable-expert-parallel", *flags).wait_ready()
     assert _complete(server, PROMPTS, temperature=0) == greedy
     assert _complete(server, PROMPTS, temperature=0) == greedy, "with what the domains have cached"
@@ -86,6 +88,9 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     assert server.children()["core"].pid == core
     assert _complete(server, PROMPTS, temperature=0) == greedy
     assert server.stop() == 0, server.log.read_text()
+    with steps.open("rb") as file:
+        num_plans, difference = trace.replay(trace.read(file))
+    assert num_plans > 100 and difference is None
 
 
 @pytest.mark.parametrize(

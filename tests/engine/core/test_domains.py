@@ -18,17 +18,23 @@ from msgspec.structs import replace
 from sim.oracle import Oracle
 from sim.stores import Address, TierOptions, WorkerHalf, core_half, facts_of
 
+from pagewire.config.config import EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
+from pagewire.config.resolve import resolve
+from pagewire.engine.core import trace
 from pagewire.engine.core.block_hash import root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.domains import Domains, Plans
 from pagewire.engine.core.groups import PLAIN
 from pagewire.engine.core.kv_connector import Evicted, Held, Item, TierConnector
+from pagewire.engine.core.policy import PolicyName
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.kv_connector.block_storage import HEADER_BYTES
 from pagewire.engine.kv_connector.chain import ChainCore
 from pagewire.engine.kv_connector.registry import core_connector, of_domain
 from pagewire.ipc.messages import (
     Accepted,
+    Cancel,
     Enqueue,
     Failed,
     GroupSnapshot,
@@ -110,8 +116,10 @@ class Rank:
 class History:
     """Requests that arrive and are cancelled, domains that answer when they like, and workers that are lost."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, record: Callable[[trace.Event], None] = lambda _: None) -> None:
+        """record: called with what a trace of the history holds."""
         self._rng = rng = Random(seed)
+        self._record = record
         self.counts: Counter[str] = Counter()
         self._num_domains = rng.choice([2, 2, 3, 4])
         self._num_blocks = rng.randint(MAX_LEN // BLOCK_SIZE, 22)
@@ -124,17 +132,31 @@ class History:
         self._stores: list[list[dict[Address, bytes]]] = [[{} for _ in kinds] for _ in range(self._num_domains)]
         self._connectors = [core_half(self._tiers, own, self._facts, rng) for own in self._stores if kinds]
         self._moves: list[Callable[[], None]] = []  # parts of transfers that are due
+        policy: PolicyName = rng.choice(["fcfs", "priority", "fair"])
         self._core = make(
             self._num_domains, num_blocks=self._num_blocks, max_num_seqs=self._max_num_seqs, depth=self._depth,
-            max_num_batched_tokens=self._budget, policy=rng.choice(["fcfs", "priority", "fair"]),
-            connectors=self._connectors,
+            max_num_batched_tokens=self._budget, policy=policy,
+            connectors=[trace.TracedConnector(connector, record) for connector in self._connectors],
         )  # fmt: skip
+        record(trace.Opened(self._config(policy, kinds), self._num_blocks))
         self._new_workers()
         self._stem = [rng.randrange(VOCAB) for _ in range(20)]
         self._asked = [self._request(rid) for rid in range(rng.randint(1, 25))]
         self._expected: dict[int, list[int]] = {}
         self._output: dict[int, list[int]] = {}
         self._ends: dict[int, str] = {}
+
+    def _config(self, policy: PolicyName, kinds: Sequence[str]) -> EngineConfig:
+        """As which a trace knows the engine."""
+        model = ModelFacts(
+            path="", name="m", max_position=MAX_LEN, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
+        )
+        asked = make_config(
+            tensor_parallel_size=self._num_domains, kv_domains=self._num_domains, pipeline_depth=self._depth,
+            max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._budget, scheduling_policy=policy,
+            kv_connector=tuple(f"{kind},size=1" for kind in kinds),
+        )  # fmt: skip
+        return replace(resolve(asked, model, MachineFacts(num_cores=1)), block_size=BLOCK_SIZE)
 
     def _new_workers(self) -> None:
         sizes = self._num_blocks, self._max_num_seqs, self._budget
@@ -174,14 +196,17 @@ class History:
                 self._lose_workers()
             elif draw < 0.25 and core.requests:
                 rid = rng.choice(list(core.requests))
+                self._record(Cancel((rid,)))
                 core.cancel(rid)
                 self.counts["cancelled"] += 1
             elif self._moves and (draw < 0.5 or not due):
                 self._moves.pop(0)()
             elif due:
-                core.apply(rng.choice(due).run())
+                self._record(result := rng.choice(due).run())
+                core.apply(result)
             for rank in self._ranks:
                 if (transferred := rank.take_transferred()) is not None:
+                    self._record(transferred)
                     core.transferred(transferred)
             self._plan()
             for item in core.take_outputs():
@@ -194,6 +219,7 @@ class History:
         return self.counts
 
     def _arrive(self, request: Enqueue) -> None:
+        self._record(trace.Arrived(request, 0.0))
         (reply,) = self._core.add(request)
         assert isinstance(reply, Accepted)
         ids, limits = list(bytes_to_ids(request.prompt_ids)), request.limits
@@ -202,7 +228,11 @@ class History:
         self._output[request.rid] = []
 
     def _plan(self) -> None:
-        while (plans := self._core.plan()) is not None:
+        while True:
+            plans = self._core.plan()
+            self._record(trace.Planned.of(plans))
+            if plans is None:
+                return
             assert len(plans) == self._num_domains and len({plan.step for plan in plans}) == 1, plans
             for rank, plan in zip(self._ranks, plans, strict=True):
                 rank.plans.append(plan)
@@ -214,6 +244,7 @@ class History:
     def _lose_workers(self) -> None:
         self.counts["workers lost"] += 1
         self._new_workers()
+        self._record(trace.WorkerLost())
         self._core.reset()
 
     def _take(self, item: Opened | TokenBatch | Failed) -> None:
@@ -311,6 +342,22 @@ def test_some_history_fails_for_each_mutant(name: str) -> None:
     with MUTANTS[name](), pytest.raises((AssertionError, KeyError, ValueError)):  # type: ignore[attr-defined]
         for seed in range(NUM_HISTORIES):
             History(seed).run()
+
+
+def test_a_history_is_replayed_from_its_trace() -> None:
+    """Also what tiers have answered of where a request belongs. A trace in which domains are exchanged is found out."""
+    num_plans, num_answers = 0, 0
+    for seed in range(NUM_HISTORIES // 3):
+        events: list[trace.Event] = []
+        History(seed, events.append).run()
+        planned = {i: each.plans for i, each in enumerate(events) if isinstance(each, trace.Planned) and each.plans}
+        assert trace.replay(events) == (len(planned), None), seed
+        num_plans += len(planned)
+        place = max(i for i, plans in planned.items() if plans[0].rows != plans[-1].rows)
+        changed = [*events[:place], trace.Planned.of(planned[place][::-1]), *events[place + 1 :]]
+        assert "differs" in (trace.replay(changed)[1] or ""), seed
+        num_answers += sum(isinstance(event, trace.Counted) and event.num > 0 for event in events)
+    assert num_plans > 1000 and num_answers > 10
 
 
 def _add(core: Domains, rid: int, prompt: list[int], **more: object) -> int:
