@@ -148,7 +148,13 @@ def _check_machines(config: Config) -> int:
 
 def check_one_machine(options: EngineOptions, what: str) -> None:
     """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
-    if any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector):
+    names = {spec.partition(",")[0] for spec in options.kv_connector}
+    if options.kv_domains > 1 and (in_folders := sorted(names & {"disk", "shared"})):
+        raise ConfigError(
+            f"--kv-connector {in_folders[0]} with --kv-domains is for engines whose ranks are all on one machine, "
+            f"because the core looks at the folder that each domain writes to; leave it or {what} out."
+        )
+    if "p2p" in names:
         raise ConfigError(
             "--kv-connector p2p is for engines whose ranks are all on one machine, where each answers at a port of its "
             f"own; leave it or {what} out."
@@ -360,7 +366,6 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
         (_STAGES, options.pipeline_parallel_size > 1),
         ("--speculative", options.speculative is not None),
         ("--kv-connector p2p", any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector)),
-        ("--nnodes", config.service.nnodes > 1),
     ):
         if is_asked:
             raise ConfigError(f"{flag} is not there with {other}; leave one of them out.")

@@ -90,6 +90,13 @@ def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:
         decide(make_config(**flags))
 
 
+def test_domains_on_several_machines_have_tiers_that_all_of_them_see() -> None:
+    assert decide(make_config(**_DOMAINS, nnodes=2, kv_connector=("host,size=1M", "redis,url=unix:///r,size=1M")))
+    for name in ("disk", "shared"):
+        with pytest.raises(ConfigError, match=rf"--kv-connector {name} with --kv-domains is for .* or --nnodes out"):
+            decide(make_config(**_DOMAINS, nnodes=2, kv_connector=("host,size=1M", f"{name},path=d,size=1M")))
+
+
 def test_domains_are_for_described_models() -> None:
     assert on_gpu(90, tensor_parallel_size=2, kv_domains=2).kv_domains == 2
     with pytest.raises(ConfigError, match="--kv-domains 2 is not there with --attention-backend torch"):
