@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0  # of the latencies
 _HISTORY = 60  # readings in the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_STATES = {"busy": "█", "input": "▒", "ids": "░", "plan": "·"}  # of a pipeline's stage
+_STATES = {"busy": "█", "input": "▒", "ids": "░", "output": "╌", "plan": "·"}  # of a pipeline's stage
 _KINDS = {
     "kv_used": "KV in use",
     "kv_cached": "KV cached",
@@ -197,7 +197,8 @@ class Screen:
         for stage, shares in stage_shares(before, now).items():
             busy = f"{100 * shares['busy']:.0f} %" if shares else "idle"
             table.add_row(f"stage {stage} busy", busy, stage_bar(shares))
-        waits = f"{_STATES['input']} waits for the stage before, {_STATES['ids']} for ids, {_STATES['plan']} for a plan"
+        names = {"input": "the stage before", "ids": "ids", "output": "the stage behind", "plan": "a plan"}
+        waits = "waits for " + ", ".join(f"{_STATES[state]} {name}" for state, name in names.items())
         table.add_row("bubbles", f"{100 * now.mean('pipeline_bubble_ratio'):.0f} %", waits)
         return table
 
@@ -293,7 +294,7 @@ def _bar(share: float, width: int = 40) -> str:
 
 def stage_bar(shares: Mapping[str, float], width: int = 40) -> str:
     """The states of a stage one after the other, each in its own character; `plan` fills what rounding leaves."""
-    bar = "".join(_STATES[state] * round(shares.get(state, 0.0) * width) for state in ("busy", "input", "ids"))
+    bar = "".join(_STATES[state] * round(shares.get(state, 0.0) * width) for state in _STATES if state != "plan")
     return bar[:width].ljust(width, _STATES["plan"]) if shares else ""
 
 

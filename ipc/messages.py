@@ -473,7 +473,6 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
     fault: Literal["out_of_memory"] | None = None
     mask_wait_ms: float = 0.0  # that the pass waited for `LateMasks` before it sampled; not part of `device_ms`
-    stage_times: bytes = b""  # float32 [stages × 3]: `Hidden.times` of all stages; empty: there is one stage
     domain: int = 0  # whose plan it was
     failed: dict[int, RowFailure] = {}  # index into the plan's rows → why its request fails; the others count
     num_failed_calls: int = 0  # of the runner plugin, since the last result
@@ -488,7 +487,6 @@ class Hidden(Struct, frozen=True, array_like=True, tag=True):
     """
 
     step: int
-    times: bytes  # float32 [stages so far × 3]: seconds since their last step, busy, waiting for input and for ids
     device_ms: float = 0.0  # of the slowest stage so far
     starts: bytes = b""  # int32 [plan's rows]: the first position of each; empty: no step has draft tokens
     num_drafts: bytes = b""  # int32 [num_speculative]: draft tokens of each row; empty: there are none
@@ -552,6 +550,15 @@ class ProcessUsage(Struct, frozen=True, array_like=True):
     shared_bytes: int = 0  # and of shared memory, such as packed weights; every process that maps it counts it
 
 
+class StageSeconds(Struct, frozen=True, array_like=True):
+    """Where a stage of a pipeline has spent its time."""
+
+    busy: float
+    input: float = 0.0  # it waited for the stage before, with a plan at hand,
+    ids: float = 0.0  # for the ids that the last stage samples; only the first stage,
+    output: float = 0.0  # and for the stage that takes its result; only GPUs
+
+
 class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
     """worker → core, about once a second: what the rank takes of its machine and its device."""
 
@@ -562,6 +569,7 @@ class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
     bandwidth_source: Literal["", "measured", "nominal"] = ""  # nominal: clock × width of the bus, by NVML
     gpu: dict[str, float] = {}  # what NVML says of the device, by its name in /metrics
     available_bytes: int = 0  # of the host's memory, that its machine or cgroup can still give; 0: unknown
+    stage: StageSeconds | None = None  # since the last report, if there are several stages
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -799,10 +807,8 @@ class GroupSnapshot(Struct, frozen=True, array_like=True):
 class StageSnapshot(Struct, frozen=True, array_like=True):
     """The seconds of one stage of a pipeline while plans were in flight."""
 
-    busy_s: float
-    plan_s: float  # it waited for a plan,
-    input_s: float  # for the stage before, with a plan at hand,
-    ids_s: float  # and for the ids that the last stage samples; only the first stage
+    seconds: StageSeconds
+    plan_s: float  # it waited for a plan
 
 
 class WorkerSnapshot(Struct, frozen=True, array_like=True):

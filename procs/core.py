@@ -115,8 +115,9 @@ class CoreActor:
         self._usages: dict[int, WorkerUsage] = {}  # by rank
         self._mask_times = MaskTimes()
         self._is_watching = False  # a call of `_take_back` is due
-        # Devices do not tell what they wait for.
-        self._pipeline_times = PipelineTimes(config.pipeline_parallel_size) if config.stages_by_mail else None
+        self._pipeline_times = (
+            PipelineTimes(config.pipeline_parallel_size) if config.pipeline_parallel_size > 1 else None
+        )
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
@@ -138,6 +139,10 @@ class CoreActor:
         num_steps = 0
         for message in messages:
             if isinstance(message, StepResult):
+                if self._pipeline_times is not None and not self._config.stages_by_mail:
+                    # Only the last stage has said how long it took, and the slowest one is the step.
+                    device_ms = message.device_ms * self._pipeline_times.slowest()
+                    message = structs.replace(message, device_ms=device_ms)
                 self._record(message)
                 if not message.domain:  # all domains take part in each step
                     self._note_times(message, started)
@@ -148,7 +153,7 @@ class CoreActor:
             elif isinstance(message, Settings):
                 self._settle(message)
             elif isinstance(message, WorkerUsage):
-                self._usages[message.rank] = message
+                self._take_usage(message)
             else:
                 self._take(message)
         if self._scheduler is not None:
@@ -159,6 +164,12 @@ class CoreActor:
         if num_steps:
             self._step_times.handled(num_steps, time.monotonic() - started)
 
+    def _take_usage(self, usage: WorkerUsage) -> None:
+        self._usages[usage.rank] = usage
+        stage, number = divmod(usage.rank, self._config.tensor_parallel_size)
+        if self._pipeline_times is not None and usage.stage is not None and number == 0:
+            self._pipeline_times.take(stage, usage.stage, time.monotonic())
+
     def _note_times(self, result: StepResult, now: float) -> None:
         """now: when it came (monotonic s)."""
         device_s, mask_wait_s = result.device_ms / 1000, result.mask_wait_ms / 1000
@@ -166,8 +177,6 @@ class CoreActor:
         self._roof.answered(device_s)
         self._mask_times.stepped(device_s)
         self._oldest_plan_at = now
-        if self._pipeline_times is not None:
-            self._pipeline_times.answered(result.stage_times)
 
     def _take(self, message: ToCore) -> None:
         match message:
@@ -556,7 +565,7 @@ class CoreActor:
     def _tell_counters(self, scheduler: AnyScheduler) -> Snapshot:
         counters = scheduler.counters
         times = self._pipeline_times
-        stages, bubble_ratio = ((), 0.0) if times is None else times.report(time.monotonic())
+        stages, bubble_ratio = ((), 0.0) if times is None else times.report()
         prompt_ms, load_ms = scheduler.prices()
         snapshot = Snapshot(
             step=scheduler.step,

@@ -1,53 +1,76 @@
 """How busy the stages of a pipeline are, as the core sees it: each stage's seconds, and the share that is lost.
 
-A stage measures how long it is busy, and how long a plan that it has waits for input or for ids; the numbers come with
-each result. While plans are in flight, the rest of a stage's time is a wait for a plan.
+A stage measures how long it is busy, and how long a plan that it has waits for other stages; the numbers come twice a
+second. Until then its time with plans in flight is noted; what is left of it is a wait for a plan.
 """
 
-import struct
 from collections import deque
+from typing import NamedTuple
 
-from ..ipc.messages import StageSnapshot
+from ..ipc.messages import StageSeconds, StageSnapshot
 
-_WINDOW_S = 10.0  # of `bubble_ratio`
+_WINDOW_S = 10.0  # of the bubble ratio
+
+
+class _Sample(NamedTuple):
+    at: float
+    busy_s: float
+    in_flight_s: float
+
+
+class _Stage:
+    def __init__(self) -> None:
+        self.seconds = StageSeconds(0.0)
+        self.samples: deque[_Sample] = deque([_Sample(0.0, 0.0, 0.0)])  # when it has reported
+
+    def report(self, seconds: StageSeconds, now: float, in_flight_s: float) -> None:
+        old, samples = self.seconds, self.samples
+        self.seconds = StageSeconds(
+            old.busy + seconds.busy, old.input + seconds.input, old.ids + seconds.ids, old.output + seconds.output
+        )
+        samples.append(_Sample(now, self.seconds.busy, in_flight_s))
+        while len(samples) > 2 and samples[1].at <= now - _WINDOW_S:
+            samples.popleft()
+
+    @property
+    def waited_s(self) -> float:
+        """For a plan."""
+        spent = self.seconds
+        return max(0.0, self.samples[-1].in_flight_s - spent.busy - spent.input - spent.ids - spent.output)
 
 
 class PipelineTimes:
     """Of the first rank of each stage."""
 
     def __init__(self, num_stages: int) -> None:
-        self._format = struct.Struct(f"<{3 * num_stages}f")
-        self._seconds = [[0.0] * 3 for _ in range(num_stages)]  # busy, input, ids
+        self._stages = [_Stage() for _ in range(num_stages)]
         self._in_flight_s = 0.0
         self._since: float | None = None  # plans are in flight, and the time until then is counted
-        self._samples: deque[tuple[float, float, float]] = deque()  # (when, busy seconds of all stages, in flight)
 
-    def answered(self, stage_times: bytes) -> None:
-        """The numbers of a `StepResult`."""
-        found = self._format.unpack(stage_times)
-        for stage, seconds in enumerate(self._seconds):
-            for state in range(3):
-                seconds[state] += found[3 * stage + state]
+    def take(self, stage: int, seconds: StageSeconds, now: float) -> None:
+        """What a stage reports, in seconds of a monotonic clock."""
+        self.note(now, is_in_flight=self._since is not None)
+        self._stages[stage].report(seconds, now, self._in_flight_s)
 
     def note(self, now: float, *, is_in_flight: bool) -> None:
-        """Whether plans are in flight from now on, in seconds of a monotonic clock."""
+        """Whether plans are in flight from now on."""
         if self._since is not None:
             self._in_flight_s += now - self._since
         self._since = now if is_in_flight else None
 
-    def report(self, now: float) -> tuple[tuple[StageSnapshot, ...], float]:
-        """(the stages' totals, the share of their time that was lost in the last ten seconds in flight)"""
-        self.note(now, is_in_flight=self._since is not None)
-        stages = tuple(
-            StageSnapshot(busy, max(0.0, self._in_flight_s - busy - waited - ids), waited, ids)
-            for busy, waited, ids in self._seconds
-        )
-        busy = sum(seconds[0] for seconds in self._seconds)
-        samples = self._samples
-        samples.append((now, busy, self._in_flight_s))
-        while len(samples) > 2 and samples[1][0] <= now - _WINDOW_S:
-            samples.popleft()
-        in_flight = self._in_flight_s - samples[0][2]
-        if not in_flight:
-            return stages, 0.0
-        return stages, min(1.0, max(0.0, 1 - (busy - samples[0][1]) / (len(stages) * in_flight)))
+    def slowest(self) -> float:
+        """The busiest stage's busy time in the last ten seconds or more, in relation to that of the last stage; 1 if
+        there are no reports."""
+        busy = [stage.samples[-1].busy_s - stage.samples[0].busy_s for stage in self._stages]
+        return max(busy) / busy[-1] if busy[-1] > 0 else 1.0
+
+    def report(self) -> tuple[tuple[StageSnapshot, ...], float]:
+        """(the stages' totals, the share of their time that was lost in the last ten seconds or more of their reports,
+        while plans were in flight)"""
+        snapshots = tuple(StageSnapshot(each.seconds, each.waited_s) for each in self._stages)
+        busy = in_flight = 0.0
+        for stage in self._stages:
+            first, last = stage.samples[0], stage.samples[-1]
+            busy += last.busy_s - first.busy_s
+            in_flight += last.in_flight_s - first.in_flight_s
+        return snapshots, min(1.0, max(0.0, 1 - busy / in_flight)) if in_flight else 0.0

@@ -8,7 +8,8 @@ never exceeds a budget.
 Models are loaded one at a time, in the order in which they were asked for. If memory is short, the models that were
 used least recently are unloaded: at once if they are idle, and after `PATIENCE_S` also if they are busy. Loads for
 which another model must go take at most `LOAD_SHARE` of the time, after a burst of `LOAD_BURST_S`: however requests
-alternate, most of the time is spent on answers. Requests wait meanwhile, and all that wait for a model are answered
+alternate, most of the time is spent on answers. If nobody waits any more for the model that others went
+for, the next load of any model counts. Requests wait meanwhile, and all that wait for a model are answered
 when it is loaded.
 """
 
@@ -65,7 +66,7 @@ class Resident(Struct):
     users: set[str] = set()  # those that have open requests for it; never empty while it answers
     wanted_since: float | None = None  # it is asked for and not loaded
     load_s: float = 0.0  # what its last load took; 0: none has ended
-    evicts: bool = False  # others had to go for its present load
+    evicts: bool = False  # others had to go before its present load
     problem: str = ""  # why it failed last
     is_asked: bool = False  # an administrator wants it, though nobody uses it
     num_failures: int = 0  # since it was loaded last
@@ -90,6 +91,7 @@ class Residency:
         self.models = [Resident(number, each, each.keep_alive_s, since=now) for number, each in enumerate(terms)]
         for model in self.models:
             model.wanted_since = now if model.terms.is_pinned else None
+        self._has_evicted = False  # models had to go since the last load began, for whichever other one
         self._debt_s = 0.0  # of loads for which others had to go, beyond their share of the time
         self._debt_at = now
 
@@ -193,11 +195,12 @@ class Residency:
         if wanted is None or any(model.state == "loading" for model in self.models):
             return actions
         if _fits(self._lack(wanted)):
+            wanted.evicts, self._has_evicted = self._has_evicted, False
             self._enter(wanted, "loading", now)
             actions.append(Load(wanted.number))
         elif not _fits(self._lack(wanted, with_leaving=False)) and self._may_evict_at(now) <= now:
             for victim in self._victims(wanted, now):
-                wanted.evicts = True
+                self._has_evicted = True
                 actions.append(self._unload(victim, now))
         return actions
 
@@ -222,7 +225,6 @@ class Residency:
         is_wanted = model.state == "unloaded" and (bool(model.users) or model.terms.is_pinned or model.is_asked)
         if not is_wanted:
             model.wanted_since = None
-            model.evicts = model.evicts and model.state == "loading"  # nobody asks for it any more
         elif model.wanted_since is None:
             model.wanted_since = now
 

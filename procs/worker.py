@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
-_USAGE_S = 0.9  # between reports of what the rank takes; pings come twice a second
+_USAGE_S = 0.9  # between reports of what the rank takes; pings come twice a second, and stages report each time
 _LOAD_STEPS = 1000  # between reports of the experts' load
 
 
@@ -190,16 +190,15 @@ class Worker:
         found = self._started().run_stage(plan, hidden)
         self._answered_one()
         self._times.ends()
-        before_ms, before = (0.0, b"") if hidden is None else (hidden.device_ms, hidden.times)
+        before_ms = 0.0 if hidden is None else hidden.device_ms
         device_ms = max(before_ms, (time.perf_counter() - started) * 1000)
-        times = before + self._times.take()
         if isinstance(found, Hidden):
-            self._post(self._next, structs.replace(found, times=times, device_ms=device_ms))
+            self._post(self._next, structs.replace(found, device_ms=device_ms))
             return
         if 1 in plan.sample or found.fault is not None:
             self._post(self._next, SampledIds(plan.step, found.ids, found.num_sampled, found.fault))
         if self._rank_info.t == 0:
-            self._post("core", structs.replace(found, device_ms=device_ms, stage_times=times))
+            self._post("core", structs.replace(found, device_ms=device_ms))
 
     def _answered_one(self) -> None:
         self._num_answered += 1
@@ -229,9 +228,9 @@ class Worker:
         self._num_seen = self._num_answered
 
     def _report_usage(self) -> None:
-        """Tells the core what the rank takes of its machine, about once a second."""
+        """Tells the core what the rank takes of its machine, about once a second, and where a stage spends its time."""
         now = time.monotonic()
-        if now - self._reported_at < _USAGE_S:
+        if now - self._reported_at < _USAGE_S and self._config.pipeline_parallel_size == 1:
             return
         self._reported_at = now
         runner = self._started()
@@ -239,6 +238,7 @@ class Worker:
         usage = WorkerUsage(
             self._rank_info.rank, process_usage(), runner.memory_by_kind(), device.bandwidth, device.source,
             dict(device.gpu), available_bytes(),
+            self._times.take() if self._config.stages_by_mail else runner.take_stage_seconds(),
         )  # fmt: skip
         self._post("core", usage)
 

@@ -79,6 +79,7 @@ class Running:
     root: bytes = root_key(b"model", b"")
     awaits_kv: bool = False
     kv_peer: str = ""
+    keeps_before_last: bool = False
 
     @property
     def num_prompt(self) -> int:
@@ -91,6 +92,11 @@ class Running:
             parent = self.keys[-1] if self.keys else root_key(b"model", b"")
             self.keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
         return self.keys[:num]
+
+    def partial_keys(self, num_full: int, num: int, block_size: int) -> list[bytes]:
+        parent = self.block_keys(num_full, block_size)[-1] if num_full else self.root
+        start = num_full * block_size
+        return [block_key(parent, self.ids[start : start + i].tobytes()) for i in range(1, num + 1)]
 
 
 def sequence(rid: int, *parts: tuple[int, int]) -> Running:

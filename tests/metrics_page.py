@@ -14,6 +14,7 @@ from pagewire.ipc.messages import (
     ProcessUsage,
     Pulse,
     Snapshot,
+    StageSeconds,
     StageSnapshot,
     TierSnapshot,
     WorkerSnapshot,
@@ -33,7 +34,12 @@ def page(prefix: str = "pagewire", *, num_engines: int = 1) -> str:
     tier = TierSnapshot("host", 10, 64, 320, 40, 30, 0)
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     groups = GroupSnapshot("full", 5, 6, 70, 0), GroupSnapshot("none", 0, 0, 4, 0)
-    core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
+    core = replace(
+        core,
+        groups=groups,
+        failed_kernels=("rms_norm",),
+        stages=(StageSnapshot(StageSeconds(4.0, 2.0, 1.0, 0.5), 3.0),),
+    )
     core = replace(core, expert_tokens=(40, 20), rank_sent_bytes=(7000, 6000), expert_imbalance={0: 1.5, 2: 1.25})
     process = ProcessUsage(12.5, 4, 300 << 20, 40 << 20, 900 << 20)
     worker = WorkerUsage(0, process, {}, 20e9, "measured", {name: 7.0 + i for i, name in enumerate(GPU_METRICS)}, 9)

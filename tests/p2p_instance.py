@@ -37,6 +37,7 @@ class FakeRequest:
     root: bytes = root_key(b"model", b"")
     awaits_kv: bool = False
     kv_peer: str = ""
+    keeps_before_last: bool = False
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -49,6 +50,11 @@ class FakeRequest:
             parent = self.keys[-1] if self.keys else root_key(b"model", b"")
             self.keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
         return self.keys[:num]
+
+    def partial_keys(self, num_full: int, num: int, block_size: int) -> list[bytes]:
+        parent = self.block_keys(num_full, block_size)[-1] if num_full else self.root
+        start = num_full * block_size
+        return [block_key(parent, self.ids[start : start + i].tobytes()) for i in range(1, num + 1)]
 
 
 def prompt(rid: int, num: int, seed: int = 0) -> FakeRequest:

@@ -85,7 +85,6 @@ ELSEWHERE = {
     "engine.kv_connector.file_meta": "test_group_tiers.py: files of items of several cache groups",
     "engine.kv_connector.p2p_fetcher": "engine/kv_connector/test_p2p_link.py: two instances that talk",
     "engine.kv_connector.p2p_settings": "engine/kv_connector/test_p2p.py: options that are refused",
-    "engine.kv_connector.p2p_store": "engine/kv_connector/test_p2p_server.py: what is answered from it",
     "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
     "engine.kv_connector.block_storage": "engine/kv_connector/test_block_files.py: files with these names and headers",

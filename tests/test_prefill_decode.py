@@ -13,9 +13,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
 from typing import Any
 
+import checkpoints
 import pytest
+import vocabulary
+from families import make_family
 from harness import Answer, Client, http_config
 from torch import Tensor
 from waiting import until
@@ -24,8 +29,10 @@ from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import Served, create_app
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.flags import make_config
+from pagewire.engine.core.request import Request
 from pagewire.engine.kv_connector.p2p_store import BlockStore
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
+from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import Message, TierSnapshot
 from pagewire.procs.inline import Inline
 from pagewire.procs.prepare import prepare
@@ -50,11 +57,11 @@ class _Behind(Inline):
 
 
 class Engine:
-    """The demo model and the whole API. One request at a time."""
+    """The demo model, or another one, and the whole API. One request at a time."""
 
     def __init__(self, *connectors: str, **flags: object) -> None:
         flags = {"threads": 1, "max_model_len": 1024, "kv_connector": connectors, **flags}
-        config = prepare(make_config(model="demo", **flags))
+        config = prepare(make_config(**{"model": "demo", **flags}))
         ignored: Callable[[object], None] = lambda _: None  # noqa: E731
         self.inline = _Behind(config, on_chunk=ignored, on_failed=ignored)
         gateway = self.inline.gateway = Gateway(self._post)
@@ -73,6 +80,12 @@ class Engine:
         answer = asyncio.run(call())
         assert answer.status == 200, answer.error
         return answer
+
+    @property
+    def runner(self) -> Runner:
+        runner = self.inline._worker._runner
+        assert runner is not None
+        return runner
 
     @property
     def tier(self) -> TierSnapshot:
@@ -157,38 +170,145 @@ def test_legs_of_nixlv2_and_offloading(start: Callable[..., Engine], folder: str
     assert decode.tier.num_hit_tokens > loaded and decode.tier.num_failed == 0
 
 
+SOURCE = {"remote_prefiller": {"kv_request_id": "0b5b1a4e", "remote_host": "prefill-0", "remote_port": 7777}}
+TARGET = {"remote_decoder": {"kv_request_id": "0b5b1a4e"}}
+
+
+def decode_first(prefill: Engine, decode: Engine, body: dict[str, Any], path: str = "/v1/chat/completions") -> Answer:
+    """The decode leg's answer. It waits for the prompt before the prefill leg begins."""
+    answers: list[Answer] = []
+    leg = {**body, "kv_transfer_params": SOURCE}
+    first = threading.Thread(target=lambda: answers.append(decode.ask(leg, path)))
+    first.start()
+    connector = prefill.runner._connector
+    assert isinstance(connector, P2pWorker)
+    server = connector._server
+    assert server is not None
+    until(lambda: server._awaited, "the decode leg waits for the prompt", 60.0)
+    prefill.ask({**primed(body), "kv_transfer_params": TARGET}, path)
+    first.join(60)
+    (answer,) = answers
+    return answer
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that have left passes under way."""
+    found: list[int] = []
+    grow = BlockStore.grow
+
+    def counted(self: BlockStore, names: Sequence[bytes], first: int, parts: Tensor) -> None:
+        found.append(parts.numel())
+        grow(self, names, first, parts)
+
+    monkeypatch.setattr(BlockStore, "grow", counted)
+    return found
+
+
 @pytest.mark.usefixtures("always_loads")
 @pytest.mark.parametrize("budget", [64, 1024])  # the prompt is computed in several chunks, or in one
 def test_layers_leave_during_the_passes_over_a_prompt(
-    budget: int, start: Callable[..., Engine], folder: str, monkeypatch: pytest.MonkeyPatch
+    budget: int, start: Callable[..., Engine], folder: str, grown: list[int]
 ) -> None:
     prefill = start(f"p2p,serve={folder}/kv,size=64M", max_num_batched_tokens=budget)
     decode = start(f"p2p,peer={folder}/kv,timeout_ms=20000,wait_ms=60000,fetch_timeout_ms=60000", kv_peers=("*",))
     wanted = text(prefill.ask({**BODY, "cache_salt": "of-another-prompt"}))
-    grown: list[int] = []
-    grow = BlockStore.grow
-
-    def counted(self: BlockStore, names: Sequence[bytes], first: int, parts: Tensor) -> None:
-        grown.append(parts.numel())
-        grow(self, names, first, parts)
-
-    monkeypatch.setattr(BlockStore, "grow", counted)
-    source = {"kv_request_id": "0b5b1a4e", "remote_host": "prefill-0", "remote_port": 7777}
-    answers: list[Answer] = []
-    leg = {"remote_prefiller": source}
-    first = threading.Thread(target=lambda: answers.append(decode.ask({**BODY, "kv_transfer_params": leg})))
-    first.start()
-    runner = prefill.inline._worker._runner
-    assert runner is not None and isinstance(runner._connector, P2pWorker)
-    server = runner._connector._server
-    assert server is not None
-    until(lambda: server._awaited, "the decode leg waits for the prompt", 60.0)
-    prefill.ask({**primed(BODY), "kv_transfer_params": {"remote_decoder": {"kv_request_id": "0b5b1a4e"}}})
-    first.join(60)
-    assert [text(answer) for answer in answers] == [wanted]
+    assert text(decode_first(prefill, decode, BODY)) == wanted
     num_bytes = decode.tier.num_loaded_bytes
     assert decode.tier.num_hit_tokens > 0 and decode.tier.num_failed == 0
-    assert num_bytes <= sum(grown) < num_bytes + 2 * runner.block_bytes, "every block but the last was followed"
+    assert num_bytes <= sum(grown) < num_bytes + 2 * prefill.runner.block_bytes, "every block but the last was followed"
+
+
+# A window or chunks beside full attention, a window alone, states beside full attention, states alone.
+KINDS = ["gemma3", "llama4_text", "mistral", "jamba", "mamba2"]
+LENGTH, BLOCK = 333, 16
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama4_text":
+        return make_family(folder, request.param)
+    checkpoints.make_checkpoint(folder, request.param)
+    return vocabulary.add_tokenizer(folder)
+
+
+def decode_tokens(prefill: Engine, decode: Engine, checkpoint: Path) -> Answer:
+    """The decode leg's answer, whose tokens are those of transformers."""
+    rng = Random(1)
+    prompt = [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(LENGTH)]
+    sampling = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    answer = decode_first(prefill, decode, {"prompt": prompt, **sampling}, "/v1/completions")
+    tokens = answer.json["choices"][0]["token_ids"]
+    assert [tokens] == checkpoints.reference_greedy(checkpoint, [prompt], 12)
+    return answer
+
+
+Pair = Callable[[int], tuple[Engine, Engine]]
+
+
+@pytest.fixture
+def pair(checkpoint: Path, start: Callable[..., Engine], folder: str, always_loads: None) -> Pair:
+    """Token budget of a step → a prefill and a decode engine."""
+
+    def begin(budget: int) -> tuple[Engine, Engine]:
+        flags: dict[str, Any] = {"model": str(checkpoint), "dtype": "float32", "max_num_batched_tokens": budget}
+        prefill = start(f"p2p,serve={folder}/kv,size=64M", **flags)
+        asks = f"p2p,peer={folder}/kv,timeout_ms=20000,wait_ms=60000,fetch_timeout_ms=60000"
+        return prefill, start(asks, kv_peers=("*",), **flags)
+
+    return begin
+
+
+@pytest.mark.parametrize("budget", [64, 1024])
+def test_all_groups_leave_during_the_passes_over_a_prompt(
+    budget: int, checkpoint: Path, pair: Pair, grown: list[int]
+) -> None:
+    """Blocks of windows as far as they are read behind the prompt, and the state before its last position."""
+    prefill, decode = pair(budget)
+    answer = decode_tokens(prefill, decode, checkpoint)
+    groups = prefill.inline.scheduler.pool.groups
+    num = LENGTH - 1 if groups.state is not None else (LENGTH - 1) // BLOCK * BLOCK
+    assert decode.tier.num_failed == 0 and num_cached(answer) == num
+    of_blocks = sum(
+        groups.sizes[group] * (LENGTH // BLOCK - groups.need_from(group, num // BLOCK * BLOCK) // BLOCK)
+        for group in range(groups.num_tables)
+    )
+    assert sum(grown) == of_blocks * prefill.runner.block_bytes, "every block was followed that is read behind it"
+
+
+@pytest.mark.parametrize("checkpoint", ["gemma3", "jamba"], indirect=True)
+def test_all_groups_leave_after_each_chunk_where_no_pass_can_be_followed(
+    checkpoint: Path, pair: Pair, grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr("pagewire.engine.kv_connector.p2p_worker.layer_stops", lambda cache: {})
+    kept: list[int] = []
+    keep = BlockStore.keep
+
+    def counted(self: BlockStore, names: Sequence[bytes], blocks: Sequence[bytes | None], *states: Any) -> None:
+        kept.append(len(names))
+        keep(self, names, blocks, *states)
+
+    monkeypatch.setattr(BlockStore, "keep", counted)
+    prefill, decode = pair(64)
+    answer = decode_tokens(prefill, decode, checkpoint)
+    assert decode.tier.num_failed == 0 and num_cached(answer) >= LENGTH // BLOCK * BLOCK
+    assert kept[:4] == [4] * 4 and not grown, "a chunk fills four blocks, and the window's come last"
+
+
+@pytest.mark.parametrize("checkpoint", ["jamba", "mamba2"], indirect=True)
+def test_a_promised_state_that_is_not_kept_is_computed(
+    checkpoint: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair(64)
+    monkeypatch.setattr(Request, "keep_positions", lambda *_, **__: [])  # as if there were no room for states
+    decode_tokens(prefill, decode, checkpoint)
+    tier = decode.tier
+    if checkpoint.name.startswith("jamba"):
+        assert tier.num_failed == 2, "the state, and the beginning of the block before it"
+    else:
+        assert not tier.num_hit_tokens, "nothing was there to begin with"
 
 
 @pytest.mark.usefixtures("always_loads")

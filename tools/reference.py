@@ -38,6 +38,7 @@ from ..ipc.messages import (
     Pulse,
     Settings,
     Snapshot,
+    StageSeconds,
     StageSnapshot,
     Swapped,
     TierSnapshot,
@@ -298,7 +299,12 @@ def engine_metrics() -> list[Metric]:
     nothing = Histogram(SECONDS).report()
     groups = (GroupSnapshot("full", 0, 0, 0, 0),)
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
-    core = replace(core, groups=groups, failed_kernels=("rms_norm",), stages=(StageSnapshot(4.0, 3.0, 2.0, 1.0),))
+    core = replace(
+        core,
+        groups=groups,
+        failed_kernels=("rms_norm",),
+        stages=(StageSnapshot(StageSeconds(4.0, 2.0, 1.0, 0.5), 3.0),),
+    )
     core = replace(core, expert_tokens=(0,), rank_sent_bytes=(0,), expert_imbalance={0: 1.0})
     process = ProcessUsage(1.0, 1)
     worker = WorkerUsage(0, process, {}, 1.0, "measured", dict.fromkeys(GPU_METRICS, 0.0), 1)

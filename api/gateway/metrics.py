@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
+from msgspec.structs import asdict
+
 from ...config.config import EngineConfig
 from ...ipc.epochs import NO_ENGINE
 from ...ipc.messages import ProcessUsage, Snapshot
@@ -343,13 +345,14 @@ class Metrics:
         """Nothing without `--pipeline-parallel-size`."""
         if not core.stages:
             return
-        text = "Time of each stage with steps in flight: busy, or waiting for a plan, the stage before or sampled ids."
+        text = (
+            "Time of each stage with steps in flight: busy, or waiting for a plan, the stage before, sampled ids, or "
+            "the stage behind."
+        )
         samples = [
             ({"stage": stage, "state": state}, seconds)
             for stage, each in enumerate(core.stages)
-            for state, seconds in zip(
-                ("busy", "plan", "input", "ids"), (each.busy_s, each.plan_s, each.input_s, each.ids_s), strict=True
-            )
+            for state, seconds in (("plan", each.plan_s), *asdict(each.seconds).items())
         ]
         page.family("counter", "stage_seconds_total", text, samples)
         text = "Share of the stages' time with steps in flight in which they were not busy, in the last ten seconds."

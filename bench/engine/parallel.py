@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import astuple
+
 from ...engine.checkpoint.source import locate
 from ...ipc.messages import Snapshot
 from ...offline.async_llm import AsyncLLM
@@ -50,13 +52,16 @@ class _Streams:
 
 
 def bubble(before: Snapshot, after: Snapshot) -> float:
-    """The share of the stages' time with plans in flight, between two snapshots, in which they were not busy."""
-    lost = total = 0.0
-    for old, new in zip(before.stages, after.stages, strict=True):
-        busy = new.busy_s - old.busy_s
-        waited = sum(getattr(new, state) - getattr(old, state) for state in ("plan_s", "input_s", "ids_s"))
-        lost, total = lost + waited, total + busy + waited
-    return lost / total if total else 0.0
+    """The share of the stages' time with plans in flight, between two snapshots, in which they were not busy. Stages
+    report twice a second."""
+    busy, total = (after_s - before_s for after_s, before_s in zip(_seconds(after), _seconds(before), strict=True))
+    return 1 - busy / total if total else 0.0
+
+
+def _seconds(snapshot: Snapshot) -> tuple[float, float]:
+    """Of all stages: busy, and with plans in flight."""
+    of_all = [(each.plan_s, *astuple(each.seconds)) for each in snapshot.stages]
+    return sum(each.seconds.busy for each in snapshot.stages), sum(map(sum, of_all))
 
 
 @dataclass(frozen=True)

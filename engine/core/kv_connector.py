@@ -45,8 +45,15 @@ class KvRequest(Protocol):
     def kv_peer(self) -> str:
         """The address of the engine that has or computes its KV; empty: the request names none."""
 
+    @property
+    def keeps_before_last(self) -> bool:
+        """Of a model with recurrent states: the one before its prompt's last position is kept, if there is room."""
+
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of them full. Each is 32 bytes and names its whole prefix."""
+
+    def partial_keys(self, num_full: int, num: int, block_size: int) -> list[bytes]:
+        """Keys of the first 1, 2 … `num` positions of the block after `num_full` full ones; fewer than a block."""
 
 
 class Item(NamedTuple):
@@ -201,8 +208,8 @@ class ChunkConnector(Protocol):
         is known only when `filled` or `ended` says so: a pass may be dropped, or spoil them."""
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
-        """A part of its prompt was computed, and it holds these full blocks, in the order of their positions. They
-        stay as they are; the next plan's metadata can have them read."""
+        """A part of its prompt was computed, and it holds these full blocks, in the order of their positions, of a
+        window perhaps not the first ones. They stay until the next plan, whose metadata can have them read."""
 
     def spoiled(self, request: KvRequest) -> None:
         """What passes have computed of it is bad, and it ends or starts again. `filled` and `ended` are not called for

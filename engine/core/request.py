@@ -565,18 +565,23 @@ class Request:
 
     def keep_positions(self, start: int, end: int, interval: int, *, with_end: bool) -> list[int]:
         """After how many positions a pass from `start` to `end` is to keep a state: at the junction, at marks, before
-        the last position if other choices or, with one token to sample, another engine wait for it, and at regular
-        intervals; with_end: and at the end. At a mark others go on differently: they find the whole blocks before
-        it."""
+        the last position if it `keeps_before_last`, and at regular intervals; with_end: and at the end. At a mark
+        others go on differently: they find the whole blocks before it."""
         end = min(end, len(self.ids))
         size = self.block_size if self.tables else 1
         wanted = {self.junction, *(mark // size * size for mark in self.asked.marks)}
-        if self.asked.n > 1 or self.max_len == self.num_prompt + 1:
+        if self.keeps_before_last:
             wanted.add(self.num_prompt - 1)
         wanted.update(range(start // interval * interval + interval, end + 1, interval))
         if with_end:
             wanted.add(end)
         return sorted(num for num in wanted if start < num <= end)
+
+    @property
+    def keeps_before_last(self) -> bool:
+        """A recurrent state is kept before the last position of its prompt, where its other choices or, as it has one
+        token to sample, another engine go on."""
+        return self.asked.n > 1 or self.max_len == self.num_prompt + 1
 
     def blocks_from(self, place: int) -> list[int]:
         """Its blocks of positions from block `place` on."""

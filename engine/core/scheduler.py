@@ -653,7 +653,8 @@ class Scheduler:
                 ids.append(request.ids[-1])
             chunks = self.table.chunks
             if chunks is not None and count > 1 and request.state is State.RUNNING and not request.is_poisoned:
-                chunks.filled(request, self.prefix.held_by(request))
+                num = min(request.num_computed, len(request.ids)) // self.block_size
+                chunks.filled(request, self.prefix.blocks_of(request, 0, num))
 
     def _apply_decode(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row by itself: as `_apply_row`, and it offers its output to the prefix cache now and then."""

@@ -5,8 +5,8 @@ kernels there, so that the layers above can be tested without a GPU.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, cast
 from weakref import WeakSet
 
@@ -70,6 +70,10 @@ class Queue(Protocol):
     def follow(self, mark: Mark) -> None:
         """Later work starts after the mark, which may be that of a `fetch` or a `transfer`."""
 
+    def beside(self, mark: Mark) -> AbstractContextManager[object]:
+        """What this thread launches while the context is open starts after the mark, and neither waits for later work
+        of the queue nor delays it."""
+
 
 class EagerMark:
     """Reached, because the work was done when it was queued, except for a transfer."""
@@ -130,6 +134,9 @@ class EagerQueue:
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, EagerMark)
         mark.arrive()
+
+    def beside(self, mark: Mark) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class Stream(Protocol):
@@ -288,6 +295,7 @@ class CudaQueue:
         self._stream = self._driver.stream()
         self._copies = self._driver.stream()
         self._received, self._sent = self._driver.stream(), self._driver.stream()  # transfers
+        self._aside = self._driver.stream()  # what is launched `beside`; in `_copies` it would wait for a whole step
         self._driver.use(self._stream)
 
     def num_programs(self, head_dim: int) -> int:
@@ -331,6 +339,13 @@ class CudaQueue:
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
         self._stream.wait_event(mark.event)
+
+    @contextmanager
+    def beside(self, mark: Mark) -> Iterator[None]:
+        assert isinstance(mark, CudaMark)
+        self._aside.wait_event(mark.event)
+        with self._driver.on(self._aside):
+            yield
 
     def _mark(self, stream: Stream) -> CudaMark:
         mark = CudaMark(self._driver.event())

@@ -1,6 +1,6 @@
 """Runs a program layer by layer where someone needs to know of the layers while a pass is under way: a runner plugin
-sees the hidden states between them, and a KV connector is told which keys and values are written. The operations of a
-layer are the same as in one go, so are their bits."""
+sees the hidden states between them, and a KV connector is told which keys and values are written, or on a GPU which are
+by what was launched so far. The operations of a layer are the same as in one go, so are their bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -15,6 +15,7 @@ from ...kernels.triton.decode_attention import plan_decode
 from ...kernels.triton.extend_attention import max_tiles, tile_tokens
 from ...kernels.triton.prepare_step import prepare_step
 from ..attention.kv_cache import KvCache, KvShape
+from ..executors.by_layer import ByLayer
 from ..executors.experts import OwnExperts
 from ..executors.reference import Step
 from ..executors.vocabulary import Vocabulary
@@ -53,12 +54,13 @@ class TritonDecoder:
         without: frozenset[str] = frozenset(),
         attention: HostAttention | None = None,
         num_domains: int = 1,
+        by_layer: ByLayer | None = None,
     ) -> None:
         """program: one that `rules.in_torch` does not refuse. loaded: its weights, which it takes. num_programs: by the
         head dimension, how many of decode attention the device holds at once. is_deterministic: a token's bits depend
         on its own request only. without: kernels that torch replaces, some of `trial.OPTIONAL`. attention: of the steps
         that it serves, instead of Triton. num_domains: KV domains; if there are several, each is a rank of the
-        group."""
+        group. by_layer: is told of the layers of steps that are never recorded, once they are launched."""
         self.kv_shape = shape
         self._attention = attention
         self._ranks = group
@@ -69,6 +71,7 @@ class TritonDecoder:
         self._walk = Walker(
             program, loaded, group=group, max_len=max_len, limits=limits, dtype=dtype, num_programs=num_programs,
             is_deterministic=is_deterministic, without=without, attention=attention, num_domains=num_domains,
+            by_layer=by_layer,
         )  # fmt: skip
         # A domain has a whole head, and samples by itself.
         self.vocabulary = Vocabulary(program, self._walk.weights, group if num_domains == 1 else Alone())

@@ -32,6 +32,7 @@ from ...kernels.triton.prepare_step import fill_packet
 from ...kernels.triton.scans import fill_states
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
+from ..executors.by_layer import ByLayer
 from ..executors.expert_replicas import ExpertReplicas
 from ..executors.experts import OwnExperts
 from ..parallel.domains import Domain
@@ -44,7 +45,7 @@ from ..steps.sampled import Sampled, learn_drafts, take_in
 from ..steps.step_inputs import Samples, samples_of, states_of
 from .attention import HostAttention, HostRows
 from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
-from .handover import Handover
+from .handover import Handover, Waits
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
 from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes, powers
@@ -76,6 +77,7 @@ class DeviceModel:
     handover: Handover | None = None  # of a stage of a pipeline
     replicas: ExpertReplicas | None = None  # of `own_experts`, if there is room for some
     domain: Domain | None = None  # of this rank; None: there is one domain
+    by_layer: ByLayer | None = None  # who is told of layers as they are launched, in steps that are never recorded
     head_major = True
 
     @property
@@ -142,6 +144,7 @@ class _Launched:
     plan: StepPlan
     slot: _Slot
     begun: Mark
+    waits: Waits | None = None  # of a stage's pass, for other stages
     passed: Mark | None = None  # after its pass, if it has late rows
     resumed: Mark | None = None  # before it samples, if it has late rows
     done: Mark | None = None  # None: it has not sampled
@@ -328,6 +331,8 @@ class DeviceSteps:
         wait_ms = 0.0
         if step.passed is not None and step.resumed is not None:
             wait_ms = step.resumed.ms_since(step.passed)
+        if self._handover is not None and step.waits is not None:
+            self._handover.ended(step.waits, step.done)
         return result.result(step.plan.step, step.done.ms_since(step.begun) - wait_ms, wait_ms)
 
     def launch(self, plan: StepPlan) -> None:
@@ -398,11 +403,13 @@ class DeviceSteps:
 
         prompt: list[tuple[int, Tensor, Tensor]] = []
         pooled: list[PooledStates] = []
+        waits: Waits | None = None
         if len(step.rows) or (self._domain is not None and self._domain.num_all):
             if self._handover is None:
                 self._run(sent.shape, step)
             else:
-                begun = self._run_stage(self._handover, sent.shape, step, samples)
+                waits = self._run_stage(self._handover, sent.shape, step, samples)
+                begun = waits.ready
         if len(step.rows) and self._samples:
             for each, target in zip(scores, attached[3:], strict=True):
                 prompt.append((each.index, *self._score(each, target)))
@@ -421,6 +428,7 @@ class DeviceSteps:
             plan=plan,
             slot=slot,
             begun=begun,
+            waits=waits,
             samples=samples,
             num_opens=self._num_opens[samples.rows],
             num_logprobs=rows.num_logprobs[samples.rows],
@@ -568,17 +576,16 @@ class DeviceSteps:
 
         return sample
 
-    def _run_stage(self, handover: Handover, shape: StepShape, step: _Rows, samples: Samples) -> Mark:
-        """Runs the pass through a stage's layers between its transfers. Returns a mark from which on it waits for
-        nothing."""
+    def _run_stage(self, handover: Handover, shape: StepShape, step: _Rows, samples: Samples) -> Waits:
+        """Runs the pass through a stage's layers between its transfers."""
         num_tokens = int(step.counts.sum())
-        begun = handover.begin(shape, num_tokens, step.rows[step.starts >= self._num_known[step.rows]])
+        waits = handover.begin(shape, num_tokens, step.rows[step.starts >= self._num_known[step.rows]])
         self._run(shape, step)
         if not handover.is_last:
             handover.end(shape, num_tokens)
         if handover.is_first and len(samples.rows):
             handover.ask(self._packet, samples.rows)
-        return begun
+        return waits
 
     def _run(self, shape: StepShape, step: _Rows) -> None:
         """Runs the pass through the model."""

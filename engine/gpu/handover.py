@@ -8,13 +8,16 @@ stage a pass for the ids of its rows. Both sides know from the plan whether ther
 """
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...ipc.messages import StageSeconds
 from ...kernels.triton.prepare_step import remember_sampled
 from ..device.queue import Mark, Queue
 from ..parallel.ring import Ring
@@ -34,6 +37,20 @@ class _Asked(NamedTuple):
     rows: Tensor
     positions: Tensor  # in the output
     arrived: Mark
+
+
+class _Wait(NamedTuple):
+    what: Literal["input", "ids", "output"]
+    begun: Mark
+    ended: Mark
+
+
+class Waits:
+    """Of one step for other stages."""
+
+    def __init__(self, begun: Mark) -> None:
+        self.begun, self.ready = begun, begun  # before the first wait, and after the one for input or ids
+        self.all: list[_Wait] = []
 
 
 class Handover:
@@ -71,28 +88,33 @@ class Handover:
         self._num_asked = 0
         self._asked_in: NDArray[np.int64] = np.full(limits.rows, -1)  # the number of the last step that samples a row
         self._part = limits.part
+        self._waits = Waits(queue.mark())  # of the last step that has begun
+        self._seconds = dict.fromkeys(("busy", "input", "ids", "output"), 0.0)  # of steps that have ended
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self._received, self._sent, self._sent_ids, self._of_steps))
 
-    def begin(self, shape: StepShape, num_tokens: int, rows: NDArray[np.int64]) -> Mark:
+    def begin(self, shape: StepShape, num_tokens: int, rows: NDArray[np.int64]) -> Waits:
         """Before a pass: later work of the queue waits for what it needs. rows: those whose first id is the one that
-        they sampled last. Returns a mark behind the wait."""
+        they sampled last. Returns what the step waits for, which `ended` takes."""
+        waits = self._waits = Waits(self._queue.mark())
         if self.is_first:
             newest = int(self._asked_in[rows].max(initial=-1))
             while self._asked and self._asked[0].number <= newest:
                 self._take_ids()
-            return self._queue.mark()
+            waits.ready = waits.all[-1].ended if waits.all else waits.begun
+            return waits
         into = self._received[:num_tokens]
         arrived = self._queue.transfer(
             lambda: self._ring.receive(into), after=self._read or self._queue.mark(), is_sent=False
         )
-        self._queue.follow(arrived)
-        begun = self._queue.mark()
+        with self._timed("input"):
+            self._queue.follow(arrived)
+        waits.ready = waits.all[-1].ended
         self._decoder.put_received(self._received[: shape.tokens])
         self._read = self._queue.mark()
-        return begun
+        return waits
 
     def end(self, shape: StepShape, num_tokens: int) -> None:
         """After the pass of a stage before the last one."""
@@ -120,7 +142,8 @@ class Handover:
     def _take_ids(self) -> None:
         """Keeps the oldest ids for the next passes. A row that was opened since gets an id that nothing reads."""
         asked, state = self._asked.popleft(), self._state
-        self._queue.follow(asked.arrived)
+        with self._timed("ids"):
+            self._queue.follow(asked.arrived)
         remember_sampled(state.last_ids, state.last_positions, asked.ids, asked.positions, asked.rows)
 
     def send_ids(self, num: int) -> None:
@@ -132,7 +155,30 @@ class Handover:
 
     def _wait_for_the_last_one(self) -> None:
         if self._sending is not None:
-            self._queue.follow(self._sending)
+            with self._timed("output"):
+                self._queue.follow(self._sending)
+
+    @contextmanager
+    def _timed(self, what: Literal["input", "ids", "output"]) -> Iterator[None]:
+        """The queue waits within the context."""
+        begun = self._queue.mark()
+        yield
+        self._waits.all.append(_Wait(what, begun, self._queue.mark()))
+
+    def ended(self, waits: Waits, done: Mark) -> None:
+        """The step of these waits has ended, at `done`."""
+        busy = done.ms_since(waits.begun) / 1000
+        for wait in waits.all:
+            seconds = wait.ended.ms_since(wait.begun) / 1000
+            self._seconds[wait.what] += seconds
+            busy -= seconds
+        self._seconds["busy"] += max(0.0, busy)
+
+    def take_seconds(self) -> StageSeconds:
+        """Of the steps that have ended since the last call."""
+        found = StageSeconds(**self._seconds)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return found
 
     def _send(self, out: Tensor) -> None:
         self._sending = self._queue.transfer(lambda: self._ring.send(out), after=self._queue.mark(), is_sent=True)

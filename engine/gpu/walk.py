@@ -5,9 +5,11 @@ torch's functions return, which are kept as they come.
 A kind of operation that gets kernels gets an entry in `_makers` here, and leaves `_lacks` in `rules.py`.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -25,6 +27,7 @@ from ...kernels.triton.rms_norm import layer_norm, rms_norm
 from ...kernels.triton.rotate import rotate
 from ...kernels.triton.small_product import MAX_ROWS, workspace_small_product
 from ..attention.kv_cache import KvCache
+from ..executors.by_layer import ByLayer
 from ..executors.functions import normalize
 from ..executors.mixers import MIXERS
 from ..executors.reference import Reference, Step
@@ -151,6 +154,7 @@ class Walk:
     """The launches for steps of some sizes."""
 
     launches: Sequence[tuple[Part, Launch, tuple[int, ...]]]  # with the registers that nothing reads afterwards
+    ends: Sequence[int]  # of each launch: the operation after its last one
     places: Layout  # of the registers in the scratch
     returned: int  # numbers per token of the registers that torch's functions return
 
@@ -180,8 +184,10 @@ class Walker:
         without: frozenset[str] = frozenset(),
         attention: HostAttention | None = None,
         num_domains: int = 1,
+        by_layer: ByLayer | None = None,
     ) -> None:
         """The arguments of `TritonDecoder`."""
+        self._by_layer, self._num_ops = by_layer or ByLayer(program), len(program.ops)
         self._without = without
         self._num_domains = num_domains
         self._domains = [num_domains if each in program.shared else 1 for each in range(len(program.widths))]
@@ -341,11 +347,21 @@ class Walker:
     def run(self, step: Pass, tokens: int) -> None:
         walk = self._of(tokens)
         behind = self._behind(walk, tokens)
-        for _, launch, unused in walk.launches:
-            self.scratch.begin(behind)
-            launch(step)
-            for register in unused:
-                step.registers.drop(register)
+
+        def run(first: int, last: int) -> None:
+            """The operations from `first` to before `last`."""
+            begin, end = bisect_right(walk.ends, first), bisect_right(walk.ends, last)
+            assert last in (walk.ends[end - 1], self._num_ops), "a launch is cut"
+            for _, launch, unused in walk.launches[begin:end]:
+                self.scratch.begin(behind)
+                launch(step)
+                for register in unused:
+                    step.registers.drop(register)
+
+        if step.may_wait:
+            self._by_layer.run(None, run)
+        else:  # it may be recorded, and is then one launch
+            run(0, walk.ends[-1])
 
     def _of(self, tokens: int) -> Walk:
         return self._few if tokens <= MAX_ROWS else self._many
@@ -381,6 +397,7 @@ class Walker:
         widths = [-(-width // _PLACE) * _PLACE * num for width, num in sizes]
         return Walk(
             launches=launches,
+            ends=tuple(accumulate(len(part.ops) for part in parts)),
             places=placed([found & in_scratch for found in uses], widths),
             returned=placed([found & returned for found in uses], widths).size,
         )

@@ -34,6 +34,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct, msgpack
+from msgspec.structs import replace
 
 from ...config.config import EngineConfig
 from ...config.plugins import Options as Options
@@ -85,6 +86,10 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
             rank_bytes=rank_bytes if len(rank_bytes) > 1 else (), may_refuse=may_refuse,
         )  # fmt: skip
 
+    def of_rank(self, rank: int) -> ConnectorFacts:
+        """What the worker half of this rank gets to know."""
+        return replace(self, rank=rank, block_bytes=self.rank_bytes[rank]) if self.rank_bytes else self
+
     @property
     def num_ranks(self) -> int:
         return len(self.rank_bytes) or 1
@@ -106,6 +111,11 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     def state(self) -> int | None:
         """The group of recurrent states."""
         return next((g for g, group in enumerate(self.groups) if group.kind == "state"), None)
+
+    @property
+    def tables(self) -> Sequence[int]:
+        """The groups that hold blocks."""
+        return [group for group in range(self.num_groups) if group != self.state]
 
     @property
     def num_groups(self) -> int:
@@ -165,8 +175,10 @@ class LayerConnector(Protocol):
 
     @property
     def layer_stops(self) -> Sequence[int]:
-        """Asked after `start_load_kv`: the layers after which the pass over this plan is to stop for `save_kv_layer` of
-        all layers up to there, if it can. The other layers follow after the pass, and all of them where it cannot."""
+        """Asked after `start_load_kv`: the layers after which `save_kv_layer` of all layers up to there is to be called
+        during the pass over this plan, if it can. A CPU stops for these calls. A GPU goes on, and what a call launches
+        there, on torch's current stream, comes after these layers. The other layers follow after the pass, and all of
+        them where it is launched as a whole."""
 
 
 class KVConnector(Protocol):

@@ -2,7 +2,7 @@
 
 Outside the cache a block is the bytes of its page: for each layer the keys and then the values, [position][head][dim],
 on a GPU [head][position][dim]. Both directions work in chunks, so that they take at most `_CHUNK_BYTES` of device
-memory beside the cache.
+memory beside the cache, on each stream that copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,12 @@ class BlockCopier:
     def read_part(self, blocks: Sequence[int], first: int, last: int) -> Tensor:
         """The bytes [first, last) of each of these blocks: a new uint8 [len(blocks), last - first] on the CPU."""
         self._check(blocks)
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        return self._columns(first, last).index_select(0, ids).cpu().view(torch.uint8)
+        columns, size = self._columns(first, last), max(1, _CHUNK_BYTES // (last - first))
+        chunks = []
+        for start in range(0, max(1, len(blocks)), size):
+            ids = torch.tensor(blocks[start : start + size], dtype=torch.int64, device=self.device)
+            chunks.append(columns.index_select(0, ids).cpu())
+        return (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).view(torch.uint8)
 
     def write(self, blocks: Sequence[int], rows: Tensor, first: int = 0) -> None:
         """Fills these blocks, each at most once, from byte `first` on. rows: uint8 [len(blocks), bytes] on the CPU."""

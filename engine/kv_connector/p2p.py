@@ -11,7 +11,8 @@ of the prompt is still computed, and their first layers while the chunk is: a lo
 `fetch_timeout_ms`, and never changes a token.
 
 If the instances have several ranks, as many on both sides, rank r serves its part of each block to rank r, each at an
-address of its own (`rank_address`). The first rank of the peer is asked what there is, because all ranks keep the same.
+address of its own (`rank_address`). All ranks of the peer are asked what there is: so each knows who waits for the
+blocks that it computes, and what counts is what all of them have.
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
 once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
@@ -30,13 +31,14 @@ from msgspec import Struct
 
 from ...errors import ConfigError
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
+from ..core.groups import PLAIN, Groups
+from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, item_name
 from .base import ConnectorFacts, Options
 from .ledger import tail_first
-from .p2p_link import Link
-from .p2p_meta import P2pLoad, P2pPlan
+from .p2p_link import Peer
+from .p2p_meta import P2pComing, P2pFill, P2pLoad, P2pPlan
 from .p2p_settings import Settings, keys_of, read_settings
-from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Layout, Lookup, split_keys
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
 from .states import StateIndex
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 _MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
 _MAX_EXPECTED = 4096  # announced requests; one that fails, or is cancelled before it starts, is never named again
 _ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
-_MAX_LINKS = 64  # connections to peers that requests name; the one that was used longest ago goes first
+_MAX_PEERS = 64  # that are connected because requests name them; the one that was used longest ago goes first
 
 
 class P2pConnector:
@@ -74,13 +76,21 @@ class _Question(Struct):
     num_asked: int
     deadline: float  # monotonic s
     id: int
-    link: Link
-    is_sent: bool = False
+    peer: Peer
+    unasked: set[int]  # ranks of the peer to which it was not sent yet
+    replies: dict[int, Found] = {}  # rank → its final answer, until all have answered
     is_coming: bool = False  # the peer is computing the missing blocks
-    num_found: int | None = None  # None: no answer yet
+    num_found: int | None = None  # on all ranks; None: not all have answered
     names: frozenset[bytes] = frozenset()  # of items of other groups, and of beginnings, that were found
     states: StateIndex | None = None  # that were found
     answered_at: float = 0.0
+
+
+class _Expected(Struct):
+    """An announced request."""
+
+    first: tuple[int, ...]  # of each group with blocks: the first block that others need of it
+    num_kept: int = 0  # its leading blocks, as far as others need them, are kept
 
 
 class P2pCore:
@@ -91,21 +101,19 @@ class P2pCore:
         self._num_pages = 0  # of all that is kept
         self._keep: dict[bytes, Held] = {}  # of these, the ones that the next plan saves
         self._drop: list[bytes] = []
-        self._expected: OrderedDict[int, None] = OrderedDict()  # rids whose blocks are announced to the worker half
-        self._coming: list[tuple[int, bytes]] = []
+        self._groups = Groups(facts.groups) if facts.groups else PLAIN
+        self._expected: OrderedDict[int, _Expected] = OrderedDict()  # by rid: what is announced to the worker half
+        self._coming: list[P2pComing] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
-        self._fill: list[tuple[int, bytes, bytes]] = []  # as `P2pPlan` has it
+        self._fills: list[P2pFill] = []
         self._spoiled: list[int] = []
         self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
         self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = self._num_bytes = 0
-        self._num_streamed: dict[int, int] = {}  # rid of an announced request → blocks of it that were kept
-        self._layout = Layout.of(facts)
-        self._digest = self._layout.digest
-        self._links: OrderedDict[str, Link] = OrderedDict()  # by address
+        self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         if settings.asks:
             self._keys = keys_of(settings)
@@ -116,29 +124,30 @@ class P2pCore:
     @property
     def wants_chunks(self) -> bool:
         """Whether `filling` and `filled` are to be called."""
-        return bool(self._settings.capacity) and self._facts.num_groups == 1
+        return bool(self._settings.capacity)
 
     def filling(self, request: KvRequest, held: Sequence[Held]) -> None:
         """The layers of these blocks can go to peers while the next plan computes them."""
-        new = [one for one in held if one.item.name not in self._kept]
-        if new and request.rid in self._expected:
-            names, blocks, _ = _columns(new)
-            self._fill.append((request.rid, names, blocks))
+        if (expected := self._expected.get(request.rid)) is None:
+            return
+        for group, first in enumerate(expected.first):
+            own = [one for one in held if one.item.group == group and one.item.place >= first]
+            names, blocks, _ = _columns([one for one in own if one.item.name not in self._kept])
+            if names:
+                self._fills.append(P2pFill(request.rid, group, names, blocks))
 
     def filled(self, request: KvRequest, held: Sequence[Held]) -> None:
         """A chunk of an announced request was computed: the blocks that it has filled can go to peers."""
-        if request.rid in self._expected:
-            num = self._num_streamed.get(request.rid, 0)
-            self._num_streamed[request.rid] = len(held)
-            self._retain(held[num:])
+        if held and (expected := self._expected.get(request.rid)) is not None:
+            num, expected.num_kept = expected.num_kept, held[-1].item.place + 1
+            self._retain([one for one in held if one.item.place >= max(num, expected.first[one.item.group])])
 
     def spoiled(self, request: KvRequest) -> None:
         """Nothing more comes of what was announced."""
         if request.rid in self._expected:
             del self._expected[request.rid]
-            self._num_streamed.pop(request.rid, None)
             self._spoiled.append(request.rid)
-        self._fill = [one for one in self._fill if one[0] != request.rid]
+        self._fills = [one for one in self._fills if one.rid != request.rid]
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         """The first call about a request asks the peer about all groups; the others are answered from its answer."""
@@ -151,7 +160,7 @@ class P2pCore:
         self._expect(request)
         last = min((len(request.ids) - 1) // facts.block_size, (items[0].place if items else 0) + MAX_KEYS)
         first = items[0].place if items else last
-        if facts.num_groups > 1 and last <= MAX_KEYS:
+        if (facts.num_groups > 1 or facts.full is None) and last <= MAX_KEYS:
             first = 0  # it may lack blocks of other groups
         if self._context is None or last <= first:
             return ()
@@ -166,14 +175,14 @@ class P2pCore:
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         question = self._questions.get(request.rid)
-        address = question.link.address if question is not None else request.kv_peer or self._settings.peer or ""
+        address = question.peer.address if question is not None else request.kv_peer or self._settings.peer or ""
         self._forget(request.rid)
         self._loading[request.rid] = (address, held)
         names, blocks, pages = _columns(held)
         self._loads.append(P2pLoad(request.rid, names, blocks, pages, address))
 
     def build_connector_meta(self) -> bytes:
-        if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fill or self._spoiled):
+        if not (self._coming or self._drop or self._keep or self._over or self._loads or self._fills or self._spoiled):
             return b""
         names, blocks, pages = _columns(list(self._keep.values()))
         kept = [item for item, _ in self._keep.values() if item.group == self._facts.state]
@@ -187,9 +196,9 @@ class P2pCore:
             keep_pages=pages,
             states=tuple((item.parent or b"", item.key, item.num) for item in kept),
             spoiled=tuple(self._spoiled),
-            fill=tuple(self._fill),
+            fills=tuple(self._fills),
         )
-        for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fill):
+        for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fills):
             part.clear()
         return msgspec.msgpack.encode(plan)
 
@@ -198,7 +207,6 @@ class P2pCore:
         self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
-            self._num_streamed.pop(request.rid, None)
             self._over.append(request.rid)
         if self._settings.capacity:
             self._retain(held)
@@ -240,11 +248,11 @@ class P2pCore:
             self._num_bytes += num_pages * self._facts.of_engine(self._facts.block_bytes)
             self._num_failed += num_failed
             self._num_hit_tokens += max(good.values(), default=0) * self._facts.block_size
-            if (link := self._links.get(address)) is not None:
+            if (peer := self._peers.get(address)) is not None:
                 if num_failed:
-                    link.pause.fail(time.monotonic())
+                    peer.pause.fail(time.monotonic())
                 else:
-                    link.pause.succeed()
+                    peer.pause.succeed()
 
     def take_events(self) -> list[KvEvent]:
         """None: the blocks are for other instances, so a router has no use for the events."""
@@ -265,43 +273,50 @@ class P2pCore:
         )
 
     def reset(self) -> None:
-        for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fill):
+        for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fills):
             columns.clear()
-        for mapping in (
-            self._kept, self._keep, self._expected, self._num_streamed, self._loading, self._questions, self._rids
-        ):  # fmt: skip
+        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
             mapping.clear()
         self._num_pages = 0
 
     def close(self) -> None:
         if self._context is not None:
-            for link in self._links.values():
-                link.close()
+            for peer in self._peers.values():
+                peer.close()
             self._context.destroy(linger=0)
             self._context = None
 
     def _expect(self, request: KvRequest) -> None:
-        """Announces to the worker half the blocks of a request that is about to be admitted: those of the full group,
-        because the others come with them."""
-        num = len(request.ids) // self._facts.block_size
+        """Announces to the worker half what a request that is about to be admitted will leave behind, as far as one
+        with the same prompt needs it: blocks behind a window are released before the prompt ends."""
+        facts, size = self._facts, self._facts.block_size
+        num = len(request.ids) // size
         if not self._settings.capacity or not num or request.rid in self._expected:
             return
         if len(self._expected) == _MAX_EXPECTED:
-            oldest = self._expected.popitem(last=False)[0]
-            self._num_streamed.pop(oldest, None)
-            self._over.append(oldest)
-        self._expected[request.rid] = None
-        self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
+            self._over.append(self._expected.popitem(last=False)[0])
+        place, rest = divmod(request.num_prompt - 1, size)
+        first = tuple(self._groups.need_from(group, place * size) // size for group in facts.tables)
+        self._expected[request.rid] = _Expected(first)
+        keys = request.block_keys(num, size)
+        names = [item_name(key, group) for group in facts.tables for key in keys[first[group] :]]
+        states: tuple[tuple[bytes, bytes, int], ...] = ()
+        if facts.state is not None and request.keeps_before_last and request.num_prompt > 1:
+            behind = keys[place - 1] if place else request.root
+            key = request.partial_keys(place, rest, size)[-1] if rest else behind
+            states = ((behind, key, rest),)
+            names += [item_name(key, group) for group in (*(facts.tables if rest else ()), facts.state)]
+        self._coming.append(P2pComing(request.rid, b"".join(names), states))
 
     def _match(self, request: KvRequest, first: int, last: int) -> int | None:
         """How many of the request's blocks from `first` to before `last` its peer has, or is computing. None: not known
         yet."""
-        link = self._link(request.kv_peer)
-        if link is None:
+        peer = self._peer(request.kv_peer)
+        if peer is None:
             return 0
-        self._hear(link)
+        self._hear(peer)
         now = time.monotonic()
-        if now < link.pause.until:
+        if now < peer.pause.until:
             self._forget(request.rid)
             return 0
         question = self._questions.get(request.rid)
@@ -312,30 +327,32 @@ class P2pCore:
             self._forget(request.rid)
             question = None
         if question is None or question.first > first:
-            question = self._ask(link, request.rid, first, last, question.deadline if question else None)
+            question = self._ask(peer, request.rid, first, last, question.deadline if question else None)
         if now >= question.deadline:
             self._forget(request.rid)
-            link.pause.fail(now)
+            peer.pause.fail(now)
             return 0
-        if not question.is_sent:
+        if question.unasked:
             keys = request.block_keys(question.first + question.num_asked, self._facts.block_size)
             behind = b""
             if self._facts.state is not None:
                 behind = keys[question.first - 1] if question.first else request.root
             wait_ms = int(self._settings.wait_s * 1000)
             wanted = b"".join(keys[question.first :])
-            lookup = Lookup(question.id, self._digest, wanted, wait_ms, behind, request.awaits_kv)
-            question.is_sent = link.ask(lookup)
+            for rank in list(question.unasked):
+                link = peer.links[rank]
+                if link.ask(Lookup(question.id, link.digest, wanted, wait_ms, behind, request.awaits_kv)):
+                    question.unasked.remove(rank)
         return None
 
     def _check(self, address: str) -> None:
         """Asks the operator's peer who it is. Raises ConfigError."""
         assert self._context is not None
         try:
-            link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+            peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             if self._facts.may_refuse:
-                link.check()
-            link.stop_watching()
+                peer.check()
+            peer.stop_watching()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--kv-connector p2p: peer={address} cannot be used: {error}.") from error
@@ -343,65 +360,79 @@ class P2pCore:
             self.close()
             raise
 
-    def _link(self, named: str) -> Link | None:
-        """The connection to the peer that a request names, or to the operator's; None: there is none."""
+    def _peer(self, named: str) -> Peer | None:
+        """The peer that a request names, or the operator's; None: there is none."""
         address = named or self._settings.peer
         if address is None or self._context is None:
             return None
-        link = self._links.get(address)
-        if link is None:
-            while len(self._links) >= _MAX_LINKS:
-                idle = next((one for one in self._links.values() if not one.num_open), None)
+        peer = self._peers.get(address)
+        if peer is None:
+            while len(self._peers) >= _MAX_PEERS:
+                idle = next((one for one in self._peers.values() if not one.num_open), None)
                 if idle is None:
                     return None
-                del self._links[idle.address]
+                del self._peers[idle.address]
                 idle.close()
             try:
-                link = self._links[address] = Link(self._context, address, self._layout, self._keys)
+                peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             except zmq.ZMQError:
                 return None
-            link.stop_watching()
-        self._links.move_to_end(address)
-        return link
+            peer.stop_watching()
+        self._peers.move_to_end(address)
+        return peer
 
-    def _ask(self, link: Link, rid: int, first: int, last: int, deadline: float | None) -> _Question:
+    def _ask(self, peer: Peer, rid: int, first: int, last: int, deadline: float | None) -> _Question:
         """Creates a question about blocks [first, last). deadline: of the question that it replaces."""
         self._forget(rid)
         while len(self._questions) >= _MAX_QUESTIONS:
             self._forget(next(iter(self._questions)))
         self._num_questions += 1
         until = time.monotonic() + self._settings.timeout_s if deadline is None else deadline
-        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, link)
+        ranks = set(range(self._facts.num_ranks))
+        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions, peer, ranks)
         self._rids[question.id] = rid
-        link.num_open += 1
+        peer.num_open += 1
         return question
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, peer: Peer) -> None:
         """Receives the answers that have arrived. Drops answers to questions that were dropped, or asked of others."""
-        for reply in link.answers():
+        for rank, reply in peer.answers():
             if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
                 continue
             question = self._questions[rid]
-            if question.link is not link:
+            if question.peer is not peer:
                 continue
             if reply.is_coming:
                 if not question.is_coming:  # the deadline is extended once
                     question.is_coming = True
                     question.deadline += self._settings.wait_s
                 continue
-            del self._rids[reply.id]
-            question.num_found = max(0, min(reply.num + max(0, reply.num_coming), question.num_asked))
-            question.names = frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
-            question.states = StateIndex(self._facts.state)
-            for parent, key, num in reply.states:
-                question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
-            question.answered_at = time.monotonic()
+            question.replies[rank] = reply
+            if len(question.replies) == self._facts.num_ranks:
+                del self._rids[reply.id]
+                self._conclude(question)
+
+    def _conclude(self, question: _Question) -> None:
+        """All ranks have answered. What one of them lacks is of no use on the others."""
+        replies = question.replies.values()
+        num = min(reply.num + max(0, reply.num_coming) for reply in replies)
+        question.num_found = max(0, min(num, question.num_asked))
+        question.names = frozenset.intersection(*(_names(reply) for reply in replies))
+        question.states = StateIndex(self._facts.state)
+        for parent, key, num in set[tuple[bytes, bytes, int]].intersection(*(set(reply.states) for reply in replies)):
+            question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
+        question.replies = {}
+        question.answered_at = time.monotonic()
 
     def _forget(self, rid: int) -> None:
         question = self._questions.pop(rid, None)
         if question is not None:
-            question.link.num_open -= 1
+            question.peer.num_open -= 1
             self._rids.pop(question.id, None)
+
+
+def _names(reply: Found) -> frozenset[bytes]:
+    return frozenset(split_keys(reply.names[: len(reply.names) // KEY_BYTES * KEY_BYTES]))
 
 
 def _columns(held: Sequence[Held]) -> tuple[bytes, bytes, bytes]:

@@ -1,4 +1,7 @@
-"""The core half's connection to one peer: when it may be asked, and what is said to it.
+"""The core half's connections to one peer: when it may be asked, and what is said to it.
+
+Each rank of the peer is asked, because it sends its part of the blocks by itself: it has to know early who waits for
+them, and only it knows which plans it has run.
 
 A peer that failed is not asked for a while, each time longer. What only a change on the other side can mend, another
 model or other keys, is one sentence at the start of the engine, or a line in the log if the peer comes later.
@@ -12,7 +15,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys
-from .p2p_settings import secure
+from .base import ConnectorFacts
+from .p2p_settings import rank_address, secure
 from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
 from .pause import Pause
 
@@ -21,12 +25,52 @@ START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine sta
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
 
-class Link:
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, layout: Layout, keys: Keys | None):
-        """Raises ZMQError for an address that ZeroMQ does not take."""
+class Peer:
+    """All ranks of one peer, by rank."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, facts: ConnectorFacts, keys: Keys | None
+    ) -> None:
+        """address: of its first rank. Raises ZMQError for one that ZeroMQ does not take."""
         self.address = address
         self.pause = Pause()
         self.num_open = 0  # questions
+        self.links: list[Link] = []
+        try:
+            for rank in range(facts.num_ranks):
+                layout = Layout.of(facts.of_rank(rank))
+                self.links.append(Link(context, rank_address(address, rank), layout, keys))
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """As `Link.check`, of each rank."""
+        for link in self.links:
+            link.check()
+
+    def stop_watching(self) -> None:
+        for link in self.links:
+            link.stop_watching()
+
+    def answers(self) -> list[tuple[int, Reply]]:
+        """What has arrived, with the ranks that it came from."""
+        return [(rank, reply) for rank, link in enumerate(self.links) for reply in link.answers()]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+
+class Link:
+    """The connection to one rank."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, layout: Layout, keys: Keys | None
+    ) -> None:
+        """layout: of the same rank here. Raises ZMQError for an address that ZeroMQ does not take."""
+        self.address = address
+        self.digest = layout.digest
         self._layout = layout
         self._has_warned = False
         self._socket = context.socket(zmq.DEALER)

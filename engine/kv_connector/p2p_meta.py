@@ -13,11 +13,29 @@ class P2pLoad(Struct, frozen=True, array_like=True):
     peer: str = ""  # the address where they are
 
 
+class P2pComing(Struct, frozen=True, array_like=True):
+    """What a request is going to leave behind: its blocks of all groups, of a window those that are read behind its
+    prompt, and perhaps a recurrent state."""
+
+    rid: int
+    names: bytes  # of items, in any order
+    states: tuple[tuple[bytes, bytes, int], ...] = ()  # of these, as in `P2pPlan.states`
+
+
+class P2pFill(Struct, frozen=True, array_like=True):
+    """Blocks of one group that the pass over the plan fills."""
+
+    rid: int  # announced
+    group: int
+    names: bytes
+    blocks: bytes  # int32: the pages of each in turn
+
+
 class P2pPlan(Struct, frozen=True, array_like=True):
     """The worker half's work for a plan, in this order."""
 
-    coming: tuple[tuple[int, bytes], ...]  # rid of a request being computed, and the keys of its blocks
-    drop: bytes  # keys
+    coming: tuple[P2pComing, ...]  # of requests that are computed from now on
+    drop: bytes  # names of items
     keep_keys: bytes  # names of items
     keep_blocks: bytes  # int32: the pages of each in turn
     over: tuple[int, ...]  # announced rids that ended
@@ -26,4 +44,4 @@ class P2pPlan(Struct, frozen=True, array_like=True):
     # Of what is kept, the recurrent states: key of the block before, its own key, positions between.
     states: tuple[tuple[bytes, bytes, int], ...] = ()
     spoiled: tuple[int, ...] = ()  # announced rids of which nothing more may be kept; done before all others
-    fill: tuple[tuple[int, bytes, bytes], ...] = ()  # announced rid, names of the blocks that the pass fills, pages
+    fills: tuple[P2pFill, ...] = ()

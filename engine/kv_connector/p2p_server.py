@@ -1,8 +1,8 @@
 """Answers peers in a thread of its own: what there is, and the pieces that they want, as far as they have given credit.
 
-A want is served in the order of its names, and blocks that a pass is computing layer group by layer group. An item that
-is neither there nor being computed is left out, and the asker is told at the end. Nothing of an asker outlives its
-leases.
+A want is served in the order of its names as far as they are there, and blocks that a pass is computing layer group by
+layer group. An item that is neither there nor being computed is left out, and the asker is told at the end. Nothing of
+an asker outlives its leases.
 """
 
 import os
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys, admit_only
+from ..core.kv_connector import item_name
 from .base import ConnectorFacts
 from .p2p_settings import check_free, secure
 from .p2p_store import BlockStore, Part, There
@@ -30,7 +32,6 @@ from .p2p_wire import (
     Coming,
     Credit,
     Done,
-    Found,
     Gone,
     Have,
     Hello,
@@ -53,8 +54,7 @@ _MAX_ASKERS = 1024  # with wants; the one that was heard of longest ago is forgo
 _MAX_WANTS = 256  # of an asker; further ones are answered with `Gone`
 _MAX_CREDIT = 2 * CREDIT_BYTES  # of an asker, whatever it gives
 _MAX_QUEUED = 1024  # messages to an asker that reads nothing: pieces within its credit, and short ones
-_LAG_S = 0.5  # by which a rank may run a plan later than the first rank, which said what there is
-_PROMISE_S = 1.0  # within which one that was told that blocks are coming asks for them
+_PROMISE_S = 1.0  # after the end of its lookup, within which one that was told that blocks are coming asks for them
 _SWEEP_S = 1.0  # between looks for leases that have ended
 
 
@@ -80,7 +80,7 @@ class _Want:
     until: float  # monotonic s, of its lease
     lease_s: float
     reads: bool
-    patient_until: float  # monotonic s; before, an item that is missing may be in a plan that this rank has not run
+    num_changes: int = -1  # of the store, when all that was there was sent
     sent: dict[int, Part] = field(default_factory=dict)  # number of an item of which the first bytes were sent → these
     lacks_some: bool = False
 
@@ -107,7 +107,7 @@ class Server:
         self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         self._store = store
         self._agent = agent
-        self._layout = Layout.of(facts)
+        self._facts, self._layout = facts, Layout.of(facts)
         self._digest = self._layout.digest
         self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
         self._waiting: list[_Waiting] = []
@@ -214,14 +214,13 @@ class Server:
                     asker.wants.pop(number, None)
 
     def _answer(self, sender: bytes, question: Lookup, num_changes: int) -> None:
-        reply, num_bytes = self._store.look_up(question)
-        is_kept = reply.is_coming and len(self._waiting) < _MAX_WAITING
+        answer = self._store.look_up(question)
         # Until progress is seen, what is announced does not count.
-        self._send(sender, Found(reply.id, reply.num, reply.is_coming, reply.names, reply.states))
-        if is_kept:
+        self._send(sender, replace(answer.there, is_coming=answer.is_coming))
+        if answer.is_coming and len(self._waiting) < _MAX_WAITING:
             until = time.monotonic() + question.wait_ms / 1000
-            names = frozenset(split_keys(question.keys))
-            self._waiting.append(_Waiting(sender, question, until, num_changes, num_bytes, names))
+            names = [item_name(key, group) for group in self._facts.tables for key in split_keys(question.keys)]
+            self._waiting.append(_Waiting(sender, question, until, num_changes, answer.num_bytes, frozenset(names)))
 
     def _settle(self, one: _Waiting) -> bool:
         """Sends the final answer if the blocks are there, or half of their bytes are and the others come, or the time
@@ -231,16 +230,14 @@ class Server:
         if num_changes == one.num_changes and not is_late:
             return False
         one.num_changes = num_changes
-        reply, num_bytes = self._store.look_up(one.question)
-        progresses = num_bytes > one.num_at_first
-        of_all = (reply.num + reply.num_coming) * self._layout.block_bytes
-        is_half = progresses and reply.num_coming > 0 and 2 * num_bytes >= of_all
-        if reply.is_coming and not is_late and not is_half:
+        answer = self._store.look_up(one.question)
+        promises = answer.promised != answer.there and answer.num_bytes > one.num_at_first
+        is_half = promises and 2 * answer.num_bytes >= answer.num_promised
+        if answer.is_coming and not is_late and not is_half:
             return False
-        num_coming = reply.num_coming if progresses else 0
-        if num_coming:
-            self._promised.append((time.monotonic() + _PROMISE_S, one.names))
-        self._send(one.sender, Found(reply.id, reply.num, False, reply.names, reply.states, num_coming))
+        if promises:
+            self._promised.append((one.until + _PROMISE_S, one.names))  # it also waits for its peer's other ranks
+        self._send(one.sender, answer.promised if promises else answer.there)
         return True
 
     def _begin(self, sender: bytes, want: Want) -> None:
@@ -260,9 +257,8 @@ class Server:
         num_coming = sum(self._store.is_coming(names[i]) for i in left if names[i] not in self._store)
         lease_s = want.lease_ms / 1000
         now = time.monotonic()
-        patient_until = now + _LAG_S if self._layout.num_ranks > 1 else now
         asker.wants[want.id] = _Want(
-            names, frozenset(names), left, now + lease_s, lease_s, want.reads and bool(self._agent), patient_until
+            names, frozenset(names), left, now + lease_s, lease_s, want.reads and bool(self._agent)
         )
         self._send(sender, Coming(want.id, num_there, num_coming, self._agent if want.reads else b""))
 
@@ -272,8 +268,12 @@ class Server:
         """Sends what its credit allows. Wants are served in turn, but none waits for one that lacks blocks."""
         asker = self._askers[sender]
         for number, want in list(asker.wants.items()):
+            num_changes = self._store.num_changes
+            if num_changes == want.num_changes:
+                continue
             if not self._send_pieces(sender, asker, number, want):
                 return
+            want.num_changes = num_changes
             if not want.left:
                 del asker.wants[number]
                 if want.lacks_some:
@@ -287,11 +287,9 @@ class Server:
             is_coming = self._store.is_coming(want.names[first])  # asked first: it is kept before it stops to come
             there = self._store.there(want.names[first])
             if there is None or there.num <= want.num_sent(first, there):
-                if there is None and not is_coming and time.monotonic() >= want.patient_until:
+                if there is None and not is_coming:
                     del want.left[at]
                     want.lacks_some = True
-                elif there is None:
-                    return True
                 else:
                     at += 1
                 continue

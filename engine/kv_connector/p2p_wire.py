@@ -9,8 +9,11 @@ names items (`engine/core/kv_connector.py`), whose names are the keys if there i
     asker    Want, Credit, Have,     server   Coming, Piece (two frames: header, content), Gone
              Done
 
-A server sends no byte of blocks without credit. Of a `Want` it sends what it has, and what it is computing as soon as
-that is there, in the order of the names; it forgets the want when its lease ends. A block that is being computed comes
+An instance of several ranks asks each rank of the other one, which answers for itself, and wants of rank r on its own
+rank r what all of them have.
+
+A server sends no byte of blocks without credit. Of a `Want` it sends what it has, in the order of the names, and what
+it is computing as soon as that is there; it forgets the want when its lease ends. A block that is being computed comes
 layer group by layer group, of several blocks in one piece, and is whole with the last one, which is sent when the pass
 is known to be good. If it has to be computed again, its parts begin at 0 again.
 
@@ -29,7 +32,7 @@ from msgspec import Meta, Struct
 from .base import ConnectorFacts
 from .options import MAX_WAIT_MS
 
-VERSION = 4  # of this protocol
+VERSION = 5  # of this protocol
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
 MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + MAX_KEYS // 8 + 4096
@@ -140,8 +143,9 @@ class Welcome(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Found(Struct, frozen=True, array_like=True, tag=True):
-    """Answers `Lookup`: the peer has the first `num` blocks. With `is_coming` the next one is being computed, and
-    another answer follows within `wait_ms`. `num_coming` more blocks are being computed, and progress was seen."""
+    """Answers `Lookup`: of full attention, if the model has it, the peer has the first `num` blocks. With `is_coming`
+    more is being computed, and another answer follows within `wait_ms`. In that one `num_coming` more blocks are being
+    computed, and perhaps some of `names` and `states`, if progress was seen."""
 
     id: int
     num: int

@@ -7,10 +7,12 @@ blocks (`p2p_server.py`). The fetcher's asks peers and writes verified blocks in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 import torch
+from torch import Tensor
 
 from ...ipc.messages import bytes_to_ids
 from ..attention.kv_cache import KvCache
@@ -21,12 +23,22 @@ from .p2p_meta import P2pPlan
 from .p2p_nixl import Agent, Reader
 from .p2p_server import Server
 from .p2p_settings import Settings, keys_of, rank_address
-from .p2p_store import BlockStore
+from .p2p_store import BlockStore, pages_between
 from .p2p_wire import split_keys
 
-_NUM_GROUPS = 8  # of layers, at most: each costs a call of the program, and the last one follows the prompt
+_NUM_STOPS = 8  # at most, the end of the pass included: each costs a call of the program
 
 _decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
+
+
+@dataclass
+class _Filling:
+    """Blocks of one group that the pass fills and peers wait for."""
+
+    names: list[bytes]
+    pages: Sequence[int]  # of each in turn
+    group: int
+    num: int = 0  # bytes of each that the store has
 
 
 class P2pWorker:
@@ -46,8 +58,9 @@ class P2pWorker:
         self._fetcher = Fetcher(settings.fetch_timeout_s, facts, keys, reader) if settings.asks else None
         self._copier: BlockCopier | None = None
         self._plan: P2pPlan | None = None
-        self._groups: dict[int, tuple[int, int]] = {}  # as `layer_groups` has them
-        self._fills: list[tuple[list[bytes], Sequence[int]]] = []  # names and pages of blocks that the pass fills
+        self._facts = facts
+        self._stops: dict[int, tuple[int, ...]] = {}  # as `layer_stops` has them
+        self._fills: list[_Filling] = []
         self._num_under_way = 0
         self._failed: set[int] = set()  # failed blocks of the loads that `get_finished` named last
         self._num_timed = 0
@@ -59,7 +72,7 @@ class P2pWorker:
 
     def register_kv_caches(self, cache: KvCache) -> None:
         self._copier = BlockCopier(cache)
-        self._groups = layer_groups(cache)
+        self._stops = layer_stops(cache)
         if self._fetcher is not None:
             self._fetcher.start(BlockCopier(cache))
 
@@ -70,7 +83,8 @@ class P2pWorker:
         plan, self._plan = self._plan, None
         assert plan is not None and self._copier is not None, "start_load_kv before metadata or cache"
         self._store.give_up(plan.spoiled)
-        self._store.expect([(rid, split_keys(keys)) for rid, keys in plan.coming])
+        for one in plan.coming:
+            self._store.expect(one.rid, split_keys(one.names), one.states)
         self._store.drop(split_keys(plan.drop))
         self._keep(plan)
         self._store.give_up(plan.over)
@@ -95,21 +109,23 @@ class P2pWorker:
             self._store.keep(names, contents, plan.states)
 
     def _begin_fills(self, plan: P2pPlan) -> None:
-        """What peers wait for of the blocks that the pass fills is read layer group by layer group."""
-        if not self._groups or self._server is None:
+        """What peers wait for of the blocks that the pass fills is read at each stop."""
+        if not self._stops or self._server is None:
             return
-        *_, (limit, _) = self._groups.values()
+        *_, limits, _ = self._stops.values()
         seen: set[bytes] = set()
-        for rid, keys, blocks in plan.fill:
-            names, pages = split_keys(keys), bytes_to_ids(blocks)
+        for one in plan.fills:
+            names, pages = split_keys(one.names), bytes_to_ids(one.blocks)
             if not self._server.awaits(names):
                 continue
-            new = [(name, page) for name, page in zip(names, pages, strict=True) if name not in seen]
+            num = self._facts.pages_of(one.group)
+            new = [i for i, name in enumerate(names) if name not in seen]
             seen.update(names)  # another row of the pass may compute the same
             if new:
-                own = [name for name, _ in new]
-                self._store.fill(rid, own, limit)
-                self._fills.append((own, [page for _, page in new]))
+                own = [names[i] for i in new]
+                self._store.fill(one.rid, own, limits[one.group], num)
+                of_new = [page for i in new for page in pages[i * num : (i + 1) * num]]
+                self._fills.append(_Filling(own, of_new, one.group))
 
     def wait_for_layer_load(self, layer: int) -> None:
         pass
@@ -117,12 +133,21 @@ class P2pWorker:
     @property
     def layer_stops(self) -> Sequence[int]:
         """None if nobody waits for what the plan computes."""
-        return list(self._groups)[:-1] if self._fills else ()
+        return list(self._stops)[:-1] if self._fills else ()
 
     def save_kv_layer(self, layer: int) -> None:
-        if (group := self._groups.get(layer)) is not None and self._copier is not None:
-            for names, pages in self._fills:
-                self._store.grow(names, group[0], self._copier.read_part(pages, *group))
+        ends = self._stops.get(layer, ())
+        for fill in self._fills if ends else ():
+            if (last := ends[fill.group]) > fill.num:
+                self._store.grow(fill.names, fill.num, self._read_part(fill, last))
+                fill.num = last
+
+    def _read_part(self, fill: _Filling, last: int) -> Tensor:
+        """The bytes of each block from those that the store has to before `last`: uint8 [blocks, bytes]."""
+        assert self._copier is not None, "a pass without a cache"
+        num = self._facts.pages_of(fill.group)
+        between = pages_between(fill.num, last, self._facts.block_bytes)
+        return torch.cat([self._copier.read_part(fill.pages[i::num], begin, end) for i, begin, end in between], dim=1)
 
     def wait_for_save(self) -> None:
         self._fills = []
@@ -158,13 +183,19 @@ class P2pWorker:
             self._fetcher.close()
 
 
-def layer_groups(cache: KvCache) -> dict[int, tuple[int, int]]:
-    """The groups of layers in which blocks leave during a pass: last layer → the bytes [first, last) of a page that the
-    group's layers have. Empty: a pass cannot be followed, because layers are in several pages, or it runs on a GPU,
-    which is told of a whole pass at once."""
-    places, num = cache.groups.places[: len(cache.shape.layers)], len(cache.shape.layers)
-    if cache.device.type != "cpu" or len(places) < 2 or cache.groups.num_tables != 1 or cache.shape.states:
+def layer_stops(cache: KvCache) -> dict[int, tuple[int, ...]]:
+    """After which layers blocks leave during a pass: layer → for each group with blocks how many bytes of a block, from
+    its first one on, are written then. Before the last layer something is left of each. Empty: there is one layer."""
+    groups, num = cache.groups, len(cache.shape.layers)
+    if num < 2:
         return {}
-    offsets = [*(place.offset for place in places), cache.groups.page_bytes]
-    ends = [num * (i + 1) // min(num, _NUM_GROUPS) for i in range(min(num, _NUM_GROUPS))]
-    return {end - 1: (offsets[first], offsets[end]) for first, end in zip([0, *ends], ends, strict=False)}
+    tiles = [(place.group, place.shelf * groups.page_bytes + place.offset) for place in groups.places[:num]]
+    numbers = [g for g, group in enumerate(groups.groups) if group.lifetime.kind != "state"]
+    last = [max((first for group, first in tiles if group == g), default=0) for g in numbers]
+    stops: dict[int, tuple[int, ...]] = {}
+    for i in range(min(num, _NUM_STOPS)):
+        layer = num * (i + 1) // min(num, _NUM_STOPS) - 1
+        left = tiles[layer + 1 :]
+        stops[layer] = tuple(min([first for group, first in left if group == g] + [last[g]]) for g in numbers)
+    stops[num - 1] = tuple(groups.groups[g].pages * groups.page_bytes for g in numbers)
+    return stops

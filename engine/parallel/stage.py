@@ -4,13 +4,12 @@ A worker does everything in the order of its mailbox. Only a plan may have to wa
 the ids that the last stage samples, in the others for the result of the stage before. No torch.
 """
 
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...ipc.messages import Hidden, PlaceExperts, Sleep, StepPlan, Wake
+from ...ipc.messages import Hidden, PlaceExperts, Sleep, StageSeconds, StepPlan, Wake
 
 Task = StepPlan | Sleep | Wake | PlaceExperts
 
@@ -47,9 +46,8 @@ class StageTimes:
     def ends(self) -> None:
         self._busy += self._clock() - self._began
 
-    def take(self) -> bytes:
-        """float32 [3]: busy, waiting for input, and for ids."""
-        found = struct.pack("<3f", self._busy, self._input, self._ids)
+    def take(self) -> StageSeconds:
+        found = StageSeconds(self._busy, self._input, self._ids)
         self._busy = self._input = self._ids = 0.0
         return found
 

@@ -77,8 +77,10 @@ class HostModel:
     plugin: PluginGuard | None = None  # the runner plugin
     by_layer: ByLayer | None = None  # who is told of layers during a pass; None: this model runs as a whole
     encoder: Model | None = None  # that the model reads
+    queue: Queue | None = None  # its work is done when a call returns
     graphs = 0
     head_major = False
+    handover = None
 
 
 def load_model(
@@ -311,6 +313,7 @@ def _on_device(
         attention=attention,
         without=checked.without | served.left_out,
         num_domains=config.kv_domains,
+        by_layer=(by_layer := ByLayer(program)),
     )
     replicas = None
     if config.expert_replicas:
@@ -350,6 +353,7 @@ def _on_device(
         handover=handover,
         replicas=replicas,
         domain=Domain(group.rank) if config.kv_domains > 1 else None,
+        by_layer=by_layer,
         reads=reads,
         note=served.note + (kept.note if kept is not None else ""),
         failed_kernels=checked.failed,

@@ -26,6 +26,7 @@ from ...ipc.messages import (
     PassReads,
     PlaceExperts,
     SampledIds,
+    StageSeconds,
     StepPlan,
     StepResult,
     Transferred,
@@ -36,7 +37,7 @@ from ..attention.cache_groups import FULL
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
-from ..device.queue import Queue
+from ..device.queue import Mark, Queue
 from ..device.report import DeviceReport
 from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
@@ -369,10 +370,15 @@ class Runner:
         num_tiles = len(self._model.kv_shape.layers)
         for tile in range(num_tiles):
             connector.wait_for_layer_load(tile)
-        by_layer = self._model.by_layer if isinstance(self._model, HostModel) else None
+        by_layer, queue, marks = self._model.by_layer, self._model.queue, list[Mark]()
         if by_layer is not None and isinstance(connector, LayerConnector) and (stops := connector.layer_stops):
-            by_layer.listen(stops, connector.save_kv_layer)
+            save = connector.save_kv_layer
+            by_layer.listen(stops, save if queue is None else lambda tile: marks.append(queue.mark()))
         yield transfer
+        if queue is not None and not transfer.is_dropped:
+            for tile, mark in enumerate(marks):
+                with queue.beside(mark):  # while the device computes the layers behind it
+                    connector.save_kv_layer(tile)
         self._device.synchronize()
         num_told = 0 if by_layer is None else by_layer.end()
         for tile in () if transfer.is_dropped else range(num_told, num_tiles):
@@ -432,7 +438,7 @@ class Runner:
         if found is not None:
             return found.result(plan.step, 0.0)
         if self._stage < self._config.pipeline_parallel_size - 1:
-            return Hidden(plan.step, b"", fault="out_of_memory")
+            return Hidden(plan.step, fault="out_of_memory")
         return StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory")
 
     def _run_stage(self, plan: StepPlan, received: Passed | None) -> Passed | Sampled | None:
@@ -564,6 +570,11 @@ class Runner:
         return Transferred(
             tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms, self._rank
         )
+
+    def take_stage_seconds(self) -> StageSeconds | None:
+        """Of this stage's steps that were collected since the last call; None: the device does not wait for other
+        stages by itself."""
+        return None if self._model.handover is None else self._model.handover.take_seconds()
 
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all

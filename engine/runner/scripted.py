@@ -97,6 +97,7 @@ class ScriptedModel:
     weights = workspace = graphs = 0
     reads = PassReads()
     head_major = False
+    handover = queue = by_layer = None
     note: str
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)

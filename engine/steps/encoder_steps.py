@@ -27,6 +27,7 @@ class EncoderModel:
     synchronize: Callable[[], None]
     graphs = 0
     head_major = False
+    handover = queue = by_layer = None
     failed_kernels: tuple[str, ...] = ()
     own_experts: Mapping[int, OwnExperts] = field(default_factory=dict)
     replicas = None

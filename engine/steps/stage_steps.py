@@ -44,9 +44,9 @@ class Passed:
         columns = (self.starts, self.num_drafts, self.draft_ids)
         starts, num_drafts, ids = (column.astype("<i4").tobytes() for column in columns)
         if self.states is None:
-            return Hidden(step, b"", 0.0, starts, num_drafts, ids)
+            return Hidden(step, 0.0, starts, num_drafts, ids)
         dtype = cast(Dtype, str(self.states.dtype).removeprefix("torch."))
-        message = Hidden(step, b"", 0.0, starts, num_drafts, ids, self.states.shape[1], dtype)
+        message = Hidden(step, 0.0, starts, num_drafts, ids, self.states.shape[1], dtype)
         states = self.states.contiguous()
         if memory is not None and states.nbytes <= memory.slot_bytes:
             torch.frombuffer(memory.slot(step, states.nbytes), dtype=states.dtype).view_as(states).copy_(states)

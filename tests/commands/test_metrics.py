@@ -157,21 +157,21 @@ def test_curves_and_durations() -> None:
     assert [duration(s) for s in (None, 0.00123, 0.34, 2.5)] == ["-", "1.2 ms", "340 ms", "2.5 s"]
 
 
-def stages_page(*states: tuple[float, float, float, float], bubbles: float = 0.25) -> str:
-    """Of a pipeline: the seconds of each stage that it was busy, and waited for a plan, for input and for ids."""
+def stages_page(*states: tuple[float, float, float, float, float], bubbles: float = 0.25) -> str:
+    """Of a pipeline: the seconds of each stage that it was busy, and waited for a plan, input, ids, and with output."""
     lines = ["# TYPE pagewire:stage_seconds_total counter", "# TYPE pagewire:pipeline_bubble_ratio gauge"]
     for stage, seconds in enumerate(states):
-        for state, value in zip(("busy", "plan", "input", "ids"), seconds, strict=True):
+        for state, value in zip(("busy", "plan", "input", "ids", "output"), seconds, strict=True):
             lines.append(f'pagewire:stage_seconds_total{{model_name="m",stage="{stage}",state="{state}"}} {value}')
     return "\n".join([*lines, f'pagewire:pipeline_bubble_ratio{{model_name="m"}} {bubbles}', ""])
 
 
 def test_the_screen_has_a_bar_for_each_stage() -> None:
-    before = read(stages_page((4, 4, 4, 4), (9, 9, 9, 9)), 0.0)
-    now = read(stages_page((8, 5, 6, 5), (9, 9, 9, 9)), 5.0)
+    before = read(stages_page((4, 4, 4, 4, 4), (9, 9, 9, 9, 9)), 0.0)
+    now = read(stages_page((12, 5, 8, 6, 5), (9, 9, 9, 9, 9)), 5.0)
     shares = stage_shares(before, now)
-    assert shares == {"0": {"busy": 0.5, "plan": 0.125, "input": 0.25, "ids": 0.125}, "1": {}}
-    assert stage_bar(shares["0"], 16) == "████████▒▒▒▒░░··" and stage_bar({}) == ""
+    assert shares == {"0": {"busy": 0.5, "plan": 0.0625, "input": 0.25, "ids": 0.125, "output": 0.0625}, "1": {}}
+    assert stage_bar(shares["0"], 16) == "████████▒▒▒▒░░╌·" and stage_bar({}) == ""
     assert stage_bar({"busy": 0.334, "input": 0.333, "ids": 0.333, "plan": 0.0}, 40).count("░") == 13
     screen = Screen("http://localhost", "m")
     screen.add(before)

@@ -13,6 +13,7 @@ import vocabulary
 from waiting import until
 
 from pagewire import LLM, SamplingParams
+from pagewire.commands.metrics import read
 from pagewire.tools.servers import Server, free_port
 
 pytestmark = pytest.mark.e2e
@@ -85,8 +86,8 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one_rank_and_heal(
     assert "worker-3 was killed by SIGKILL. Replacing worker, worker-1, worker-2, worker-3." in server.log.read_text()
     until(lambda: "_bubble_ratio{" in _metrics(server), "the core reports")
     for stage in (0, 1):
-        for state in ("busy", "plan", "input", "ids"):
-            assert f'stage="{stage}",state="{state}"}} ' in _metrics(server)
+        seconds = read(_metrics(server), 0.0).stages[str(stage)]
+        assert seconds.keys() == {"busy", "plan", "input", "ids", "output"} and seconds["busy"] > 0
     assert server.stop() == 0, server.log.read_text()
 
 

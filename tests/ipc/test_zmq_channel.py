@@ -63,7 +63,7 @@ def test_the_data_of_a_pass_is_a_frame_of_its_own(tmp_path: Path) -> None:
     inbox: ZmqInbox[object] = receiver.inbox(f"ipc://{tmp_path}/worker", ToWorker)
     outbox = sender.outbox(f"ipc://{tmp_path}/worker", Link.DEVICE)
     control = receiver.outbox(f"ipc://{tmp_path}/worker", Link.CONTROL)
-    first, bare = Hidden(1, b"", width=2, data=b"12345678"), Hidden(2, b"", fault="out_of_memory")
+    first, bare = Hidden(1, width=2, data=b"12345678"), Hidden(2, fault="out_of_memory")
     for message in (first, bare, first):
         outbox.send(message)
     assert receive(inbox, 3) == [first, bare, first]

@@ -36,6 +36,7 @@ from pagewire.ipc.messages import (
     Sampled,
     Settings,
     Snapshot,
+    StageSeconds,
     StepPlan,
     StepResult,
     StopHit,
@@ -452,3 +453,19 @@ def test_the_roof_without_a_known_bandwidth_is_not_guessed() -> None:
     core.handle([WorkerUsage(0, ProcessUsage(), {"weights": 1}), Ping()])
     (rank,) = snapshots[-1].workers
     assert rank.roof_ratio == 0.0 and rank.memory == {"weights": 1}, "a model without KV"
+
+
+def test_a_step_of_stages_on_gpus_takes_as_long_as_the_slowest_one() -> None:
+    """Only the last stage answers, with its own time."""
+    core = CoreActor(replace(config_of(pipeline_parallel_size=2), kernels=None))
+    plans: list[StepPlan] = []
+    core.start(lambda receiver, message: plans.append(message) if isinstance(message, StepPlan) else None)
+    core.handle([CacheOffer(rank, 30) for rank in (0, 1)])
+    core.handle([enqueue(1, list(range(8)), max_tokens=4, ignore_eos=True)])
+    found: list[float] = []
+    core.scheduler.apply = lambda result: found.append(result.device_ms)  # type: ignore[method-assign]
+    result = StepResult(plans[0].step, b"", {}, {}, 4.0)
+    core.handle([result])
+    core.handle([WorkerUsage(rank, ProcessUsage(), {}, stage=StageSeconds(3.0 - rank)) for rank in (0, 1)])
+    core.handle([result])
+    assert found == [4.0, 6.0]

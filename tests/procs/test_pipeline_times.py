@@ -1,35 +1,39 @@
 """Where the seconds of stages go."""
 
-import struct
-
 import pytest
 
-from pagewire.ipc.messages import StageSnapshot
+from pagewire.ipc.messages import StageSeconds, StageSnapshot
 from pagewire.procs.pipeline_times import PipelineTimes
 
 
 def test_what_is_neither_busy_nor_waiting_waits_for_a_plan() -> None:
     times = PipelineTimes(2)
+    assert times.slowest() == 1.0
     times.note(100.0, is_in_flight=True)
-    times.answered(struct.pack("<6f", 1.0, 0.0, 0.5, 2.0, 0.25, 0.0))
+    first, second = StageSeconds(1.0, ids=0.5), StageSeconds(2.0, input=0.25, output=0.25)
+    for stage, seconds in enumerate((first, second)):
+        times.take(stage, seconds, 103.5 + stage / 4)
+    stages, ratio = times.report()
+    assert stages == (StageSnapshot(first, 2.0), StageSnapshot(second, 1.25))
+    assert ratio == pytest.approx(1 - 3.0 / (3.5 + 3.75)) and times.slowest() == 1.0
     times.note(104.0, is_in_flight=False)
     times.note(150.0, is_in_flight=True)  # idle meanwhile
     times.note(151.0, is_in_flight=True)
-    stages, ratio = times.report(151.0)
-    assert stages == (StageSnapshot(1.0, 3.5, 0.0, 0.5), StageSnapshot(2.0, 2.75, 0.25, 0.0))
-    assert ratio == 0.0, "there is no earlier report"
+    times.take(0, StageSeconds(0.5), 151.0)
+    assert times.report()[0] == (StageSnapshot(StageSeconds(1.5, ids=0.5), 3.0), StageSnapshot(second, 1.25))
 
 
 def test_the_bubble_is_that_of_the_last_ten_seconds() -> None:
+    """Stages report at different times."""
     times = PipelineTimes(2)
-    assert times.report(0.0) == ((StageSnapshot(0.0, 0.0, 0.0, 0.0),) * 2, 0.0)
+    assert times.report() == ((StageSnapshot(StageSeconds(0.0), 0.0),) * 2, 0.0)
     times.note(0.0, is_in_flight=True)
     for second in range(1, 31):
-        busy = (0.5, 0.5) if second <= 15 else (1.0, 0.5)
-        times.answered(struct.pack("<6f", busy[0], 0.0, 0.0, busy[1], 0.0, 0.0))
-        _, ratio = times.report(float(second))
+        times.take(0, StageSeconds(0.5 if second <= 15 else 1.0), float(second))
+        times.take(1, StageSeconds(0.5), second + 0.5)
+        _, ratio = times.report()
         if second == 15:
             assert ratio == pytest.approx(0.5)
         elif second == 20:
             assert ratio == pytest.approx(1 - (5 * 1.0 + 5 * 1.5) / 20)
-    assert ratio == pytest.approx(0.25)
+    assert ratio == pytest.approx(0.25) and times.slowest() == pytest.approx(2.0)

@@ -209,6 +209,23 @@ def test_loads_for_which_others_go_wait_when_they_have_taken_their_share() -> No
     assert found.decide(at + PATIENCE_S) != []
 
 
+def test_loads_count_after_models_have_gone_for_one_that_nobody_waits_for_any_more() -> None:
+    """Else a client that asks and gives up would have others loaded again and again."""
+    found = models(1, 1, budget=1)
+    now = load(found, 0, 0.0, load_s=10.0)
+    evicted_at = []
+    for _ in range(2 * int(LOAD_BURST_S / 10)):
+        found.use(1, "api", now, is_open=True)
+        while not (actions := found.decide(now)):
+            now = found.decide_again_at(now)
+        assert actions == [Unload(0)]
+        evicted_at.append(now)
+        found.use(1, "api", now, is_open=False)
+        found.has_ended(0, now)
+        now = load(found, 0, now, load_s=10.0)
+    assert evicted_at[1] - evicted_at[0] == 10.0 and evicted_at[-1] - evicted_at[-2] > 0.9 * 10.0 / LOAD_SHARE
+
+
 def test_another_version_takes_the_place_of_a_model() -> None:
     """It goes although it is pinned, and comes back with other needs; what waits meanwhile waits for that."""
     found = models(1, 1, budget=3, pinned=(0,))

@@ -17,7 +17,7 @@ const KINDS = {
   host_tier: "KV in host memory",
 }; // of memory
 const LEAST_CPUS = 0.01; // of a process that is shown
-const STATES = ["busy", "input", "ids", "plan"]; // of a pipeline's stage
+const STATES = ["busy", "input", "ids", "output", "plan"]; // of a pipeline's stage
 const [WIDTH, HEIGHT] = [240, 56]; // of a chart, in its own units
 
 /** Starts looking. `onState(trouble)`: null while the server answers, otherwise what is wrong in a few words. */

@@ -2,6 +2,7 @@
 the ranks are threads, or processes with gloo."""
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pagewire.config.config import EngineConfig
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.device_steps import DeviceModel
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Enqueue, Sampling, StepPlan, StepResult
+from pagewire.ipc.messages import Enqueue, Sampling, StageSeconds, StepPlan, StepResult
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 SMALL: dict[str, Any] = {
@@ -105,9 +106,24 @@ def test_stages_sample_the_tokens_of_one_rank(stages: int, ranks: int, checkpoin
     requests = [ask(rid, prompt, 3, **SAMPLINGS[rid]) for rid, prompt in enumerate(prompts_of(1, 3, 40, 9))]
     calls, expected = calls_of(loop, requests)
     config = of_gpus(folder, stages, ranks)
-    *before, last = of_stages(config, lambda runner: replay(runner, calls, num_pages))[::ranks]
+    seconds: dict[int, StageSeconds] = {}
+
+    def serve(runner: Runner) -> list[StepResult]:
+        results, started = replay(runner, calls, num_pages), time.perf_counter()
+        spent = runner.take_stage_seconds()
+        assert spent is not None and runner.take_stage_seconds() == StageSeconds(0.0), "it was taken"
+        assert spent.busy > 0 and sum(structs.astuple(spent)) < started - begun
+        seconds[runner._rank] = spent
+        return results
+
+    begun = time.perf_counter()
+    *before, last = of_stages(config, serve)[::ranks]
     assert [told(result) for result in last] == [told(result) for result in expected]
     assert all(not result.ids for results in before for result in results)
+    # The threads run in turn, so each stage waits for the one before, and the first one for ids.
+    assert [(spent.input > 0, spent.ids > 0) for _, spent in sorted(seconds.items())] == [
+        (rank >= ranks, rank < ranks) for rank in range(stages * ranks)
+    ]
 
 
 def test_a_stage_has_the_memory_of_its_layers(checkpoint: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -42,9 +43,10 @@ from pagewire.engine.core.planner import Lateness
 from pagewire.engine.device import queue as queue_module
 from pagewire.engine.device.keeper import Keeper
 from pagewire.engine.device.queue import CudaQueue, EagerQueue, Queue
-from pagewire.engine.gpu import device_steps, handover
+from pagewire.engine.gpu import device_steps, handover, shapes
 from pagewire.engine.gpu.decoder import TritonDecoder
 from pagewire.engine.gpu.device_steps import DeviceSteps
+from pagewire.engine.kv_connector.block_copy import BlockCopier
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.engine.parallel.rank import RankInfo
@@ -335,6 +337,59 @@ def beside_a_connector(checkpoint: Any) -> Tokens:
     return {0: first, 1: other}
 
 
+class Follower(SideWorker):
+    """Reads the layers of a page as they are computed."""
+
+    num_pending = 0
+    layer_stops = (0, 1)
+    page = 4
+
+    def register_kv_caches(self, cache: Any) -> None:
+        places, self._copier, self._storage = cache.groups.places, BlockCopier(cache), cache.storage
+        self._bounds = [place.offset for place in places] + [cache.groups.page_bytes]
+        self.read: list[torch.Tensor] = []
+        self.was_written: list[list[bool]] = []  # each layer, at each call
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.read.append(self._copier.read_part([self.page], *self._bounds[layer : layer + 2])[0])
+        page = self._storage.inside[self.page]  # whatever orders it
+        self.was_written.append([bool(page[first:last].any()) for first, last in pairwise(self._bounds)])
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        return set(), set()
+
+
+def followed(checkpoint: Any, *, is_recorded: bool = False) -> Follower:
+    """A connector follows a step with a prompt, which is launched kernel by kernel."""
+    folder = checkpoint("qwen3", num_hidden_layers=3, tie_word_embeddings=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_recorded:
+            patch.setattr(shapes, "MAX_RECORDED", 4)
+        runner = Runner.load(engine_config(folder, **SMALL))
+        runner.open_cache(16)
+        connector = Follower()
+        cache = runner._cache
+        assert cache is not None
+        cache.clear(torch.tensor([connector.page], device=cache.device))
+        connector.register_kv_caches(cache)
+        follower: Any = connector  # its methods are not typed as `WorkerConnector` has them
+        runner._connector = follower
+        ids = prompts_of(13, 20)[0]
+        opened = RowOpen(0, ids_to_bytes(ids), len(ids), 0, ids_to_bytes([connector.page, 5]), GREEDY)
+        plan = StepPlan(
+            step=0, open=(opened,), grow_rows=b"", grow_blocks=b"", rows=ids_to_bytes([0]),
+            counts=ids_to_bytes([20]), sample=b"\1", kv=b"x",
+        )  # fmt: skip
+        runner.launch(plan)
+        runner.collect()
+        whole = BlockCopier(cache).read_part([connector.page], 0, cache.groups.page_bytes)[0]
+    assert torch.equal(torch.cat(connector.read), whole) and whole.any()
+    return connector
+
+
 CASES: dict[str, Callable[[Make], Tokens]] = {
     case.__name__: case
     for case in (
@@ -408,6 +463,23 @@ def test_a_connector_with_a_stream_of_its_own_is_ordered(policy: str, checkpoint
     with order_device(policy, seed=2) as device:
         beside_a_connector(checkpoint)
     assert device.violations == []
+
+
+@pytest.mark.parametrize("policy", ["late", pytest.param("random", marks=pytest.mark.long)])
+def test_layers_are_read_while_those_behind_them_are_computed(policy: str, checkpoint: Any) -> None:
+    with order_device(policy, seed=2) as device:
+        connector = followed(checkpoint)
+    assert device.violations == []
+    if policy == "late":  # nothing runs that nothing waits for
+        assert connector.was_written == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+@pytest.mark.long
+def test_a_step_that_may_be_recorded_is_read_when_it_has_ended(checkpoint: Any) -> None:
+    with order_device("late", seed=2) as device:
+        connector = followed(checkpoint, is_recorded=True)
+    assert device.violations == []
+    assert connector.was_written == [[True] * 3] * 3
 
 
 def calls_of(loop: Loop, requests: list[Enqueue]) -> tuple[dict[int, Any], list[StepPlan | None]]:
@@ -750,6 +822,7 @@ _ALL = [wait for module in (queue_module, device_steps, handover, runner_module)
 WAITS = [wait for wait in _ALL if wait.id not in (*_TIMES_ONLY, *_ON_CPUS)]
 # What shows that a wait is needed: a case, and the policy.
 SHOWN_BY = {
+    "CudaQueue.beside: wait_event": ("followed", "late"),
     "CudaMark.wait: synchronize": ("found_in_a_block", "late"),
     "CudaQueue.fetch: wait_stream": ("found_in_a_block", "copies first"),
     "CudaQueue.follow: wait_event": ("found_in_a_block", "early"),
@@ -779,7 +852,8 @@ def show(case: str, policy: str, checkpoint: Any, *, is_strict: bool = False) ->
     with order_device(policy) as device:
         device.is_strict = is_strict
         try:
-            found = beside_a_connector(checkpoint) if case == "beside_a_connector" else serve(case, checkpoint)
+            alone: dict[str, Callable[[Any], Any]] = {"beside_a_connector": beside_a_connector, "followed": followed}
+            found = alone[case](checkpoint) if case in alone else serve(case, checkpoint)
         except Exception as error:
             found = error
     return device, found

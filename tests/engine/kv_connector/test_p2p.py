@@ -153,7 +153,7 @@ def test_an_engine_beside_a_peer_of_an_older_version_does_not_start(folder, inst
         older.setattr(p2p_wire, "VERSION", 3)
         prefill = instance(serve=f"{folder}/kv")
         prefill.serve(prompt(1, 30), list(range(8)))
-    with pytest.raises(ConfigError, match="it speaks version 3 of the protocol, this instance version 4"):
+    with pytest.raises(ConfigError, match="it speaks version 3 of the protocol, this instance version 5"):
         P2pConnector.core({"peer": f"{folder}/kv"}, FACTS)
     late = Asked(P2pConnector.core({"peer": f"{folder}/kv"}, structs.replace(FACTS, may_refuse=False)))
     assert wait_for(lambda: late.get_num_new_matched_tokens(prompt(2, 30), 0)[0]) == 0
@@ -474,7 +474,25 @@ def test_each_rank_loads_its_part_from_the_same_rank(transport, folder, instance
     assert not torch.equal(decode[0].content([20]), decode[1].content([20]))
 
 
+def test_what_counts_is_what_all_ranks_have(folder, instance):
+    """The second rank has not run the last plan yet, or does not answer at all."""
+    prefill = [instance(of_rank(rank), serve=f"{folder}/kv") for rank in (0, 1)]
+    decode = instance(of_rank(0), peer=f"{folder}/kv", wait_ms="20000")
+    for rank, one in enumerate(prefill):
+        one.serve(prompt(1, 41), list(range(11)))
+        if not rank:
+            one.serve(prompt(2, 41, seed=2), list(range(20, 31)))
+    assert decode.matched(prompt(3, 41)) == 40
+    assert decode.matched(prompt(4, 41, seed=2)) == 0
+    prefill[1].close()
+    hasty = instance(of_rank(0), peer=f"{folder}/kv", timeout_ms="100")
+    assert hasty.matched(prompt(5, 41)) == 0
+    assert not hasty.core._questions and not hasty.core._rids
+
+
 def test_a_rank_never_loads_the_part_of_another_one(folder, instance):
     instance(of_rank(0), serve=f"{folder}/kv.1").serve(prompt(1, 30), list(range(8)))
-    decode = instance(of_rank(1), peer=f"{folder}/kv")
+    with pytest.raises(ConfigError, match="its rank 0 answers where rank 1 should"):
+        P2pConnector.core({"peer": f"{folder}/kv"}, of_rank(0))
+    decode = instance(structs.replace(of_rank(1), may_refuse=False), peer=f"{folder}/kv")
     assert decode.load(prompt(2, 30), list(range(7)), 7) == set(range(7))

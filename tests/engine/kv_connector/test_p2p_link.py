@@ -5,6 +5,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Inst
 from proxy import Proxy
 from waiting import until
 
+from pagewire.engine.attention.cache_groups import Lifetime
+from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
 from pagewire.engine.kv_connector import p2p_fetcher, p2p_server
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_store import BlockStore
+from pagewire.engine.kv_connector.p2p_worker import layer_stops
 from pagewire.errors import ConfigError
 from pagewire.tools.servers import free_port
 
@@ -183,7 +187,7 @@ def test_a_prompt_is_streamed_while_it_is_computed(
     computing.num_computed = 40
     prefill.core.request_finished(computing, blocks)
     prefill.step()
-    assert not prefill.worker._store._coming and not prefill.core._num_streamed
+    assert not prefill.worker._store._coming and not prefill.core._expected
 
 
 def test_a_prompt_that_is_cancelled_is_computed_from_there(
@@ -297,6 +301,34 @@ def test_layers_leave_while_the_pass_computes_the_others(transport: str, instanc
     assert not store._fills and not store._coming and store._blocks.keys() == prefill.core._kept.keys()
 
 
+FULL, WINDOW, STATE = Tile(2, 4, 4), Tile(1, 4, 4, Lifetime("window", 8)), StateTile((3, 100))
+WHOLE = KvShape(layers=(*[WINDOW] * 5, FULL) * 3, dtype=torch.float32, states=(STATE,) * 2)
+SHAPES = {
+    "one group": KvShape(layers=(FULL,) * 11, dtype=torch.float32),
+    "a window in several pages": KvShape(layers=(*[WINDOW] * 5, FULL) * 3, dtype=torch.float32),
+    "tiles of several sizes": KvShape(layers=(FULL, Tile(2, 8, 0), Tile(5, 4, 4), FULL) * 2, dtype=torch.float32),
+    "states": WHOLE,
+    "a stage without full attention": KvShape(layers=(WINDOW,) * 4, dtype=torch.float32, whole=WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_leaves_at_a_stop_is_written_and_never_all_of_a_block(name: str) -> None:
+    cache = KvCache(shape=SHAPES[name], num_pages=1, block_size=SIZE, device=torch.device("cpu"))
+    groups, num = cache.groups, len(cache.shape.layers)
+    sizes = [group.pages * groups.page_bytes for group in groups.groups if group.lifetime.kind != "state"]
+    stops = layer_stops(cache)
+    *before, last = stops
+    assert len(stops) == min(num, 8) and last == num - 1 and stops[last] == tuple(sizes)
+    for layer in before:
+        assert all(end < size for end, size in zip(stops[layer], sizes, strict=True))
+        for tile, place in enumerate(groups.places[:num]):
+            begin = place.shelf * groups.page_bytes + place.offset
+            assert tile <= layer or stops[layer][place.group] <= begin, "the pass has yet to write it"
+    for earlier, later in pairwise(stops.values()):
+        assert all(a <= b for a, b in zip(earlier, later, strict=True))
+
+
 def test_layers_come_with_little_credit(instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of two blocks' layers, of which two may be under way."""
     monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES // 3)
@@ -357,7 +389,7 @@ def test_a_last_layer_that_leaves_before_the_pass_is_known_to_be_good_is_caught(
     instance: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = BlockStore.fill
-    monkeypatch.setattr(BlockStore, "fill", lambda self, rid, names, limit: fill(self, rid, names, BLOCK_BYTES))
+    monkeypatch.setattr(BlockStore, "fill", lambda self, rid, names, limit, num: fill(self, rid, names, BLOCK_BYTES))
     with pytest.raises(AssertionError):
         spoil(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT))
 
@@ -394,7 +426,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_pass(
 
 
 def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path) -> None:
-    """Only the first rank is asked what there is; the second one knows who waits from what it is to send."""
+    """Of a prompt of one chunk, too: each rank is asked, so it knows who waits before the pass."""
     of_rank = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
     prefill = [instance(facts, serve=f"{folder}/kv") for facts in of_rank]
     decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in of_rank]
@@ -404,21 +436,28 @@ def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path)
         begin(one, computing)
     ask_early(decode[0], request)
     for one in prefill:
-        compute(one, computing, BLOCKS, 0, 6)
+        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+    passes = [Pass(one, computing, BLOCKS, 0, 10) for one in prefill]
+    passes[0].compute([0, 1])
+    until(lambda: 0 in answered(decode[0]), "the first rank has answered", DEADLINE_S)
+    assert decode[0].core.get_num_new_matched_tokens(request, 0) == (None, True), "the second one has not"
+    passes[1].compute([0, 1])
     assert decode[0].matched(request) == 40
     for one in decode:
         one.core.update_state_after_alloc(request, OURS, 40)
         one.step()
-    for one in prefill:
-        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
-    passes = [Pass(one, computing, BLOCKS, 6, 10) for one in prefill]
     for ours, theirs, running in zip(decode, prefill, passes, strict=True):
-        running.compute([0, 1])
         wait_for(lambda a=ours, b=theirs: torch.equal(layers(a, OURS, 0, 1), layers(b, BLOCKS[:10], 0, 1)), bool)
         running.compute([2])
         running.end()
         assert took(ours) == set()
         assert torch.equal(ours.content(OURS), theirs.content(BLOCKS[:10]))
+
+
+def answered(decode: Instance) -> set[int]:
+    """The ranks that have said what they have, or are about to."""
+    decode.core.get_num_new_matched_tokens(FakeRequest(2, prompt(1, 41).ids), 0)
+    return set(decode.core._questions[2].replies)
 
 
 def test_a_pass_that_nobody_waits_for_is_not_followed(instance: Start, folder: Path) -> None:

@@ -166,7 +166,7 @@ def test_what_a_pass_fills_is_in_the_memory_as_far_as_there_is_room() -> None:
     assert store.places(names[2:], Part(0, 512, 2)) == () and store.read(names[2:], Part(0, 1, 2)) == b"\1\2"
     store.keep(names[:1], [None])
     assert store.read(names[:1]) == b"\1" * BLOCK_BYTES and store.read(names[:2], part) == b"\1" * 256 + b"\2" * 256
-    store.expect([(7, names[:2])])
+    store.expect(7, names[:2])
     store.give_up([7])
     assert list(store._free) == [2, 1], "what was not kept gives its page back"
     store.drop(names[:1])

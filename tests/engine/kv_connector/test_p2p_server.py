@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 import zmq
-from msgspec import structs
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, prompt
 from waiting import until
 
@@ -102,27 +101,6 @@ def test_nothing_is_sent_without_credit(store: BlockStore, asker: Asker) -> None
     assert asker.hear()[1] == BLOCKS[9]
 
 
-def test_a_rank_that_is_late_sends_what_its_next_plan_keeps(folder: Path) -> None:
-    """The first rank has said that the blocks are there."""
-    facts = structs.replace(FACTS, rank=1, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES))
-    store = BlockStore(facts)
-    server = Server(f"ipc://{folder}/kv", store, facts, None)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    asker = Asker(context, server.address)
-    for number, is_late in ((1, True), (2, False)):
-        asker.tell(Want(number, Layout.of(facts).digest, b"".join(KEYS[:2]), b"", 1 << 20, 60_000))
-        if is_late:
-            assert asker.hear() == Coming(1, 0, 0)
-            store.keep(KEYS[:1], BLOCKS[:1])
-            assert asker.hear()[1] == BLOCKS[0]
-        assert asker.hear() == (Gone(1) if is_late else Coming(2, 1, 0))
-    assert asker.hear()[1] == BLOCKS[0]
-    assert asker.hear() == Gone(2), "it does not wait for what never comes"
-    asker.socket.close()
-    context.destroy(linger=0)
-    server.close()
-
-
 def test_endless_credit_is_bounded(store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p_server, "_MAX_CREDIT", 4 * BLOCK_BYTES)
     store.keep(KEYS, BLOCKS)
@@ -134,7 +112,7 @@ def test_endless_credit_is_bounded(store: BlockStore, asker: Asker, monkeypatch:
 
 def test_blocks_are_sent_as_they_come(store: BlockStore, asker: Asker) -> None:
     store.keep(KEYS[:2], BLOCKS[:2])
-    store.expect([(7, KEYS[:9])])
+    store.expect(7, KEYS[:9])
     asker.want()
     assert asker.hear() == Coming(1, 2, 7)
     assert asker.hear()[1] == b"".join(BLOCKS[:2])
@@ -145,6 +123,20 @@ def test_blocks_are_sent_as_they_come(store: BlockStore, asker: Asker) -> None:
     asker.hears_nothing()
     store.give_up([7])  # its request was cancelled
     assert asker.hear() == Gone(1)
+
+
+def test_what_is_there_does_not_wait_for_what_is_asked_for_before_it(store: BlockStore, asker: Asker) -> None:
+    """As the end of a window before full attention."""
+    store.expect(7, KEYS)
+    asker.want(names=b"".join([*KEYS[8:], *KEYS[:8]]))
+    assert asker.hear() == Coming(1, 0, 10)
+    store.keep(KEYS[:2], BLOCKS[:2])
+    head, content = asker.hear()
+    assert (head.first, head.num, content) == (2, 2, b"".join(BLOCKS[:2]))
+    asker.hears_nothing()
+    store.keep(KEYS[2:], BLOCKS[2:])
+    assert [(head.first, head.num) for head, _ in (asker.hear() for _ in range(3))] == [(0, 2), (4, 3), (7, 3)]
+    asker.hears_nothing()
 
 
 def test_a_bitmap_leaves_out_what_the_asker_has(store: BlockStore, asker: Asker) -> None:
@@ -189,7 +181,7 @@ def layer_of(first: int, last: int, layer: int) -> bytes:
 def filling(store: BlockStore, asker: Asker) -> Asker:
     """A pass fills two blocks behind two that are there, and one has asked for four and has two."""
     store.keep(KEYS[:2], BLOCKS[:2])
-    store.expect([(7, KEYS[:4])])
+    store.expect(7, KEYS[:4])
     asker.want(names=b"".join(KEYS[:4]))
     assert asker.hear() == Coming(1, 2, 2)
     assert asker.hear()[1] == b"".join(BLOCKS[:2])
@@ -250,7 +242,7 @@ def test_blocks_that_are_computed_again_begin_again(again: str, store: BlockStor
 
 
 def test_layers_wait_for_credit(store: BlockStore, asker: Asker) -> None:
-    store.expect([(7, KEYS[:4])])
+    store.expect(7, KEYS[:4])
     asker.want(names=b"".join(KEYS[:4]), credit=5 * LAYER_BYTES)
     assert asker.hear() == Coming(1, 0, 4)
     store.fill(7, KEYS[:4], LIMIT)
@@ -271,7 +263,7 @@ def test_layers_of_many_blocks_come_in_several_pieces(
     store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(p2p_server, "PIECE_BYTES", 3 * LAYER_BYTES)
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.want()
     asker.hear()
     store.fill(7, KEYS, LIMIT)
@@ -287,7 +279,7 @@ def test_the_server_says_which_blocks_are_awaited(folder: Path, monkeypatch: pyt
     server = Server(f"ipc://{folder}/kv", store, FACTS, None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     asker = Asker(context, server.address)
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     assert not server.awaits(KEYS)
     asker.tell(Lookup(3, DIGEST, b"".join(KEYS[:4]), 60_000))
     asker.hear()
@@ -312,7 +304,7 @@ def test_the_server_says_which_blocks_are_awaited(folder: Path, monkeypatch: pyt
 def test_a_want_ends_with_its_lease(store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1e9  # after the start of the server
     monkeypatch.setattr(p2p_server, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.want()
     asker.want(2)
     assert asker.hear() == Coming(1, 0, 10) and asker.hear() == Coming(2, 0, 10)
@@ -328,7 +320,7 @@ def test_a_want_ends_with_its_lease(store: BlockStore, asker: Asker, monkeypatch
 
 
 def test_what_is_done_is_forgotten(store: BlockStore, asker: Asker) -> None:
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.want()
     asker.hear()
     asker.tell(Done(1), Done(1), Have(1), Done(99), Credit(5))
@@ -339,7 +331,7 @@ def test_what_is_done_is_forgotten(store: BlockStore, asker: Asker) -> None:
 
 def test_one_that_waits_does_not_hold_up_another(store: BlockStore, asker: Asker) -> None:
     other = prompt(2, 8, seed=9).block_keys(2, 4)
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     store.keep(other, BLOCKS[:2])
     asker.want(1)
     asker.want(2, names=b"".join(other))
@@ -349,7 +341,7 @@ def test_one_that_waits_does_not_hold_up_another(store: BlockStore, asker: Asker
 
 
 def test_an_early_lookup_is_answered_when_half_exists(store: BlockStore, asker: Asker) -> None:
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.tell(Lookup(3, DIGEST, b"".join(KEYS), 60_000))
     assert asker.hear() == Found(3, 0, True)
     store.keep(KEYS[:4], BLOCKS[:4])
@@ -360,7 +352,7 @@ def test_an_early_lookup_is_answered_when_half_exists(store: BlockStore, asker: 
 
 def test_an_early_lookup_is_answered_in_the_middle_of_a_pass(store: BlockStore, asker: Asker) -> None:
     """A prompt of one chunk: half of its bytes are there when two of four blocks' three layers are."""
-    store.expect([(7, KEYS[:4])])
+    store.expect(7, KEYS[:4])
     asker.tell(Lookup(3, DIGEST, b"".join(KEYS[:4]), 60_000))
     assert asker.hear() == Found(3, 0, True)
     store.fill(7, KEYS[:4], LIMIT)
@@ -372,7 +364,7 @@ def test_an_early_lookup_is_answered_in_the_middle_of_a_pass(store: BlockStore, 
 
 def test_promises_without_progress_do_not_count(store: BlockStore, asker: Asker) -> None:
     store.keep(KEYS[:6], BLOCKS[:6])
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.tell(Lookup(3, DIGEST, b"".join(KEYS), 1))
     assert asker.hear() == Found(3, 6, True)
     assert asker.hear() == Found(3, 6)
@@ -399,14 +391,14 @@ def test_hostile_messages_change_nothing(store: BlockStore, asker: Asker) -> Non
 
 def test_wants_of_one_asker_are_bounded(store: BlockStore, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p_server, "_MAX_WANTS", 3)
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     for number in range(4):
         asker.want(number)
     assert [asker.hear() for _ in range(4)] == [*(Coming(i, 0, 10) for i in range(3)), Gone(3)]
 
 
 def test_an_asker_that_leaves_is_forgotten(store: BlockStore, asker: Asker, folder: Path) -> None:
-    store.expect([(7, KEYS)])
+    store.expect(7, KEYS)
     asker.want()
     asker.hear()
     asker.socket.close()

@@ -1,9 +1,7 @@
 """The order in which a stage does what it is asked for, and how long it waited."""
 
-import struct
-
 from pagewire.engine.parallel.stage import Due, StageQueue, StageTimes
-from pagewire.ipc.messages import Hidden, Sleep, StepPlan, Wake
+from pagewire.ipc.messages import Hidden, Sleep, StageSeconds, StepPlan, Wake
 
 
 def plan(step: int) -> StepPlan:
@@ -12,7 +10,7 @@ def plan(step: int) -> StepPlan:
 
 def test_a_later_stage_runs_plans_in_their_order_when_their_input_is_there() -> None:
     queue = StageQueue(is_first=False, knows_ids=lambda _: False)
-    hidden = {step: Hidden(step, b"") for step in (1, 2, 3)}
+    hidden = {step: Hidden(step) for step in (1, 2, 3)}
     queue.put(hidden[2])  # before its plan, and before the one of an earlier step
     for task in (plan(1), plan(2), Sleep(), Wake(), plan(3)):
         queue.put(task)
@@ -47,11 +45,11 @@ def test_seconds_are_told_apart() -> None:
     times.begins(is_first=True)
     now = 14.0
     times.ends()
-    assert struct.unpack("<3f", times.take()) == (1.0, 0.0, 3.0)
+    assert times.take() == StageSeconds(1.0, 0.0, 3.0)
     now = 20.0  # without a plan, which does not count here
     times.begins(is_first=False)
     times.ends()
     times.waits()
     now = 22.0
     times.begins(is_first=False)
-    assert struct.unpack("<3f", times.take()) == (0.0, 2.0, 0.0)
+    assert times.take() == StageSeconds(0.0, 2.0, 0.0)

@@ -1,24 +1,17 @@
 """Block copies, plans without rows, and the runner's calls of a KV connector, including one that fails."""
 
 import logging
-import shutil
-import tempfile
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
-from p2p_instance import prompt
+from p2p_prompt import followed_prompt, socket_address
 from recording_connector import Recording, RecordingWorker
-from waiting import until
 
-from pagewire.engine.core.kv_connector import Held, Item
 from pagewire.engine.executors.reference import Reference
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.guard import UnderWay
-from pagewire.engine.kv_connector.p2p import P2pConnector
-from pagewire.engine.kv_connector.p2p_wire import Coming, Layout, Want, decode_reply, encode
 from pagewire.engine.models.program import Attend
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, Transferred, bytes_to_ids, ids_to_bytes
@@ -177,48 +170,9 @@ def test_a_plan_behind_one_without_memory_is_told_of_no_layer(runner):
 
 
 def test_layers_of_a_prompt_are_sent_while_the_pass_runs(runner):
-    """A real model, the halves of the p2p connector, and an asker on a bare socket, which has all layers but the last
-    when the pass ends."""
-    folder = tempfile.mkdtemp(prefix="pw-")  # sockets need short paths
-    serves = f"p2p,serve={folder}/kv,size=1M"
-    engine = runner(connector=(serves,), num_blocks=8)
-    facts = ConnectorFacts.of(engine._config, (engine.block_bytes,), ())
-    core = P2pConnector.core({"serve": f"{folder}/kv", "size": "1M"}, facts)
-    request = prompt(1, 33)
-    keys = request.block_keys(2, 16)
-    core.available(request, [])
-    engine.launch(plan(1, kv=core.build_connector_meta()))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
-        asker.linger = 0
-        asker.connect(f"ipc://{folder}/kv")
-        asker.send(encode(Want(1, Layout.of(facts).digest, b"".join(keys), b"", 1 << 20, 60_000)))
-        assert decode_reply(asker.recv()) == Coming(1, 0, 2)
-        until(lambda: engine._connector._server.awaits(keys), "the server knows who waits", 60.0)
-        held = [Held(Item(key, i), (4 + i,)) for i, key in enumerate(keys)]
-        core.filling(request, held)
-        ids = list(range(5, 38))
-        engine.launch(plan(2, [0], [33], open=(opened(0, ids, [4, 5, 6]),), kv=core.build_connector_meta()))
-        pages = engine._cache.storage[4:6]
-        got = [bytearray(), bytearray()]
-
-        def take():
-            head, content = asker.recv_multipart()
-            head, size = decode_reply(head), len(content) // decode_reply(head).num
-            for i in range(head.num):
-                assert head.offset == len(got[head.first + i])
-                got[head.first + i] += content[i * size : (i + 1) * size]
-
-        two_thirds = 2 * facts.block_bytes // 3
-        while min(map(len, got)) < two_thirds:
-            take()
-        assert [len(one) for one in got] == [two_thirds] * 2
-        core.filled(request, held)
-        engine.launch(plan(3, kv=core.build_connector_meta()))
-        while min(map(len, got)) < facts.block_bytes:
-            take()
-        assert [bytes(one) for one in got] == [page.numpy().tobytes() for page in pages]
-    core.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with socket_address() as address:
+        engine = runner(connector=(f"p2p,serve={address},size=1M",), num_blocks=8)
+        assert followed_prompt(engine, address) == [True, True]
 
 
 def test_loads_are_written_before_copies(runner):
