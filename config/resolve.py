@@ -362,13 +362,25 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
         )
     if not model.is_native:
         raise ConfigError(f"{flag}: transformers computes {model.name}, whose layers cannot be divided; leave it out.")
-    for other, is_asked in (
-        (_STAGES, options.pipeline_parallel_size > 1),
-        ("--speculative", options.speculative is not None),
-        ("--kv-connector p2p", any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector)),
+    for other, is_asked, why in (
+        (
+            _STAGES,
+            options.pipeline_parallel_size > 1,
+            "a domain without tokens sends the next stage no input to wait for",
+        ),
+        (
+            "--speculative",
+            options.speculative is not None,
+            "only a domain's own rank knows how many draft tokens it has in a step, and all ranks must know it",
+        ),
+        (
+            "--kv-connector p2p",
+            any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector),
+            "peers name an engine, and do not know which of its domains computes a prompt",
+        ),
     ):
         if is_asked:
-            raise ConfigError(f"{flag} is not there with {other}; leave one of them out.")
+            raise ConfigError(f"{flag} is not there with {other}: {why}; leave one of them out.")
 
 
 def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:

@@ -80,9 +80,15 @@ _DOMAINS = {**_RANKS, "kv_domains": 2}
     [
         ({"kv_domains": 2}, "--kv-domains 2: each domain has one rank so far, and --tensor-parallel-size is 1; give"),
         ({**_DOMAINS, "tensor_parallel_size": 4}, "and --tensor-parallel-size is 4"),
-        ({**_DOMAINS, "pipeline_parallel_size": 2}, "is not there with --pipeline-parallel-size; leave one"),
-        ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative"),
-        ({**_DOMAINS, "kv_connector": ("host,size=1M", "p2p,serve=x")}, "is not there with --kv-connector p2p; leave"),
+        (
+            {**_DOMAINS, "pipeline_parallel_size": 2},
+            "is not there with --pipeline-parallel-size: a domain without tokens",
+        ),
+        ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative: only a domain's own rank"),
+        (
+            {**_DOMAINS, "kv_connector": ("host,size=1M", "p2p,serve=x")},
+            "is not there with --kv-connector p2p: peers name an engine",
+        ),
     ],
 )
 def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:

@@ -97,7 +97,10 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     ("flags", "why"),
     [
         (("--kv-domains", "2"), "each domain has one rank so far, and --tensor-parallel-size is 1; give both the same"),
-        ((*DOMAINS, "--speculative", "ngram"), "is not there with --speculative; leave one of them out"),
+        (
+            (*DOMAINS, "--speculative", "ngram"),
+            "is not there with --speculative: only a domain's own rank knows how many",
+        ),
     ],
 )
 def test_what_is_refused(flags: tuple[str, ...], why: str, start: Callable[..., Server]) -> None:
