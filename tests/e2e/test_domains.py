@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import httpx
 import pytest
 from waiting import until
 
@@ -17,6 +18,7 @@ from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
+ADMIN = {"Authorization": "Bearer of-the-administrator"}
 DOMAINS = ("--tensor-parallel-size", "2", "--kv-domains", "2")
 
 
@@ -60,7 +62,8 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
         ("host", ""), ("disk", f"path={tmp_path}/disk,"), ("shared", f"path={tmp_path}/shared,"))]  # fmt: skip
     events = f"ipc://{tmp_path}/events"
     steps = tmp_path / "steps"
-    flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K", "--record-trace", str(steps))
+    flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K", "--record-trace", str(steps),
+             "--enable-sleep-mode", "--admin-api-key", "of-the-administrator")  # fmt: skip
     server = start(str(folder), "--dtype", "float32", *DOMAINS, "--enable-expert-parallel", *flags).wait_ready()
     assert _complete(server, PROMPTS, temperature=0) == greedy
     assert _complete(server, PROMPTS, temperature=0) == greedy, "with what the domains have cached"
@@ -71,6 +74,12 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     for name in ("disk", "shared"):
         until(lambda name=name: list((tmp_path / name).rglob("*.0")), f"{name} has blocks")  # type: ignore[misc]
     assert {path.name for path in (tmp_path / "disk").iterdir()} == {f"domain-{i}-of-2" for i in range(2)}
+    hits = server.metric("pagewire:external_prefix_cache_hits_total")
+    for what in ("sleep", "wake_up"):
+        assert httpx.post(f"{server.url}/{what}", headers=ADMIN, timeout=60).status_code == 200
+    assert _complete(server, PROMPTS, temperature=0) == greedy, "the devices have lost all KV"
+    assert server.metric("pagewire:external_prefix_cache_hits_total") > hits
+    assert server.metric("pagewire:kv_tier_failed_blocks_total") == 0
     tokens = server.metric("pagewire:expert_tokens_total")
     until(lambda: server.metric("pagewire:expert_tokens_total") > 0, f"both ranks report their load, {tokens}")
 
