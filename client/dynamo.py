@@ -14,7 +14,8 @@ from array import array
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, StartError
+from ..ipc.client_messages import Welcome
 from ..ipc.messages import Constraint, Limits, RowLogprobs, Sampling, Tokens, bytes_to_ids
 from ..procs.child import exit_code
 from .engine_client import EngineClient, Generation
@@ -101,12 +102,22 @@ def _logprobs(found: RowLogprobs, num_best: int) -> dict[str, Any]:
     return chosen | ({"top_logprobs": best} if num_best else {})
 
 
+def check_block_size(facts: Welcome, given: int | None) -> None:
+    """`given`: --block-size. Raises ConfigError if the engine's is another one: prefixes that Dynamo's router counts in
+    blocks of another size are found nowhere."""
+    if given not in (None, facts.block_size):
+        raise ConfigError(
+            f"--block-size {given} is not the engine's, whose KV blocks have {facts.block_size} tokens; leave it out."
+        )
+
+
 class Relay:
     """The methods of `dynamo.common.backend.LLMEngine`, which `engine_class` makes its base."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._client: EngineClient | None = None
+        self.refusal: ConfigError | StartError | None = None  # why it could not be started
         self._open: dict[str, Generation] = {}  # by the id of Dynamo's context
 
     @classmethod
@@ -130,18 +141,28 @@ class Relay:
         return cls(arguments), config
 
     async def start(self, worker_id: int) -> Any:
-        """Connects. Returns Dynamo's `EngineConfig`. Raises StartError if no engine answers."""
+        """Connects. Returns Dynamo's `EngineConfig`. Raises StartError if no engine answers, ConfigError if its blocks
+        have another size than --block-size; Dynamo then raises an exception of its own, so `refusal` keeps it."""
+        try:
+            return await self._start()
+        except (ConfigError, StartError) as error:
+            self.refusal = error
+            raise
+
+    async def _start(self) -> Any:
         from dynamo.common.backend.engine import EngineConfig, LlmRegistration
 
         arguments = self._arguments
         self._client = await EngineClient.connect(arguments.engine, key_file=arguments.key_file, name="dynamo")
-        facts, snapshot = self._client.facts, await self._client.snapshot()
+        facts = self._client.facts
+        check_block_size(facts, arguments.block_size)
+        snapshot = await self._client.snapshot()
         return EngineConfig(
             model=arguments.model,
             served_model_name=arguments.served_model_name or facts.model,
             llm=LlmRegistration(
                 context_length=facts.max_model_len,
-                kv_cache_block_size=arguments.block_size,
+                kv_cache_block_size=facts.block_size,
                 total_kv_blocks=snapshot.num_blocks,
                 max_num_seqs=arguments.max_num_seqs,
             ),
@@ -198,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--served-model-name", help="the model's name in requests (default: the engine's)")
     made.add_argument("--kv-events", help="the engine's --kv-events, if Dynamo is to route by KV")
     made.add_argument("--kv-events-topic", default="", help="prefix of the topics to read (default: all)")
-    made.add_argument("--block-size", type=int, default=16, help="of the engine's KV blocks: 16 on CPUs, 64 on GPUs")
+    made.add_argument("--block-size", type=int, help="tokens of the engine's KV blocks, if they are to be checked")
     made.add_argument("--max-num-seqs", type=int, help="the engine's, for Dynamo's planner")
     made.add_argument("--namespace", default="dynamo")
     made.add_argument("--component", default="backend")
@@ -232,9 +253,18 @@ def main(argv: list[str] | None = None) -> int:
 
     async def work() -> None:
         engine, config = await kind.from_args(argv)
-        await Worker(engine, config).run()
+        try:
+            await Worker(engine, config).run()
+        except Exception:
+            if engine.refusal is None:
+                raise
+            raise engine.refusal from None
 
-    asyncio.run(work())
+    try:
+        asyncio.run(work())
+    except (ConfigError, StartError) as error:
+        print(f"pagewire: {error}", file=sys.stderr)
+        return exit_code(error)
     return 0
 
 

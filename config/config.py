@@ -635,7 +635,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     checkpoint_dtype: str  # float32, bfloat16, float16
     weight_bytes: int = 0  # of the tensors as they are stored: numbers, scales and zero points
     wide_bytes: int = 0  # about what the tensors take if they are not quantized, in `checkpoint_dtype`
-    fingerprint: str = ""  # hex; differs if weights or config differ
+    fingerprint: str = ""  # hex; differs if weights or config differ, and between copies of the files
+    files_digest: str = ""  # hex; the same for all copies of the files, on any machine
     is_native: bool = True  # run by our own layers; else by transformers' model
     attends_in_c: bool = True  # the C kernels have the attention of all its layers
     has_states: bool = False  # it has recurrent layers

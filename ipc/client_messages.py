@@ -71,6 +71,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=True):
     vocab_size: int
     max_model_len: int  # prompt and output, tokens
     eos_token_ids: tuple[int, ...]
+    block_size: int  # tokens of a KV block, by which routers count shared prefixes
 
 
 class News(Struct, frozen=True, array_like=True, tag=True):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .messages import Leave
+from .messages import Gap, Leave
 
 Epoch = Annotated[int, Meta(ge=0)]
 
@@ -36,6 +36,7 @@ class ChildState(Struct, frozen=True, array_like=True):
     fault: str = ""  # why it has ended or was killed, one sentence; empty: it runs
     code: int = 0  # its exit code if it has ended; negative: the signal that killed it
     broken_kernel: str = ""  # the GPU kernel whose check broke its device; empty: none
+    gap: Gap | None = None  # messages to it were lost
 
 
 # ── follower → lead ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,6 +128,7 @@ class Beat(Struct, frozen=True, array_like=True, tag=True):
     echo: int  # the number of the latest message of the other side
     epoch: Epoch = 0  # of the latest `Begin` that the follower has carried out
     children: tuple[ChildState, ...] = ()
+    problem: str = ""  # mailboxes that its processes cannot reach, a sentence without its full stop; empty: none
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):

@@ -5,8 +5,8 @@ Every frame therefore begins with its link, the number of its engine and the epo
 epoch of that engine: frames of an earlier epoch are dropped, and frames of a later one wait until the receiver has
 reached it. Several engines of one launch share its api processes, which have the epochs of each engine.
 
-The link between core and workers has its own epoch, which only the death of one of these changes: the death of another
-process does not disturb a step in flight.
+The link between core and workers has its own epoch, which only the death of one of these changes, or that of a
+connection between them (`gaps.py`): the death of another process does not disturb a step in flight.
 
 An epoch is a term and a counter. An engine on one machine has term 0, since no other launch can reach its mailboxes. An
 engine on several machines has a new term with each start of its first launch (`procs/lead.py`), so a process that an

@@ -918,6 +918,15 @@ class Fault(Struct, frozen=True, array_like=True, tag=True):
     broken_kernel: str = ""
 
 
+class Gap(Struct, frozen=True, array_like=True, tag=True):
+    """An actor has lost messages of another one, because the connection between their machines broke (`gaps.py`). What
+    that one still sends is dropped, so their epoch has to end."""
+
+    name: str  # of the receiver, which says so
+    sender: str
+    epoch: int  # of the link between them
+
+
 class Serve(Struct, frozen=True, array_like=True, tag=True):
     """supervisor → api: all processes are ready, open the port."""
 
@@ -948,7 +957,7 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reset(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → all: a process has died, and a new epoch begins. Messages under way are void.
+    """supervisor → all: a process or a connection has died, and a new epoch begins. Messages under way are void.
 
     All processes forget the requests of the api, whose gateway submits them again after `Restored`, or to another
     engine of the launch. If `device_epoch` has changed as well, core and workers also forget rows, plans and results.
@@ -956,7 +965,7 @@ class Reset(Struct, frozen=True, array_like=True, tag=True):
 
     epoch: int
     device_epoch: int
-    lost: tuple[str, ...]  # names of the processes that are replaced; (): all of them, in a restart that was asked for
+    lost: tuple[str, ...]  # names of the processes that have died, or are replaced with them; (): none has failed
     reason: str  # one sentence, for /health
     engine: int = 0  # if the launch has several
 
@@ -1102,5 +1111,5 @@ ToApi = (
     | Serve | Ping | Reset | Restored | Swapped | Leave | Stop | Vacate
     | ModelStates | Replaced | Settings
 )  # fmt: skip
-ToSupervisor = Ready | Loading | Serving | Fault | Pong | Swap | Change | Leave | Vacated | Demand
+ToSupervisor = Ready | Loading | Serving | Fault | Gap | Pong | Swap | Change | Leave | Vacated | Demand
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -30,7 +30,10 @@ from .codec import encode
 from .control_messages import ToLead
 from .epochs import HEADER_BYTES, Epochs, Link
 from .file_messages import ToShare
+from .gaps import Gaps, Numbers, OnGap, fail
 from .messages import Hidden, Message, Reset
+from .refusals import EVENTS as REFUSAL_EVENTS
+from .refusals import ZmqRefusals
 from .watch import EVENTS, ZmqWatch
 
 M = TypeVar("M")
@@ -123,6 +126,11 @@ def check_address(address: str, keys: Keys | None) -> None:
         raise ConfigError(f"{address} can be reached from outside; give every machine the same --key-file.")
 
 
+def _may_lose_frames(address: str) -> bool:
+    """Whether connections to it may break although both processes live."""
+    return address.startswith("tcp://")
+
+
 def _bind(socket: "zmq.SyncSocket", address: str) -> None:
     umask = os.umask(0o077)
     try:
@@ -184,20 +192,28 @@ class ZmqContext:
         if self._authenticator is None and self._keys is not None:
             self._authenticator = admit_only(self._context, self._keys)
 
-    def outbox(self, address: str, link: Link = Link.CHAIN, *, engine: int | None = None) -> "ZmqOutbox":
-        """Connects to a mailbox, which need not exist yet. `engine`: of its process, if it is not the own one."""
+    def outbox(
+        self, address: str, link: Link = Link.CHAIN, *, engine: int | None = None, sender: str = ""
+    ) -> "ZmqOutbox":
+        """Connects to a mailbox, which need not exist yet. `engine`: of its process, if it is not the own one.
+        `sender`: by which the receiver knows this outbox, unlike all others of the mailbox (default: random)."""
         socket = self._socket(zmq.PUSH, address)
+        numbers = None
+        if _may_lose_frames(address) and link is not Link.CONTROL:
+            numbers = Numbers(sender or os.urandom(8).hex())
+            _find_dead_peers(socket)
         socket.connect(address)
-        return ZmqOutbox(socket, address, self._epochs, link, engine)
+        return ZmqOutbox(socket, address, self._epochs, link, engine, numbers)
 
-    def inbox(self, address: str, accepts: object, *, fd: int = -1) -> "ZmqInbox[M]":
+    def inbox(self, address: str, accepts: object, *, fd: int = -1, on_gap: OnGap = fail) -> "ZmqInbox[M]":
         """Binds a mailbox. `fd`: a socket that listens on this tcp:// address already, which this object closes.
-        Raises ConfigError if the address cannot be had."""
+        `on_gap`: called by `drain` when frames of a sender were lost. Raises ConfigError if the address cannot be
+        had."""
         socket = self._socket(zmq.PULL, address)
         if fd >= 0:
             socket.setsockopt(zmq.USE_FD, fd)
         _bind(socket, address)
-        return ZmqInbox(socket, accepts, self._epochs)
+        return ZmqInbox(socket, accepts, self._epochs, Gaps(on_gap) if _may_lose_frames(address) else None)
 
     def watch(self, address: str, silence_s: float) -> ZmqWatch:
         """Connects to a mailbox, which need not exist yet, to notice when its process ends or is silent for
@@ -257,25 +273,45 @@ class _OneKey:
 
 class ZmqOutbox:
     def __init__(
-        self, socket: "zmq.SyncSocket", address: str, epochs: Epochs, link: Link, engine: int | None = None
+        self,
+        socket: "zmq.SyncSocket",
+        address: str,
+        epochs: Epochs,
+        link: Link,
+        engine: int | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
+        """`numbers`: of its frames, if some may be lost."""
         self._socket = socket
         self._address = address
         self._epochs = epochs
         self._link = link
         self._engine = engine
+        self._numbers = numbers
 
     def send(self, message: Message) -> None:
         """Raises ChannelFull."""
+        header = self._epochs.header(self._link, self._engine)
+        head = header if self._numbers is None else self._numbers.head(header)
         if isinstance(message, Hidden) and message.data:
-            bare = structs.replace(message, data=b"")
-            self._send([self._epochs.header(self._link, self._engine) + encode(bare), message.data])
+            self._send([head + encode(structs.replace(message, data=b"")), message.data])
         else:
-            self.send_bytes(self._epochs.header(self._link, self._engine) + encode(message))
+            self._send([head + encode(message)])
+        if self._numbers is not None:
+            self._numbers.count()
 
     def send_bytes(self, data: bytes) -> None:
         """Raises ChannelFull."""
         self._send([data])
+
+    def mark(self) -> None:
+        """Has the receiver find out whether the last messages have arrived, if frames to it may be lost."""
+        if self._numbers is None:
+            return
+        frame = self._numbers.mark(self._epochs.header(self._link, self._engine))
+        if frame is not None:
+            with contextlib.suppress(ChannelFull):  # then the next one does it
+                self._send([frame])
 
     def _send(self, frames: list[bytes]) -> None:
         for data in frames:
@@ -308,7 +344,13 @@ class ZmqRouter:
         """`path`: the socket's file, which `close` removes."""
         self._socket = socket
         self._path = path
+        self._refusals: ZmqRefusals | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def refusals(self) -> ZmqRefusals:
+        """From now on says who is refused because its keys differ. Called once."""
+        self._refusals = ZmqRefusals(self._socket.get_monitor_socket(REFUSAL_EVENTS))
+        return self._refusals
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         """Calls `wake` on the loop when a message may be waiting. After a send, ask `has_mail`: the descriptor may not
@@ -352,6 +394,9 @@ class ZmqRouter:
         """Frees the address after a moment for queued messages."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.fd))
+        if self._refusals is not None:
+            self._socket.disable_monitor()
+            self._refusals.close()
         self._socket.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -398,9 +443,11 @@ class ZmqDealer:
 
 
 class ZmqInbox(Decoding[M]):
-    def __init__(self, socket: "zmq.SyncSocket", accepts: object, epochs: Epochs) -> None:
+    def __init__(self, socket: "zmq.SyncSocket", accepts: object, epochs: Epochs, gaps: Gaps | None = None) -> None:
+        """`gaps`: between its frames, if some may be lost."""
         super().__init__(accepts)
         self._socket = socket
+        self._gaps = gaps
         self._fd = int(socket.fd)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epochs = epochs
@@ -466,7 +513,14 @@ class ZmqInbox(Decoding[M]):
 
     def _message(self, frame: bytes, data: bytes) -> M | None:
         """data: the second frame that `ZmqOutbox.send` makes of a `Hidden`."""
-        message = self.decode(memoryview(frame)[HEADER_BYTES:])
+        start: int | None = HEADER_BYTES
+        if self._gaps is not None and frame[0] != Link.CONTROL:
+            try:
+                start = self._gaps.begin_of_message(frame)
+            except ValueError as error:
+                self.undecodable(frame, error)
+                return None
+        message = None if start is None else self.decode(memoryview(frame)[start:])
         return structs.replace(message, data=data) if isinstance(message, Hidden) and data else message
 
     def wait(self, timeout_s: float) -> bool:

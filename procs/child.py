@@ -24,11 +24,12 @@ from ..engine.parallel.rank import RankInfo
 from ..errors import BrokenDeviceError, CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
-from ..ipc.epochs import NO_ENGINE, Epochs, counter_of
+from ..ipc.epochs import NO_ENGINE, Epochs, Link, counter_of
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
     Fault,
+    Gap,
     Leave,
     Loading,
     Ping,
@@ -45,7 +46,7 @@ from .log_lines import escaped, set_log_level, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .process_usage import process_usage
-from .topology import ACTORS, index, kind
+from .topology import ACTORS, index, kind, link
 
 _TELL_S = 0.25  # between two reports of how much of the weights is read
 _OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
@@ -240,7 +241,13 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config, keys=launch.keys, epoch=counter_of(launch.epoch), settings=launch.settings)
+            actor = CoreActor(
+                config,
+                keys=launch.keys,
+                epoch=counter_of(launch.epoch),
+                device_epoch=launch.device_epoch,
+                settings=launch.settings,
+            )
         case "grammar":
             from .grammar import GRAMMAR_BYTES, GrammarActor
 
@@ -332,10 +339,16 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
         gc.enable()
         post("supervisor", Ready(name, SCHEMA_VERSION, structs.replace(facts, timings=timings), launch.epoch))
 
+    def on_gap(sender: str) -> None:
+        epoch = epochs.device if link(sender, name) is Link.DEVICE else epochs.chain
+        post("supervisor", Gap(name, sender, epoch))
+
     python_s = process_age_s()
     code = 0
     try:
-        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)], fd=launch.mailbox_fd)
+        inbox: Inbox[object] = context.inbox(
+            launch.addresses[name], ACTORS[kind(name)], fd=launch.mailbox_fd, on_gap=on_gap
+        )
         if kind(name) == "worker":
             run_worker(name, launch, epochs, inbox, post, on_ready)
         else:

@@ -172,6 +172,7 @@ class ClientPort:
             config.model.vocab_size,
             max_model_len,
             config.model.eos_token_ids,
+            config.block_size,
         )
         try:
             loop = asyncio.get_running_loop()

@@ -66,7 +66,7 @@ from .rank_transfers import RankTransfers
 from .roof import Roof, share_of_roof
 from .sleep import SleepControl
 from .step_times import StepTimes
-from .topology import kind, workers
+from .topology import workers
 
 log = logging.getLogger("pagewire")
 
@@ -83,15 +83,18 @@ class CoreActor:
         *,
         keys: Keys | None = None,
         epoch: int = 1,
+        device_epoch: int = 1,
         settings: Settings | None = None,
     ) -> None:
-        """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1. `settings`:
-        that hold instead of `config`, by which the workers have reserved memory."""
+        """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1.
+        `device_epoch`: in which it and the workers start, with its term. `settings`: that hold instead of `config`, by
+        which the workers have reserved memory."""
         self._config = config
         self._settings = config if settings is None else settings.engine  # as they hold now
         self._settings_number = 0 if settings is None else settings.number
         self._keys = keys
         self._epoch = epoch
+        self._device_epoch = device_epoch  # of the workers; with the next one they are replaced
         self._clients: ClientPort | None = None
         self._scheduler: AnyScheduler | None = None
         self._connectors: list[TierConnector] = []  # of each domain, if there are any; themselves, also if recorded
@@ -396,7 +399,8 @@ class CoreActor:
         """A process has died. The api will submit its requests again. The core's own clients are asked to submit again
         those of their requests that are lost with a worker or with the grammar process; their other requests go on."""
         self._early.clear()
-        has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
+        has_lost_workers = reset.device_epoch != self._device_epoch
+        self._device_epoch = reset.device_epoch
         if has_lost_workers:
             self._offers.clear()
             self._usages.clear()

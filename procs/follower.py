@@ -37,13 +37,14 @@ from ..ipc.control_messages import (
     StopAll,
     ToFollower,
 )
-from ..ipc.messages import Leave
-from ..ipc.zmq_channel import Keys
+from ..ipc.messages import Gap, Leave
+from ..ipc.zmq_channel import Keys, ZmqContext
 from .lead_link import LeadLink
 from .machine import listen, num_gpus, unused_address, versions_here
 from .model_copy import Interrupted, ModelCopy
+from .reach import Reach
 from .supervisor import Child, Supervisor
-from .topology import RENDEZVOUS
+from .topology import RENDEZVOUS, receivers
 
 _SILENCE_S = 5.0  # without an answer of the lead, until the operator is told
 _REPORT_S = 30.0  # between such lines
@@ -203,7 +204,7 @@ class _Membership:
                 self._begin(message)
             case StopAll():
                 if message.is_failure:
-                    of.say(f"the lead has failed ({message.reason}); joining again.")
+                    of.say(f"the lead has failed ({message.reason.removesuffix('.')}); joining again.")
                     return _Outcome(None)
                 if self._host is not None:
                     self._host.stop()
@@ -318,6 +319,7 @@ class _Membership:
             self._actors,
             {name: listener.fileno() for name, listener in self._listeners.items()},
             keys=self._of.keys,
+            here=self._of.host,
             on_change=self._link.report,
             weight_fds=self._of.weight_fds,
         )
@@ -363,26 +365,33 @@ class _Host(Supervisor):
         mailbox_fds: dict[str, int],
         *,
         keys: Keys | None,
-        on_change: Callable[[int, tuple[ChildState, ...]], None],
+        here: str,
+        on_change: Callable[[int, tuple[ChildState, ...], str], None],
         weight_fds: Sequence[int],
     ) -> None:
-        """`on_change`: called with the epoch and the states of the processes."""
+        """`here`: this machine's address. `on_change`: called with the epoch, the states of the processes, and which
+        mailboxes they cannot reach."""
         super().__init__(config, actors=actors, keys=keys, quiet=True, weight_fds=weight_fds)
         self._is_owned = True  # the follower has the signals
         self._given = dict(begin.addresses)
         self._mailbox_fds = mailbox_fds
         self._epoch, self._device_epoch, self._restored = begin.epoch, begin.device_epoch, begin.epoch
         self._on_change = on_change
+        self._reach = Reach(here)
+        self._told_problem = ""
         self._begins: list[Begin] = []
+        self._newest = begin.epoch  # of those that were received; the lead repeats one until a beat confirms it
         self._ended: dict[str, tuple[str, str]] = {}  # actor → why it has ended, and a kernel that broke its device
+        self._missed: dict[str, Gap] = {}  # by actor; the lead is told until it is replaced
         self._broken_kernels = dict.fromkeys(begin.broken_kernels)
         self._is_given_up = self._is_stopped = False
 
     # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
 
     def obey(self, begin: Begin) -> None:
-        """Carries out an epoch, unless this was done."""
-        if begin.epoch > max([self._epoch, *(one.epoch for one in self._begins)]):
+        """Carries out an epoch, once."""
+        if begin.epoch > self._newest:
+            self._newest = begin.epoch
             self._begins.append(begin)
             self._woken.set()
 
@@ -406,6 +415,19 @@ class _Host(Supervisor):
 
     # ── in the place of a supervisor's decisions ─────────────────────────────────────────────────────────────────────
 
+    async def _gather(self, context: ZmqContext) -> None:
+        self._seek()
+
+    def _seek(self) -> None:
+        """Finds out which mailboxes on other machines the processes here reach."""
+        config = self._config
+        sent_to = {
+            receiver
+            for name in self._actors
+            for receiver in receivers(name, config.num_ranks, 1, config.pipeline_parallel_size)
+        }
+        self._reach.seek({name: at for name, at in self._given.items() if name in sent_to and name not in self._actors})
+
     async def _supervise(self) -> int:
         await self._watch(lambda: self._is_stopped or self._is_given_up)
         return 0 if self._is_given_up else await self._stop("the lead ends the engine")
@@ -419,6 +441,10 @@ class _Host(Supervisor):
             self._say(cause)
             child.may_end = True
 
+    async def _mend(self) -> None:
+        self._missed |= {gap.name: gap for gap in self._gaps}
+        self._gaps.clear()
+
     async def _look_elsewhere(self) -> None:
         while self._begins and not self._is_given_up:
             begin = self._begins.pop(0)
@@ -428,17 +454,28 @@ class _Host(Supervisor):
             lost = [name for name in begin.lost if name in self._actors]
             for name in lost:
                 self._ended.pop(name, None)
+                self._missed.pop(name, None)
             if lost:
                 self._say(f"{begin.reason} Replacing {', '.join(lost)}.")
             await self._begin(lost, begin.reason, begin.epoch, begin.device_epoch)
-        self._on_change(self._epoch, self._states())
+            self._seek()
+        problem = self._reach.problem
+        if problem and problem != self._told_problem:
+            self._say(f"{problem}.")
+        self._told_problem = problem
+        self._on_change(self._epoch, self._states(), problem)
+
+    async def _kill(self) -> None:
+        self._reach.close()
+        await super()._kill()
 
     def _states(self) -> tuple[ChildState, ...]:
         states = []
         for name, child in self._children.items():
             fault, kernel = self._ended.get(name, ("", ""))
             code = child.process.returncode or 0
-            states.append(ChildState(name, child.started, child.epoch, child.facts is not None, fault, code, kernel))
+            is_ready, gap = child.facts is not None, self._missed.get(name)
+            states.append(ChildState(name, child.started, child.epoch, is_ready, fault, code, kernel, gap))
         return tuple(states)
 
     def _say(self, text: str) -> None:

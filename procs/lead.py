@@ -40,14 +40,17 @@ from ..ipc.control_messages import (
 )
 from ..ipc.epochs import first_epoch
 from ..ipc.messages import Facts, Fault, Leave, Ping
+from ..ipc.refusals import ZmqRefusals
 from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext, ZmqRouter, check_address, read_keys
 from .leases import MAX_CLOCK_DIFFERENCE_S, Fleet, Machine, mismatch
 from .machine import host_address, listen, unused_address, versions_here
 from .model_share import ModelShare
+from .reach import Reach
 from .remote import RemoteProcess
 from .supervisor import START_REPORT_S, STOP_GRACE_S, Child, Supervisor
 from .topology import RENDEZVOUS, kind, lost_with, receivers
 
+_MAX_STRANGERS = 8  # hosts with other keys that are named
 _SAME_DEATH_S = 1.0  # within which ends of ranks belong together; a follower reports at once
 
 
@@ -89,6 +92,7 @@ class Lead(Supervisor):
         self._versions = versions_here()
         self._join_address = self._service.join_address or ""
         self._host = host_address(urlsplit(self._join_address).hostname or "")
+        self._reach = Reach(self._host)  # the mailboxes of followers that have actors
         self._decoder: Decoder[ToLead] = Decoder(ToLead)
         self._router: ZmqRouter | None = None
         self._share: ModelShare | None = None
@@ -99,7 +103,9 @@ class Lead(Supervisor):
         self._begun = 0  # the latest epoch that the followers were told
         self._stopping: StopAll | None = None
         self._waits = ""  # what those wait for that take over from machines that leave, a clause
-        self._refusals: set[str] = set()  # that were printed
+        self._said: set[str] = set()  # sentences that are printed once
+        self._key_refusals: ZmqRefusals | None = None
+        self._strangers: dict[str, None] = {}  # hosts whose keys are not ours, since the engine was last complete
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,6 +113,8 @@ class Lead(Supervisor):
         self._router = context.router(self._join_address)
         self._share = ModelShare(self._host, self._keys, self._config.model)
         self._router.subscribe(asyncio.get_running_loop(), self._read)
+        self._key_refusals = self._router.refusals()
+        self._key_refusals.subscribe(asyncio.get_running_loop(), self._note_strangers)
         for name in self._actors:  # those that other machines send to
             if any(name in self._receivers(one) for one in self._remote):
                 listener = listen(self._host)
@@ -129,7 +137,11 @@ class Lead(Supervisor):
 
     def _waits_for(self, waiting: str) -> str:
         """What the engine does while no machine has these actors, a clause."""
-        return f"waiting for a follower for {waiting}"
+        return f"waiting for a follower for {waiting}{self._tried}"
+
+    @property
+    def _tried(self) -> str:
+        return f" ({', '.join(self._strangers)} tried with another key file)" if self._strangers else ""
 
     def _call_for(self, waiting: str) -> str:
         """What the operator is told of it."""
@@ -148,22 +160,27 @@ class Lead(Supervisor):
         return f"waiting for {', '.join(found)}" if found else ""
 
     async def _complete(self, timeout_s: float, flag: str, *, drains: bool = False) -> None:
-        """Waits until followers have all actors of other machines; longer while they copy the model. `drains`: also
-        after the first signal. Raises StartError."""
+        """Waits until followers have all actors of other machines and their mailboxes can be reached; longer while they
+        copy the model. `drains`: also after the first signal. Raises StartError."""
         now = time.monotonic()
         deadline, next_report, told = now + timeout_s, now + 1.0, ""
-        while not self._fleet.is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
+        while not self._is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
             for machine in self._fleet.deal():
                 self._send(machine.peer, Assign(machine.actors))
             now = time.monotonic()
             deadline = max(deadline, self._copied_at + timeout_s)
             waiting = ", ".join(name for group in self._fleet.missing for name in group)
-            clause = self._waits_for(waiting) if waiting else self._copies
+            problem = self._reach.problem
+            clause = self._waits_for(waiting) if waiting else self._copies or problem
+            if now > deadline and problem and not waiting:
+                raise StartError(f"{problem} ({timeout_s:g} s; see {flag}).")
             if now > deadline:
                 raise StartError(
-                    f"No follower has joined at {self._join_address} for {waiting or 'all ranks'} "
+                    f"No follower has joined at {self._join_address} for {waiting or 'all ranks'}{self._tried} "
                     f"({timeout_s:g} s; see {flag})."
                 )
+            if problem and clause == problem and clause != told:
+                next_report = now + START_REPORT_S  # it has been said
             if now > next_report and clause:
                 next_report = now + START_REPORT_S
                 text = self._call_for(waiting) if waiting else f"{clause}."
@@ -173,8 +190,18 @@ class Lead(Supervisor):
                 self._tell_apis(told)
             await self._next_event(0.1)
             self._check_followers()
+        self._strangers.clear()
         if told:
             self._tell_apis("")
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._fleet.is_complete and self._reach.is_complete
+
+    @property
+    def _obstacle(self) -> str:
+        problems = (machine.problem for machine in self._fleet.machines if machine.problem)
+        return self._reach.problem or next(problems, "")
 
     def _tell_apis(self, waits_for: str) -> None:
         """For /health; at the engine's start there are none yet."""
@@ -248,7 +275,7 @@ class Lead(Supervisor):
         if self._begun < self._epoch:  # a replacement: `_gather` has begun the first epoch
             if any(name in self._remote for name in actors):
                 await self._complete(self._service.outage_wait, "--outage-wait", drains=True)
-                if not self._fleet.is_complete:
+                if not self._is_complete:
                     return
             self._begin_elsewhere(actors, self._reason)
         if here := [name for name in actors if name not in self._remote]:
@@ -260,7 +287,7 @@ class Lead(Supervisor):
             await self._see_off()
 
     def _ping(self) -> Ping:
-        return Ping(dict(self._fleet.late_beats), self._waits)
+        return Ping(dict(self._fleet.late_beats), self._waits or self._obstacle)
 
     # ── machines that leave ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,6 +341,9 @@ class Lead(Supervisor):
         for machine in self._fleet.overdue(time.monotonic()):
             silent_s = time.monotonic() - machine.heard_at
             self._lose(machine, f"has not answered for {silent_s:.1f} s")
+        self._reach.seek(self._fleet.addresses)
+        if problem := self._reach.problem:
+            self._say_once(f"{problem}.")
 
     def _lose(self, machine: Machine, how: str) -> None:
         """This machine's processes have ended, or it has lost its lease for them. `how`: a clause without a subject."""
@@ -367,6 +397,8 @@ class Lead(Supervisor):
         match message:
             case Beat():
                 self._fleet.heard(machine, message, time.monotonic())
+                if machine.problem:
+                    self._say_once(f"{machine.problem}.")
                 self._send(peer, self._fleet.answer(machine))
                 self._follow(machine)
                 for due in self._fleet.due(machine):
@@ -386,6 +418,17 @@ class Lead(Supervisor):
                 self._leave(machine)
             case Away():
                 self._lose(machine, "has left")
+
+    def _note_strangers(self) -> None:
+        assert self._key_refusals is not None
+        for host in self._key_refusals.look():
+            if host not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
+                self._strangers[host] = None
+                self._say_once(
+                    f"{host} was refused at {self._join_address}: its key file is not the one here. "
+                    f"Copy {self._service.key_file or 'the key file'} there."
+                )
+                self._woken.set()
 
     def _join(self, peer: bytes, join: Join) -> None:
         if (before := self._fleet.get(join.previous)) is not None:
@@ -430,9 +473,12 @@ class Lead(Supervisor):
         )
 
     def _refuse(self, name: str, reason: str) -> None:
-        if reason not in self._refusals:
-            self._refusals.add(reason)
-            print(f"pagewire: {reason}", file=sys.stderr, flush=True)
+        self._say_once(reason)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            print(f"pagewire: {sentence}", file=sys.stderr, flush=True)
 
     def _follow(self, machine: Machine) -> None:
         """Takes over the states of a follower's processes."""
@@ -445,7 +491,10 @@ class Lead(Supervisor):
             if state.fault:
                 self._faults[child.name] = Fault(child.name, state.fault.removesuffix("."), "", 1, state.broken_kernel)
                 child.process.end(state.code or 1)
-            elif state.is_ready and state.epoch >= child.epoch:
+                continue
+            if state.gap is not None:
+                self._on_gap(state.gap)
+            if state.is_ready and state.epoch >= child.epoch:
                 child.epoch = state.epoch
                 child.facts = child.facts or Facts()
 
@@ -482,6 +531,7 @@ class Lead(Supervisor):
         await super()._kill()
         if self._router is not None:
             self._router.close()
+        self._reach.close()
         if self._share is not None:
             self._share.close()
         for listener in self._listeners:

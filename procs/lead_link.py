@@ -52,6 +52,7 @@ class LeadLink:
         self._echo = 0  # number of the lead's latest message
         self._epoch = 0
         self._children: tuple[ChildState, ...] = ()
+        self._problem = ""
         self._outgoing: queue.SimpleQueue[ToLead] = queue.SimpleQueue()
         self._wake_fd, self._waker = os.pipe()
         os.set_blocking(self._wake_fd, False)
@@ -68,10 +69,10 @@ class LeadLink:
         self._outgoing.put(message)
         self._wake()
 
-    def report(self, epoch: int, children: tuple[ChildState, ...]) -> None:
+    def report(self, epoch: int, children: tuple[ChildState, ...], problem: str) -> None:
         """What the next beats say. They say it at once if it is new."""
-        if (epoch, children) != (self._epoch, self._children):
-            self._epoch, self._children = epoch, children
+        if (epoch, children, problem) != (self._epoch, self._children, self._problem):
+            self._epoch, self._children, self._problem = epoch, children, problem
             self._is_due = True
             self._wake()
 
@@ -125,7 +126,7 @@ class LeadLink:
         if self._times is None:
             self._dealer.send(self._join(number))
         else:
-            self._dealer.send(Beat(number, self._echo, self._epoch, self._children))
+            self._dealer.send(Beat(number, self._echo, self._epoch, self._children, self._problem))
 
     def _heard(self, message: ToFollower) -> None:
         self.num_answers += 1

@@ -84,6 +84,7 @@ class Machine:
         self.begins_at = 0  # the epoch of the first `Begin` that concerns it; 0: none yet
         self.epoch = 0  # of the latest `Begin` that it has carried out
         self.children: tuple[ChildState, ...] = ()
+        self.problem = ""  # why its processes cannot work, as of the latest beat
 
     @property
     def is_copying(self) -> bool:
@@ -94,7 +95,7 @@ class Machine:
     def heard(self, beat: Beat, now: float) -> None:
         if beat.number > self.number:
             self.number, self.heard_at = beat.number, now
-            self.epoch, self.children = beat.epoch, beat.children
+            self.epoch, self.children, self.problem = beat.epoch, beat.children, beat.problem
 
 
 class Fleet:

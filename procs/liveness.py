@@ -1,4 +1,4 @@
-"""Decides whether a process hangs, and when processes have died too often.
+"""Decides whether a process hangs, and when processes have died, or connections between them, too often.
 
 Every process answers `Ping` from the loop that does its work, so a process that does not answer hangs. A worker does
 not answer during a step, so it counts as busy while the kernel accounts CPU time to it. A worker that answers but
@@ -12,7 +12,7 @@ from pathlib import Path
 from ..ipc.messages import Pong
 
 STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
-STORM_DEATHS = 5  # with more deaths within STORM_S, replacing processes does not help
+STORM_DEATHS = 5  # with more deaths within STORM_S, beginning anew does not help
 STORM_S = 60.0
 
 
@@ -61,15 +61,18 @@ def _cpu_ticks(pid: int) -> int:
 
 
 class Deaths:
-    """The deaths of processes of one launch within the last `STORM_S`."""
+    """The deaths of processes of one launch, and of connections between machines, within the last `STORM_S`."""
 
     def __init__(self) -> None:
-        self._last: deque[tuple[float, str]] = deque()
+        self._last: deque[tuple[float, str]] = deque()  # when (s), and what
 
-    def add(self, name: str, cause: str, now: float) -> None:
-        self._last.append((now, f"{name} {cause}"))
+    def add(self, name: str, cause: str, now: float) -> int:
+        """`name`: of a process or a connection. How often it has died within `STORM_S` of the same cause."""
+        what = f"{name} {cause}"
+        self._last.append((now, what))
         while self._last[0][0] < now - STORM_S:
             self._last.popleft()
+        return sum(one == what for _, one in self._last)
 
     def __len__(self) -> int:
         return len(self._last)
@@ -82,7 +85,7 @@ class Deaths:
     def summary(self) -> str:
         """The deaths with their causes, for the operator."""
         lines = (f"  {at - self._last[-1][0]:6.1f} s  {what}" for at, what in self._last)
-        return "\n".join([f"{len(self._last)} processes have died within {STORM_S:.0f} s:", *lines])
+        return "\n".join([f"{len(self._last)} processes or connections have died within {STORM_S:.0f} s:", *lines])
 
 
 def dump_stacks_on_quit() -> None:

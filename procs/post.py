@@ -1,16 +1,16 @@
 """The outgoing messages of one actor's process: an outbox for each receiver that the topology allows.
 
 With several api processes, the rid of a message determines which of them gets it; messages without a rid go to all,
-and say which engine they are about.
+and say which engine they are about. With its `Pong`, a process has receivers on other machines find out whether they
+have all that it sent.
 """
 
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ..ipc.channel import Outbox
-from ..ipc.messages import RID_BITS, Message, Pulse, Slept, Snapshot, TextBatch
-from ..ipc.zmq_channel import ZmqContext
+from ..ipc.messages import RID_BITS, Message, Pong, Pulse, Slept, Snapshot, TextBatch
+from ..ipc.zmq_channel import ZmqContext, ZmqOutbox
 from .topology import apis, link, receivers
 
 
@@ -24,8 +24,8 @@ class Mailman:
     ) -> None:  # fmt: skip
         """`engine`: the number of the one that the receivers belong to, or the sender if they are api processes."""
         self._engine = engine
-        self._outboxes: dict[str, Outbox] = {
-            receiver: context.outbox(addresses[receiver], link(name, receiver), engine=engine)
+        self._outboxes: dict[str, ZmqOutbox] = {
+            receiver: context.outbox(addresses[receiver], link(name, receiver), engine=engine, sender=name)
             for receiver in receivers(name, num_ranks, num_apis, num_stages)
             if receiver in addresses
         }
@@ -39,6 +39,9 @@ class Mailman:
             self._post_apis(message)
         else:
             self._outboxes[receiver].send(message)
+            if receiver == "supervisor" and isinstance(message, Pong):
+                for outbox in self._outboxes.values():
+                    outbox.mark()
 
     def _post_apis(self, message: Message) -> None:
         num = len(self._apis)

@@ -3,7 +3,8 @@
 It is the process that a user starts and that a service manager watches. It never waits for a device or a client.
 
 When an actor dies, the next epoch begins (`ipc/epochs.py`): the others get `Reset`, drop messages of older epochs, and
-answer `Ping` with the new epoch. When every actor is ready and in this epoch, the api gets `Restored` and goes on.
+answer `Ping` with the new epoch. When every actor is ready and in this epoch, the api gets `Restored` and goes on. The
+same begins when a connection between two actors has lost messages (`ipc/gaps.py`).
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from ..ipc.messages import (
     Demand,
     Facts,
     Fault,
+    Gap,
     Leave,
     Loading,
     Ping,
@@ -53,11 +55,11 @@ from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .live_settings import LiveSettings
-from .liveness import Deaths, Liveness
+from .liveness import STORM_S, Deaths, Liveness
 from .rank_memory import RankMemory
 from .remote import RemoteProcess
 from .template import ForkedProcess, Templates, can_fork
-from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
+from .topology import RENDEZVOUS, apis, index, kind, link, lost_with, names
 from .weight_keeper import WeightKeeper
 from .weight_memory import close_segments, keeps_on_device, new_segment, new_segments
 
@@ -141,6 +143,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._outboxes: dict[str, ZmqOutbox] = {}  # of what is started here, and of `_other_apis`
         self._dead: list[Child] = []  # oldest first: the first death may have caused the others
+        self._gaps: list[Gap] = []  # that were reported and may concern this epoch
         self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._listening = listening
         self._engine = config.engine.engine_number
@@ -429,19 +432,27 @@ class Supervisor:
         """Handles events until `condition()`. Raises StartError if a child dies that cannot do better the next time, or
         the start takes too long."""
         while not condition() and not self._must_end:
-            if self._dead:
-                died, self._dead = self._dead, []
+            died, self._dead = [child for child in self._dead if not child.may_end], []
+            if died:
                 await self._replace_broken(died)
+            await self._mend()
             await self._next_event(0.5)
             await self._look_elsewhere()
             now = time.monotonic()
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
             if now > self._waits_since + self._service.start_timeout_s:
                 names = f"{late}: " if what == _LATE and late else ""
-                raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).")
+                why = f" {self._obstacle}." if self._obstacle else ""
+                raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).{why}")
             if now > self._next_report and late:
                 self._next_report = now + START_REPORT_S
-                self._print(f"still waiting for {late} after {now - self._waits_since:.0f} s")
+                why = f": {self._obstacle}" if self._obstacle else ""
+                self._print(f"still waiting for {late} after {now - self._waits_since:.0f} s{why}")
+
+    @property
+    def _obstacle(self) -> str:
+        """Why processes cannot work, as far as this is known; a sentence without its full stop."""
+        return ""
 
     @property
     def notes(self) -> list[str]:
@@ -529,6 +540,7 @@ class Supervisor:
             died += [child for child in await self._hung() if child not in died]
             if died:
                 await self._replace(died)
+            await self._mend()
             self._restore()
             if time.monotonic() >= next_ping:  # not in every turn: the answer to a ping is an event, too
                 next_ping = time.monotonic() + PING_INTERVAL_S
@@ -591,13 +603,34 @@ class Supervisor:
             if (fault := self._faults.get(child.name)) is not None and fault.broken_kernel:
                 self._broken_kernels[fault.broken_kernel] = None
         lost = {name: None for name in lost if name in self._children}  # the others are not started yet
+        self._check_deaths(reason)
+        self._print(f"{reason} Replacing {', '.join(lost)}.")
+        is_device = any(kind(name) in ("core", "worker") for name in lost)
+        await self._begin(list(lost), reason, self._epoch + 1, self._device_epoch + is_device)
+
+    def _check_deaths(self, reason: str) -> None:
+        """Raises StartError if beginning anew is impossible or does not help."""
         if self._elsewhere:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
             raise StartError(f"{reason} Stopping: {self._deaths.summary()}")
-        self._print(f"{reason} Replacing {', '.join(lost)}.")
-        is_device = any(kind(name) in ("core", "worker") for name in lost)
-        await self._begin(list(lost), reason, self._epoch + 1, self._device_epoch + is_device)
+
+    async def _mend(self) -> None:
+        """Begins the next epoch if a connection has lost messages of this one, with new ranks if it was theirs. No
+        process has failed, so no request is suspected. Raises StartError."""
+        gaps, self._gaps = self._gaps, []
+        for gap in gaps:
+            is_device = link(gap.sender, gap.name) is Link.DEVICE
+            if gap.epoch != (self._device_epoch if is_device else self._epoch):
+                continue  # its consequences have been dealt with
+            where = f"{gap.sender} to {gap.name} ({self._addresses[gap.name]})"
+            num = self._deaths.add(f"the connection of {where}", "has lost messages", time.monotonic())
+            again = f", {num} times within {STORM_S:.0f} s" if num > 1 else ""
+            reason = f"The connection of {where} broke and has lost messages{again}."
+            self._check_deaths(reason)
+            lost = [name for name in self._lost_with("worker") if is_device and name in self._children]
+            self._print(f"{reason} Replacing {', '.join(lost) or 'no process'}.")
+            await self._begin(lost, reason, self._epoch + 1, self._device_epoch + is_device, is_planned=True)
 
     def _lost_with(self, name: str) -> tuple[str, ...]:
         """The actors to replace when this one has ended."""
@@ -704,6 +737,8 @@ class Supervisor:
                     self._on_demand(message)
                 case Fault():
                     self._faults[message.name] = message
+                case Gap():
+                    self._on_gap(message)
                 case Loading():
                     self._children[message.name].loading = message
                     self._on_progress()
@@ -716,6 +751,10 @@ class Supervisor:
                         child.settings = max(child.settings, message.settings)
                         child.liveness.heard(message, time.monotonic())
         self._settle()
+
+    def _on_gap(self, gap: Gap) -> None:
+        if gap not in self._gaps:  # followers repeat it
+            self._gaps.append(gap)
 
     def _on_progress(self) -> None:
         """A worker has read more of its weights."""

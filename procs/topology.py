@@ -47,6 +47,7 @@ TO_SUPERVISOR: tuple[type, ...] = (
     m.Loading,
     m.Serving,
     m.Fault,
+    m.Gap,
     m.Pong,
     m.Swap,
     m.Change,

@@ -43,8 +43,9 @@ class Door:
     async def _live(self, receive: Receive, send: Send) -> None:
         """From the start of the application to its end."""
         await receive()
-        self._key = self._http.api_keys[0].key if self._http.api_keys else inner_key()
-        fleet = Fleet((), key=self._key)
+        keys = [key.key for key in self._http.api_keys] or [inner_key()]
+        self._key = keys[0]
+        fleet = Fleet((), keys=keys)
         self._edge = RouterApp(fleet, RouteConfig(http=self._http, engines=())).edge()
         self._edge.start()
         following = asyncio.ensure_future(self._follow(fleet))

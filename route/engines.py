@@ -2,7 +2,8 @@
 
 The router checks each engine twice a second, or less often if it has very many. An engine that is not ready, cannot be
 reached, or has broken off an answer is ejected: it gets no new requests until a check succeeds, and keeps its open
-ones. An engine that has not answered for `SILENT_LIMIT_S` is given up: its open requests go to other engines.
+ones. An engine that has not answered for `SILENT_LIMIT_S` is given up: its open requests go to other engines. One that
+refuses the router's keys would refuse its clients' requests too, so it is not ready.
 """
 
 import asyncio
@@ -10,16 +11,18 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 from msgspec import Struct
 
 from ..api.engines.choice import Choice, Condition, Conversation, Member, check_interval_s
 from ..api.engines.presence import Presence
 from ..errors import ConfigError
+from .agreement import Agreement, Offer, Server
+from .load_report import LoadReader, LoadReport, ModelReport, bearer
+from .trouble import UNCHECKED, broken_off, not_ready, unreached
 
 CHECK_TIMEOUT_S = 2.0
 SILENT_LIMIT_S = 10.0  # the api of a busy engine still answers
@@ -28,36 +31,6 @@ _COMPARE_INTERVAL_S = 1.0  # of the engines' speeds
 _REMOVAL_POLL_S = 0.1
 
 log = logging.getLogger("pagewire.route")
-
-
-class _Model(Struct):
-    """The fields of a model in /load."""
-
-    state: str
-    fits: bool
-
-
-class _Load(Struct):
-    """The fields of an engine's /load that the router reads."""
-
-    server_load: int
-    role: str = "both"
-    kv_host: str | None = None
-    kv_port: int | None = None
-    takes_peers: bool = False
-    prompt_ms: float = 0.0
-    load_ms: float = 0.0
-    models: dict[str, _Model] = {}
-
-
-class _Error(Struct):
-    message: str
-
-
-class _Complaint(Struct):
-    """The fields of /ready that the router reads when an engine is not ready."""
-
-    error: _Error
 
 
 class EngineState(Struct, frozen=True):
@@ -69,13 +42,17 @@ class EngineState(Struct, frozen=True):
     since_s: float  # seconds since `ready` changed
     open: int  # requests
     loaded: tuple[str, ...] = ()  # names of models that it has loaded, or is loading
+    warning: str | None = None  # what is wrong although it may be ready: sentences
 
 
 class Engine(Member):
     """One engine and its state. Create it on the event loop that uses it."""
 
-    def __init__(self, url: str, choice: "Choice[Engine]", *, cacert: str | None = None) -> None:
-        """`url`: http://, https:// or unix:PATH. `choice`: what is told of its state. Raises ConfigError."""
+    def __init__(
+        self, url: str, choice: "Choice[Engine]", *, cacert: str | None = None, keys: Sequence[str] = ()
+    ) -> None:
+        """`url`: http://, https:// or unix:PATH. `choice`: what is told of its state. `keys`: API keys of the router's
+        clients, which the engine should accept. Raises ConfigError."""
         self.url = url.rstrip("/")
         super().__init__(self.url)
         self._choice = choice
@@ -97,7 +74,10 @@ class Engine(Member):
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
-        self.trouble: str | None = "It has not been checked yet."  # None: it is ready
+        self._load = LoadReader(self.session, self.base + "/load", keys)
+        self.trouble: str | None = UNCHECKED  # None: it is ready
+        self.difference: str | None = None  # from the other engines, sentences
+        self.offers: Mapping[str, Offer] = {}  # what it said last of its models, by name; another object if it differs
         self.is_new = False  # it has started since this router did, or starts now
         self.num_ejections = 0
         self.num_streaming = 0  # streams of this router that have had tokens
@@ -105,6 +85,7 @@ class Engine(Member):
         self.kv_address: tuple[str, int] | None = None  # where other engines load its KV; None: where each is told to
         self.takes_peers = False  # it loads from engines that requests name
         self.checked = asyncio.Event()  # set: check it again at once
+        self._concern: str | None = None  # of `_load`, as the log has it
         self._since = self._heard_at = time.monotonic()
         self._attempts: set[asyncio.Timeout] = set()
         self._paced_at, self._paced_tokens = self._since, 0
@@ -112,7 +93,10 @@ class Engine(Member):
     def state(self) -> EngineState:
         trouble = "It is leaving." if self.is_leaving else self.trouble
         loaded = tuple(name for name, presence in self.models.items() if presence is Presence.LOADED)
-        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open, loaded)
+        warning = " ".join(filter(None, (self._concern, self.difference))) or None
+        return EngineState(
+            self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open, loaded, warning
+        )
 
     @contextlib.contextmanager
     def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -135,6 +119,8 @@ class Engine(Member):
             self.num_ejections += 1
             self._since = time.monotonic()
             log.warning("engine %s gets no new requests: %s", self.url, trouble)
+        elif self.trouble == UNCHECKED or trouble == self._load.refusal != self.trouble:
+            log.warning("engine %s is not ready: %s", self.url, trouble)
         self.trouble = trouble
         self._choice.turned(self, condition)
 
@@ -145,41 +131,55 @@ class Engine(Member):
         self._choice.lost(self)
         self.checked.set()
 
-    async def check(self, key: str | None) -> None:
-        """Checks it once. `key`: the API key for /load."""
+    async def check(self) -> None:
+        """Checks it once."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 async with self.session.get(self.base + "/ready") as response:
                     status, body = response.status, await response.read()
-                async with self.session.get(self.base + "/load", headers=_bearer(key)) as response:
-                    load = await response.read() if response.status == 200 else b""
+                report = await self._load.read()
         except TimeoutError:
-            self.eject("It does not answer.", Condition.SILENT)
-        except aiohttp.ClientConnectorError:
-            self.eject("It cannot be reached.")
+            self.eject(f"It does not answer within {CHECK_TIMEOUT_S:g} s.", Condition.SILENT)
+        except aiohttp.ClientConnectorError as error:
+            self.eject(unreached(error))
+            self._load.restarted()
             self.is_new = self.is_new or self.num_sent > 0
         except (aiohttp.ClientError, OSError):
-            self.eject("It closes connections without an answer.")
+            self.eject(broken_off(has_tls=self.base.startswith("https:")))
         else:
             self._heard_at = time.monotonic()
-            if load:
-                with contextlib.suppress(msgspec.MsgspecError):
-                    self._take(msgspec.json.decode(load, type=_Load))
+            if report is not None:
+                self._take(report)
             self._measure_pace()
-            if status == 200:
+            if self._load.refusal is not None:
+                self.eject(self._load.refusal)
+            elif status == 200:
                 self._admit()
+                self._say_concern()  # a proxy whose engine is away answers both paths alike, which is no news of /load
             else:
-                self.eject(_complaint(status, body))
+                self.eject(not_ready(status, body))
         if time.monotonic() - self._heard_at > SILENT_LIMIT_S:
             self._give_up()
 
-    def _take(self, load: _Load) -> None:
+    def _take(self, load: LoadReport) -> None:
         self._choice.reported(self, load.server_load)
         self._choice.described(self, load.role, load.prompt_ms, load.load_ms)
         self._choice.hosts(self, {name: _presence(model) for name, model in load.models.items()})
         host = load.kv_host or urlsplit(self.url).hostname
         self.kv_address = (host, load.kv_port) if host and load.kv_port else None
         self.takes_peers = load.takes_peers
+        offers = {name: Offer(one.files_digest, one.max_model_len, load.version) for name, one in load.models.items()}
+        if offers != self.offers:
+            self.offers = offers
+
+    def _say_concern(self) -> None:
+        """Logs what is wrong with its keys or its /load, once, and that it is over."""
+        concern, before = self._load.concern, self._concern
+        if concern is not None and concern != before:
+            log.warning("engine %s: %s", self.url, concern)
+        elif concern is None and before is not None:
+            log.warning("engine %s: this is over: %s", self.url, before)
+        self._concern = concern
 
     @contextlib.contextmanager
     def computing(self, num_tokens: int) -> Iterator[None]:
@@ -190,11 +190,11 @@ class Engine(Member):
         finally:
             self.num_due_tokens -= num_tokens
 
-    async def metrics(self, key: str | None) -> str:
+    async def metrics(self) -> str:
         """Its /metrics page; empty if it cannot be had."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                async with self.session.get(self.base + "/metrics", headers=_bearer(key)) as response:
+                async with self.session.get(self.base + "/metrics", headers=bearer(self._load.key)) as response:
                     return await response.text() if response.status == 200 else ""
         return ""
 
@@ -227,16 +227,18 @@ class Engine(Member):
 class Fleet:
     """All engines of one router."""
 
-    def __init__(self, urls: Sequence[str], *, cacert: str | None = None, key: str | None = None) -> None:
-        """`key`: the engines' API key. Raises ConfigError."""
+    def __init__(self, urls: Sequence[str], *, cacert: str | None = None, keys: Sequence[str] = ()) -> None:
+        """`keys`: API keys of the clients, which the engines should accept. Raises ConfigError."""
         self._cacert = cacert
-        self._key = key
+        self._keys = keys
         self.choice: Choice[Engine] = Choice()
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._waiters: set[asyncio.Future[None]] = set()
         self._compared_at = 0.0
+        self._agreement = Agreement()
+        self._compared_offers: list[Mapping[str, Offer]] = []
         for url in urls:
-            self.choice.add(Engine(url, self.choice, cacert=cacert))
+            self.choice.add(Engine(url, self.choice, cacert=cacert, keys=keys))
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -257,7 +259,7 @@ class Fleet:
         """Adds an engine, which gets requests once it is ready, or cancels its removal. Raises ConfigError."""
         engine = self.find(url)
         if engine is None:
-            engine = Engine(url, self.choice, cacert=self._cacert)
+            engine = Engine(url, self.choice, cacert=self._cacert, keys=self._keys)
             engine.is_new = True
             self.choice.add(engine)
             self._watch(engine)
@@ -302,7 +304,7 @@ class Fleet:
     async def pages(self) -> dict[str, str]:
         """Address → /metrics page of the engines on Unix sockets, which Prometheus cannot reach."""
         hidden = [engine for engine in self.engines if engine.url.startswith("unix:")]
-        pages = await asyncio.gather(*(engine.metrics(self._key) for engine in hidden))
+        pages = await asyncio.gather(*(engine.metrics() for engine in hidden))
         return {engine.url: page for engine, page in zip(hidden, pages, strict=True)}
 
     def _watch(self, engine: Engine) -> None:
@@ -311,16 +313,27 @@ class Fleet:
     async def _check_on(self, engine: Engine) -> None:
         while True:
             engine.checked.clear()
-            await engine.check(self._key)
+            await engine.check()
             if (now := time.monotonic()) > self._compared_at + _COMPARE_INTERVAL_S:
                 self._compared_at = now
                 self.choice.compare()
+                self._compare_offers()
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(check_interval_s(len(self.engines))):
                     await engine.checked.wait()
+
+    def _compare_offers(self) -> None:
+        """Finds the engines whose models differ from those of others, if an engine said something else than before."""
+        offers = [engine.offers for engine in self.engines]
+        if offers == self._compared_offers:  # of 1,000 engines in some 10 µs, since equal ones are the same objects
+            return
+        self._compared_offers = offers
+        found = self._agreement.compare([Server(engine.url, engine.offers) for engine in self.engines])
+        for engine in self.engines:
+            engine.difference = found.get(engine.url)
 
     async def _forget(self, engine: Engine) -> None:
         self.choice.remove(engine)
@@ -329,7 +342,7 @@ class Fleet:
         await engine.close()
 
 
-def _presence(model: _Model) -> Presence:
+def _presence(model: ModelReport) -> Presence:
     match model.state:
         case "loaded" | "loading":
             return Presence.LOADED
@@ -337,16 +350,6 @@ def _presence(model: _Model) -> Presence:
             return Presence.FAILED
         case _:
             return Presence.FITS if model.fits else Presence.UNLOADED
-
-
-def _complaint(status: int, body: bytes) -> str:
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(body, type=_Complaint).error.message[:200]
-    return f"It is not ready (status {status})."
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _tls(cacert: str | None) -> ssl.SSLContext:

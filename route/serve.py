@@ -32,8 +32,7 @@ class RouterServer:
         logging.getLogger("uvicorn").setLevel(
             logging.ERROR
         )  # it warns of bytes that are not HTTP, which anyone can send
-        key = config.http.api_keys[0].key if config.http.api_keys else None
-        self.fleet = Fleet(config.engines, cacert=config.cacert, key=key)
+        self.fleet = Fleet(config.engines, cacert=config.cacert, keys=[key.key for key in config.http.api_keys])
         self._app = RouterApp(self.fleet, config)
         self._edge = self._app.edge()
         self._server = HttpServer(UvicornConfig(self._edge, config.http))

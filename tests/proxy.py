@@ -15,6 +15,7 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self.holds_up = self.holds_down = False  # to the target, from the target: bytes wait
         self.num_refused = 0  # connections, while it was cut
+        self.num_held = 0  # pieces of data that wait now
         self._changed = threading.Condition()
         self._is_cut = self._is_closed = False
         self._sockets: list[socket.socket] = []
@@ -63,7 +64,9 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 with self._changed:
+                    self.num_held += 1
                     self._changed.wait_for(lambda: not (self.holds_up if is_up else self.holds_down))
+                    self.num_held -= 1
                 sink.sendall(data)
         for one in (source, sink):
             with contextlib.suppress(OSError):

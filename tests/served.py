@@ -9,6 +9,7 @@ from typing import Any
 from harness import FakeEngine, make_app, split_settings
 from waiting import until
 
+from pagewire.api.app import Edge
 from pagewire.api.http.server import HttpServer, UvicornConfig
 
 
@@ -23,8 +24,8 @@ class Served:
         self._socket = listener or socket.create_server(("127.0.0.1", 0))
         self._socket.listen()
         self.port: int = 0 if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[1]
-        app = make_app(self.engine, **config)
-        self._config = UvicornConfig(app, split_settings({**config, "api_keys": ()})[1])
+        self.edge: Edge = make_app(self.engine, **config)
+        self._config = UvicornConfig(self.edge, split_settings({**config, "api_keys": ()})[1])
         self._server = HttpServer(self._config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -123,7 +123,6 @@ ELSEWHERE = {
     "procs.topology": "test_layout.py: the table and the mailboxes",
     "route.app": "route/test_relay.py: a router before real servers",
     "route.ask": "route/test_relay.py: a router before real servers",
-    "route.engines": "route/test_relay.py: a router before real servers",
     "route.serve": "e2e/test_route.py: needs processes",
 }
 

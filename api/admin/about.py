@@ -43,10 +43,13 @@ class Version(Struct, frozen=True):
 class ModelLoad(Struct, frozen=True):
     state: Literal["loaded", "loading", "leaving", "unloaded", "failed"]  # loading: also if it is next to be loaded
     fits: bool  # it can be loaded without unloading another one
+    files_digest: str  # hex; engines with equal files of a model have the same; empty: unknown
+    max_model_len: int  # prompt and output, tokens
 
 
 class Load(Struct, frozen=True):
     server_load: int
+    version: str  # of pagewire
     num_running: int
     num_waiting: int
     kv_cache_usage: float
@@ -123,6 +126,7 @@ class AboutEndpoints:
         cores = self._cores()
         load = Load(
             server_load=sum(each.gateway.num_requests for each in self._services),
+            version=self._service.version,
             num_running=sum(core.num_running for core in cores),
             num_waiting=sum(core.num_waiting for core in cores),
             kv_cache_usage=sum(core.num_blocks_used for core in cores) / (sum(core.num_blocks for core in cores) or 1),
@@ -184,8 +188,9 @@ class AboutEndpoints:
 
 
 def _load_of(service: Service) -> ModelLoad:
-    residence = service.residence
+    config, residence = service.config, service.residence
+    facts = (config.model.files_digest, config.max_model_len)
     if residence is None:
-        return ModelLoad("loaded", False)
+        return ModelLoad("loaded", False, *facts)
     state = residence.state.state
-    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.state.fits)
+    return ModelLoad("loading" if state == "unloaded" and residence.is_open else state, residence.state.fits, *facts)

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from ...config.model_files import opened
 from ...errors import CheckpointError
-from .spec import MAX_HEADER_BYTES
+from .files_digest import MAX_HEADER_BYTES
 
 _MAX_DIMS = 8
 _BITS = {

@@ -22,6 +22,7 @@ from ..models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, NotDescribedError
 from ..models.in_c import attends_in_c
 from ..models.lower import lower
 from ..models.undescribed import needs_description
+from .files_digest import MAX_HEADER_BYTES, files_digest, weight_files
 from .gguf import PLAIN, Gguf, is_gguf, read_gguf
 from .gguf_config import config_of, generation_of, rope_divisors
 from .purpose import causal_name, generates, max_length, read_purpose
@@ -235,6 +236,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str, adapter: Path | None =
         weight_bytes=weight_bytes,
         wide_bytes=wide_bytes,
         fingerprint=key,
+        files_digest=files_digest(folder, adapter),
         is_native=is_native(spec),
         attends_in_c=program is None or attends_in_c(program),
         has_states=program is not None and bool(program.states),
@@ -263,9 +265,6 @@ def _tensor_bytes(path: Path) -> int:
         return max(0, os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little"))
 
 
-MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-
-
 def fingerprint(folder: Path, adapter: Path | None = None) -> str:
     """A hex SHA-256 that identifies a checkpoint without reading its weights: over config.json, and each safetensors
     or GGUF file's name, size, modification time and header; and the same of its adapter. Raises ConfigError."""
@@ -275,16 +274,11 @@ def fingerprint(folder: Path, adapter: Path | None = None) -> str:
         digest.update(len(part).to_bytes(8, "little") + part)
 
     try:
-        if is_gguf(folder):
-            gguf = read_gguf(folder, has_vocabulary=False)
-            files = [*zip(gguf.parts, gguf.header_bytes, strict=True)]
-        else:
+        if not is_gguf(folder):
             add(read_file(folder / "config.json"))
-            files = [(path, 0) for path in sorted(folder.glob("*.safetensors"))]
         if adapter is not None:
             add(read_file(adapter / ADAPTER_CONFIG))
-            files += [(path, 0) for path in sorted(adapter.glob("*.safetensors"))]
-        for path, header_bytes in files:
+        for path, header_bytes in weight_files(folder, adapter):
             with open(open_file(path), "rb") as file:
                 status = os.fstat(file.fileno())
                 add(os.fsencode(path.name))

@@ -60,7 +60,8 @@ def test_load_says_which_models_are_loaded_or_would_fit() -> None:
     first, second = (served.residence for served in several.served)
     assert first is not None and second is not None
     second.state = replace(LOADED, state="unloaded", fits=True)
-    a, b = {"state": "loaded", "fits": False}, {"state": "unloaded", "fits": True}
+    more = {"files_digest": "", "max_model_len": 128}
+    a, b = {"state": "loaded", "fits": False, **more}, {"state": "unloaded", "fits": True, **more}
     assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
     second.use(True)
     assert several.ask("/load").json["models"]["b"]["state"] == "loading", "it is next"

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.client.dynamo import Relay, asked_of, chunk_of, engine_class, main, parser
+from pagewire.client.dynamo import Relay, asked_of, check_block_size, chunk_of, engine_class, main, parser
 from pagewire.client.engine_client import EngineClient
-from pagewire.errors import RequestError
+from pagewire.errors import ConfigError, RequestError
+from pagewire.ipc.client_messages import Welcome
 from pagewire.ipc.messages import Constraint, RowLogprobs, Tokens, Usage, ids_to_bytes
 from pagewire.procs import interpreter
 
@@ -61,6 +62,14 @@ def _float(value: float) -> bytes:
     return struct.pack("<f", value)
 
 
+def test_another_block_size_than_the_engines_is_refused() -> None:
+    facts = Welcome(1, "m", b"", 320, 512, (2,), 256)
+    check_block_size(facts, None)
+    check_block_size(facts, 256)
+    with pytest.raises(ConfigError, match=r"--block-size 64 is not the engine's, whose KV blocks have 256 tokens"):
+        check_block_size(facts, 64)
+
+
 def test_without_the_package_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +112,7 @@ def test_dynamos_own_engine_class_before_a_real_engine() -> None:
             assert config.model_name == str(DEMO) and config.endpoint == "generate"
             registered = await engine.start(1)
             assert registered.llm.context_length == client.facts.max_model_len and registered.llm.total_kv_blocks > 0
+            assert registered.llm.kv_cache_block_size == client.facts.block_size == 16
             assert [source.endpoint for source in await engine.kv_event_sources()] == ["tcp://127.0.0.1:1"]
             chunks = [chunk async for chunk in engine.generate(_request(prompt), Context("a"))]
             assert [token for chunk in chunks for token in chunk["token_ids"]] == expected
@@ -166,6 +176,27 @@ def test_dynamos_runtime_finds_the_worker_and_gets_the_tokens_of_the_engine(tmp_
                 await worker.wait()
 
     asyncio.run(work())
+
+
+@pytest.mark.dynamo
+@pytest.mark.e2e
+def test_the_worker_ends_with_a_sentence_if_the_engine_is_not_as_it_was_told(tmp_path: Path) -> None:
+    pytest.importorskip("dynamo.runtime", reason="ai-dynamo is not installed: make test-dynamo")
+    address = f"ipc://{tmp_path}/engine"
+
+    async def work() -> tuple[bytes, int | None]:
+        async with await EngineClient.start(str(DEMO), client_address=address, threads=1):
+            worker = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND, "pagewire.client.dynamo", "--engine", address, "--model", str(DEMO),
+                "--discovery-backend", "file", "--event-plane", "zmq", "--block-size", "64",
+                env=interpreter.environment() | {"DYN_FILE_KV": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            _, said = await worker.communicate()
+            return said, worker.returncode
+
+    said, code = asyncio.run(work())
+    assert code == 2 and b"Traceback" not in said
+    assert b"pagewire: --block-size 64 is not the engine's, whose KV blocks have 16 tokens; leave it out." in said
 
 
 def _request(prompt: list[int], max_tokens: int = 12) -> dict[str, Any]:

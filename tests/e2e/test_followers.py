@@ -2,6 +2,7 @@
 holds back or cuts what they say. Streams go on over every loss that a spare or a returning follower makes good."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from connections import cut, mailbox_port
 from hidden_folder import can_hide, hiding, own_cache
 from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
@@ -64,6 +66,10 @@ def machines(start: Start, tmp_path: Path, proxy: Proxy) -> Machines:
 
 def long_stream(lead: Server) -> OpenRequest:
     return open_stream(lead, "/v1/completions", max_tokens=TOKENS)
+
+
+def very_long_stream(lead: Server) -> OpenRequest:
+    return open_stream(lead, "/v1/completions", max_tokens=10 * TOKENS)
 
 
 def text_of(stream: OpenRequest) -> str:
@@ -260,3 +266,72 @@ def test_stages_on_two_machines_heal(start: Start, tmp_path: Path, proxy: Proxy,
     assert_whole(stream, machines.lead)
     assert set(spare.children()) == {"worker-1"}
     assert machines.lead.stop() == 0 and spare.process.wait(END_S) == 0
+
+
+def cut_until(lead: Server, sentence: re.Pattern[str], process: psutil.Process, port: int) -> None:
+    """Breaks this connection again and again, until one has lost a message."""
+
+    def is_noticed() -> bool:
+        if sentence.search(lead.log.read_text()):
+            return True
+        cut(process, port)
+        return False
+
+    until(is_noticed, f"the log says {sentence.pattern}", END_S)
+
+
+@pytest.mark.long
+def test_a_connection_between_stages_that_loses_messages_begins_an_epoch(
+    start: Start, tmp_path: Path, proxy: Proxy
+) -> None:
+    """Each of the three that a token takes is cut under a stream until it loses one, and in an idle engine. Without
+    numbers only a hang would be noticed, which lasts longer than the test."""
+    machines = Machines(start, tmp_path, proxy, proxy.target, "--hang-timeout-s", "60", sizes="pipeline")
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+
+    def actors() -> dict[str, psutil.Process]:
+        return {**machines.lead.children(), **follower.children()}
+
+    links = [("worker-1", "worker"), ("worker-1", "core"), ("core", "worker-1")]
+    for sender, receiver in links:  # an idle engine
+        if receiver != "core":  # it is told about memory all the time
+            assert cut(actors()[sender], mailbox_port(actors()[receiver])) > 0
+    expected = text_of(very_long_stream(machines.lead))
+    assert "lost messages" not in machines.lead.log.read_text()
+    for sender, receiver in links:
+        sentence = re.compile(rf"The connection of {sender} to {receiver} \(tcp://.*\) broke and has lost messages\.")
+        stream = very_long_stream(machines.lead)
+        before = actors()
+        cut_until(machines.lead, sentence, before[sender], mailbox_port(before[receiver]))
+        assert text_of(stream) == expected
+        assert len(sentence.findall(machines.lead.log.read_text())) == 1
+        assert not before["worker"].is_running() and not before["worker-1"].is_running(), "all ranks are replaced"
+        assert actors()["core"] == before["core"]
+    said = machines.lead.log.read_text()
+    assert said.count("Replacing worker, worker-1.") == 3 and "Error" not in said, said
+    assert read(machines.lead.get("/metrics"), 0.0).values["processes_lost_total"] == 0
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_a_connection_that_breaks_again_and_again_ends_the_engine(start: Start, tmp_path: Path, proxy: Proxy) -> None:
+    machines = Machines(start, tmp_path, proxy, proxy.target, "--hang-timeout-s", "60", sizes="pipeline")
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    port = mailbox_port(machines.lead.children()["worker"])
+    stream = very_long_stream(machines.lead)
+
+    def ends() -> bool:
+        if (rank := follower.children().get("worker-1")) is not None:
+            cut(rank, port)
+        return machines.lead.process.poll() is not None
+
+    until(ends, "the engine ends", END_S)
+    assert machines.lead.process.returncode == 1
+    said = machines.lead.log.read_text()
+    assert "broke and has lost messages, 2 times within 60 s. Replacing worker, worker-1." in said
+    assert "6 processes or connections have died within 60 s:" in said
+    assert said.count("the connection of worker-1 to worker (tcp://127.0.0.1:") == 6
+    assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
+    follower.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from connections import cut, mailbox_port
 from open_requests import END_S, STREAMS, OpenRequest, open_stream
 from waiting import until
 
@@ -94,6 +95,24 @@ def test_a_killed_worker_fails_every_request_to_the_other_launch(launches: Launc
     assert (waiting.status, refused["code"]) == (503, "engine_failed") and waiting.headers["retry-after"]
     assert_ends(engine, 1, r"worker was killed by SIGKILL\. Stopping")
     assert_ends(frontend, 1, lost("worker"))
+
+
+@pytest.mark.long
+def test_a_connection_that_loses_messages_ends_both_launches(launches: Launches) -> None:
+    engine, frontend = launches(WORKER)
+    stream = open_stream(frontend, "/v1/completions")
+    core, port = frontend.children()["core"], mailbox_port(engine.children()["worker"])
+
+    def ends() -> bool:
+        cut(core, port)
+        return engine.process.poll() is not None
+
+    until(ends, "a connection has lost a message", END_S)
+    assert_ends(
+        engine, 1, r"The connection of core to worker \(tcp://.*\) broke and has lost messages\. Stopping: what runs"
+    )
+    assert_ends(frontend, 1, lost("worker"))
+    assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
 
 
 def test_sigterm_to_one_launch_drains_the_engine(launches: Launches) -> None:

@@ -72,6 +72,7 @@ def test_a_session_message_by_message(address: str) -> None:
             welcome = await client.hear()
             assert isinstance(welcome, Welcome)
             assert (welcome.model, welcome.vocab_size, welcome.max_model_len) == ("m", VOCAB, MAX_LEN)
+            assert welcome.block_size == engine.config.block_size == 4
             news = await client.hear()
             assert isinstance(news, News) and news.seq == 1
             assert [(a.rid, a.num_prompt) for a in news.accepted] == [(2**53 - 2, 2), (2**53 - 1, 2)]

@@ -391,9 +391,12 @@ def test_a_snapshot_says_what_each_rank_holds_and_has_read() -> None:
     assert after.roof_ratio == pytest.approx(after.read_bytes / 100_000 / (4 * 0.5))
     assert after.memory["kv_used"] == 0 and after.memory["kv_cached"] == 300, "others may find it"
 
-    core.handle([Reset(2, 2, ("worker",), "It died.")])
+    core.handle([Reset(2, 1, (), "A connection broke, which was not that of a rank.")])
     core.handle([Ping()])
-    assert snapshots[-1].workers == (), "what a dead rank took counts no more"
+    assert len(snapshots[-1].workers) == 1
+    core.handle([Reset(3, 2, (), "A connection of the rank broke.")])
+    core.handle([Ping()])
+    assert snapshots[-1].workers == (), "what a rank took that was replaced counts no more"
 
 
 def test_each_domain_has_tiers_of_its_own() -> None:

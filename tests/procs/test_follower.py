@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 from msgspec.structs import replace
 from waiting import until_async
 
-from pagewire.config.config import Config, EngineConfig, ServiceOptions
+from pagewire.config.config import Config, EngineConfig, EngineOptions, ServiceOptions
 from pagewire.engine.checkpoint.spec import fingerprint
 from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.control_messages import (
     Assign,
     Beat,
+    Begin,
     Bound,
     Copying,
     Gone,
@@ -31,9 +33,10 @@ from pagewire.ipc.control_messages import (
 )
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
-from pagewire.procs.follower import Follower
+from pagewire.procs.follower import Follower, _Host
 from pagewire.procs.model_share import ModelShare
-from pagewire.procs.prepare import prepare
+from pagewire.procs.prepare import prepare, prepare_server
+from pagewire.procs.reach import Reach, ReachTimes
 from pagewire.tools.servers import free_port
 
 HANG_S = 2.0
@@ -253,3 +256,58 @@ def test_another_key_is_a_sentence_after_a_bounded_time(tmp_path: Path, capsys: 
     first, last = capsys.readouterr().err.splitlines()
     assert "accepts connections and does not answer: its key file differs from this one" in first
     assert "has not answered for 6.5 s (see --rejoin-timeout)" in last
+
+
+def test_an_epoch_that_the_lead_repeats_is_carried_out_once() -> None:
+    """Also while it is being carried out: the processes that it ends may take a while."""
+    begins = [Begin(epoch, epoch, ("worker-1",), "It died.", {}) for epoch in (5, 6, 7)]
+    config = prepare_server(Config())
+    host = _Host(config, begins[0], ("worker-1",), {}, keys=None, here="b", on_change=lambda *_: None, weight_fds=())
+    host.obey(begins[1])
+    assert host._begins.pop() == begins[1], "it has begun"
+    for begin in (*begins, begins[1], begins[2]):
+        host.obey(begin)
+    assert host._begins == [begins[2]]
+
+
+def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_can_be_reached(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        port = free_port()
+        addresses = {
+            "core": f"tcp://127.0.0.1:{port}",
+            "worker": "tcp://127.0.0.1:1",  # no process here sends to it
+            "worker-1": "tcp://127.0.0.1:2",  # its own
+        }
+        config = prepare_server(Config(engine=EngineOptions(tensor_parallel_size=2)))
+        host = _Host(
+            config,
+            Begin(5, 5, (), "", addresses),
+            ("worker-1",),
+            {},
+            keys=None,
+            here="10.0.0.2",
+            on_change=lambda epoch, states, problem: told.append(problem),
+            weight_fds=(),
+        )
+        host._reach = Reach("10.0.0.2", ReachTimes(patience_s=0.0))
+        context = ZmqContext()
+        await host._gather(context)
+        context.close()
+
+        async def look() -> str:
+            await host._look_elsewhere()
+            return told[-1]
+
+        while not (problem := await look()):
+            await asyncio.sleep(0)
+        assert problem.startswith(f"127.0.0.1:{port}, the mailbox of core, cannot be reached from 10.0.0.2 (")
+        assert "worker" not in problem
+        with socket.create_server(("127.0.0.1", port)):
+            while await look():
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert capsys.readouterr().err.count("the mailbox of core, cannot be reached") == 1

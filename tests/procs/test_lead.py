@@ -14,13 +14,26 @@ from pagewire.config.flags import make_config
 from pagewire.engine.checkpoint.spec import fingerprint
 from pagewire.errors import ConfigError
 from pagewire.ipc.codec import Decoder
-from pagewire.ipc.control_messages import Assign, Away, Beat, Copying, Gone, Join, Joined, Refused, ToFollower, ToLead
+from pagewire.ipc.control_messages import (
+    Assign,
+    Away,
+    Beat,
+    Bound,
+    Copying,
+    Gone,
+    Join,
+    Joined,
+    Refused,
+    ToFollower,
+    ToLead,
+)
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 from pagewire.procs.lead import Lead, make_lead
 from pagewire.procs.machine import versions_here
 from pagewire.procs.model_copy import ModelCopy
 from pagewire.procs.prepare import prepare_server
+from pagewire.procs.reach import Reach, ReachTimes
 from pagewire.tools.servers import free_port
 
 CLOCK = 1_000_000.0  # of followers, seconds since 1970: far from the lead's
@@ -192,6 +205,64 @@ def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(
         assert await first.receive() == Gone() and await again.receive() == Assign(("worker-1",))
 
     assert run(tmp_path, scenario) == 0
+
+
+def test_a_follower_with_another_key_is_named_once_in_the_log_and_where_it_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        await until_async(lambda: lead._router is not None, "the lead listens")
+        other = ZmqContext(read_keys(tmp_path / "other"))
+        other.dealer(lead._join_address)
+        waits = "waiting for a follower for worker-1 (127.0.0.1 tried with another key file)"
+        await until_async(lambda: lead._waits_for("worker-1") == waits, "the lead names it", 30.0)
+        other.dealer(lead._join_address)
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        other.close()
+
+    assert run(tmp_path, scenario) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "was refused" in line)
+    assert line.startswith("pagewire: 127.0.0.1 was refused at tcp://127.0.0.1:")
+    assert line.endswith(f"its key file is not the one here. Copy {tmp_path / 'key'} there.")
+
+
+def test_a_mailbox_that_cannot_be_reached_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    problem = f"127.0.0.1:{port}, the mailbox of worker-1, cannot be reached from 127.0.0.1 (Connection refused): "
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        lead._reach = Reach("127.0.0.1", ReachTimes(patience_s=0.0))
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        follower.send(Bound({"worker-1": f"tcp://127.0.0.1:{port}"}, f"tcp://127.0.0.1:{port}"))
+        await until_async(lambda: lead._reach.problem.startswith(problem), "the lead has tried", 30.0)
+        await until_async(lambda: lead.failure, "the start has taken too long", 30.0)
+
+    assert run(tmp_path, scenario, start_timeout_s=5.0) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if problem in line]
+    assert len(lines) == 2 and "(5 s; see --start-timeout-s)." in lines[1], lines
+
+
+def test_what_a_follower_cannot_reach_is_told_by_the_lead_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        for number in (2, 3):
+            follower.send(Beat(number, 0, problem="10.0.0.1:7, the mailbox of core, cannot be reached"))
+        await until_async(lambda: bool(lead._obstacle), "the lead knows it")
+        follower.send(Beat(4, 0))
+        await until_async(lambda: not lead._obstacle, "it was reached after all")
+
+    assert run(tmp_path, scenario) == 0
+    assert capsys.readouterr().err.count("pagewire: 10.0.0.1:7, the mailbox of core, cannot be reached.\n") == 1
 
 
 def test_no_follower_ends_the_start_with_the_command_to_run_there(

@@ -59,9 +59,9 @@ def test_a_worker_that_answers_but_completes_no_step_is_stuck() -> None:
 def test_more_deaths_than_the_limit_within_the_window_are_a_storm() -> None:
     deaths = Deaths()
     for i in range(STORM_DEATHS):
-        deaths.add("core", "was killed", float(i))
+        assert deaths.add("core", "was killed", float(i)) == i + 1
     assert not deaths.are_a_storm
-    deaths.add("worker", "has said nothing for 10 s", STORM_DEATHS)
+    assert deaths.add("worker", "has said nothing for 10 s", STORM_DEATHS) == 1
     assert deaths.are_a_storm
     assert "worker has said nothing" in deaths.summary() and len(deaths.summary().splitlines()) == STORM_DEATHS + 2
     deaths.add("core", "was killed", STORM_DEATHS + STORM_S + 1)  # the others are older than the window

@@ -4,10 +4,14 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from pagewire.ipc.messages import Accepted, Chunk, Pulse, TextBatch, ToApi
+from proxy import Proxy
+from waiting import until
+
+from pagewire.ipc.messages import Accepted, Cancel, Chunk, Pong, Pulse, TextBatch, ToApi, ToCore
 from pagewire.ipc.reports import HistogramCounts
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.post import Mailman, api_index, api_of
+from pagewire.tools.servers import free_port
 
 
 def test_a_request_id_names_its_api_process_in_every_epoch() -> None:
@@ -43,3 +47,28 @@ def test_output_goes_to_the_api_of_its_request_and_reports_go_to_all() -> None:
         context.close()
         for address in addresses.values():
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def test_with_its_pong_a_process_lets_others_notice_that_its_last_message_was_lost(tmp_path: Path) -> None:
+    lost: list[str] = []
+    ours, theirs = ZmqContext(), ZmqContext()
+    with Proxy(free_port()) as proxy:
+        inbox: ZmqInbox[object] = theirs.inbox(f"tcp://127.0.0.1:{proxy.target}", ToCore, on_gap=lost.append)
+        addresses = {
+            "core": f"tcp://127.0.0.1:{proxy.port}",
+            "api": f"ipc://{tmp_path}/api",
+            "supervisor": f"ipc://{tmp_path}/s",
+        }
+        post = Mailman("tokenizer", addresses, ours, num_ranks=1, num_apis=1).post
+        post("core", Cancel((1,)))
+        until(lambda: inbox.drain() == [Cancel((1,))], "the first one arrives")
+        post("supervisor", Pong("tokenizer"))
+        proxy.partition(up=True, down=False)
+        post("core", Cancel((2,)))
+        until(lambda: proxy.num_held > 0, "the last one is under way")
+        proxy.cut()
+        proxy.heal()
+        until(lambda: inbox.drain() or post("supervisor", Pong("tokenizer")) or bool(lost), "the core notices")
+        assert lost == ["tokenizer"] and inbox.drain() == []
+    ours.close()
+    theirs.close()

@@ -98,14 +98,21 @@ def test_a_full_queue_is_not_ready_but_healthy() -> None:
 
 def test_load() -> None:
     engine = FakeEngine()
+    model = {"state": "loaded", "fits": False, "files_digest": "abc", "max_model_len": 64}
+    facts: dict[str, Any] = {"files_digest": "abc", "max_model_len": 64}
     empty = {
-        **{"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0},
+        **{"server_load": 0, "version": "1.2.3", "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0},
         **{"role": "both", "kv_host": None, "kv_port": None, "takes_peers": False, "prompt_ms": 0.0, "load_ms": 0.0},
-        "models": {name: {"state": "loaded", "fits": False} for name in ("demo", "org/demo-alias")},
+        "models": {name: model for name in ("demo", "org/demo-alias")},
     }
-    assert request(engine, "/load").json == empty
+    assert request(engine, "/load", **facts).json == empty
     engine.gateway.handle([IDLE])
-    assert request(engine, "/load").json == {**empty, "num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.25}
+    assert request(engine, "/load", **facts).json == {
+        **empty,
+        "num_running": 3,
+        "num_waiting": 2,
+        "kv_cache_usage": 0.25,
+    }
 
 
 def test_tokenizer_info() -> None:

@@ -2,7 +2,6 @@
 the ranks are threads, or processes with gloo."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +108,13 @@ def test_stages_sample_the_tokens_of_one_rank(stages: int, ranks: int, checkpoin
     seconds: dict[int, StageSeconds] = {}
 
     def serve(runner: Runner) -> list[StepResult]:
-        results, started = replay(runner, calls, num_pages), time.perf_counter()
+        results = replay(runner, calls, num_pages)
         spent = runner.take_stage_seconds()
         assert spent is not None and runner.take_stage_seconds() == StageSeconds(0.0), "it was taken"
-        assert spent.busy > 0 and sum(structs.astuple(spent)) < started - begun
+        assert spent.busy > 0
         seconds[runner._rank] = spent
         return results
 
-    begun = time.perf_counter()
     *before, last = of_stages(config, serve)[::ranks]
     assert [told(result) for result in last] == [told(result) for result in expected]
     assert all(not result.ids for results in before for result in results)

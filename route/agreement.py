@@ -1,0 +1,87 @@
+"""Whether the engines that serve a model agree on it: on its files, its longest context and pagewire's version.
+
+A request may go to any of them, and a stream may continue on another one. The router compares what engines say in
+/load; what an engine that is away has said last still counts, so that a restart is no news.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+log = logging.getLogger("pagewire.route")
+_MOST_NAMED = 3  # engines in one line of the log
+_SHOWN = 12  # digits of a digest
+
+
+class Offer(Struct, frozen=True):
+    """What an engine says of one model. Empty or 0: it does not say."""
+
+    files_digest: str  # hex; equal for equal files
+    max_model_len: int  # tokens
+    version: str  # of pagewire
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """What is compared, by its name in a sentence."""
+        said = {
+            "files_digest": self.files_digest[:_SHOWN],
+            "max_model_len": str(self.max_model_len or ""),
+            "pagewire version": self.version,
+        }
+        return {trait: value for trait, value in said.items() if value}
+
+
+class Server(Struct, frozen=True):
+    """One engine, with what it says of each model by name."""
+
+    url: str
+    offers: Mapping[str, Offer]
+
+
+class Agreement:
+    """Says once when engines differ, and once when they no longer do."""
+
+    def __init__(self) -> None:
+        # What has been said: the values of a trait that differ, by (names of the models, trait).
+        self._told: dict[tuple[str, str], frozenset[str]] = {}
+
+    def compare(self, servers: Sequence[Server]) -> dict[str, str]:
+        """Logs what is new. URL → a sentence, of each engine that differs from most of those that serve its model."""
+        found = _differences(servers)
+        warnings: dict[str, list[str]] = {}
+        for (models, trait), urls_of in found.items():
+            if self._told.get((models, trait)) != urls_of.keys():
+                each = ", ".join(f"{value} ({_some(urls)})" for value, urls in urls_of.items())
+                log.warning("the engines of %s differ in their %s: %s", models, trait, each)
+            (usual, (witness, *_)), *others = urls_of.items()
+            for value, url in [(value, url) for value, urls in others for url in urls]:
+                sentence = f"It serves {models} with {trait} {value}, and {witness} with {usual}."
+                warnings.setdefault(url, []).append(sentence)
+        for models, trait in self._told.keys() - found.keys():
+            log.warning("the engines of %s no longer differ in their %s", models, trait)
+        self._told = {key: frozenset(urls_of) for key, urls_of in found.items()}
+        return {url: " ".join(sentences) for url, sentences in warnings.items()}
+
+
+def _differences(servers: Sequence[Server]) -> dict[tuple[str, str], dict[str, list[str]]]:
+    """(names of models, trait) → URLs by the trait's value, of which there are several, the commonest first."""
+    urls_of: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for server in servers:
+        for model, offer in server.offers.items():
+            for trait, value in offer.traits.items():
+                urls_of.setdefault((model, trait), {}).setdefault(value, []).append(server.url)
+    models_with: dict[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], list[str]] = {}
+    for (model, trait), by_value in urls_of.items():
+        if len(by_value) > 1:
+            ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
+            models_with.setdefault((trait, tuple((v, tuple(urls)) for v, urls in ordered)), []).append(model)
+    return {
+        (", ".join(models), trait): {value: list(urls) for value, urls in ordered}
+        for (trait, ordered), models in models_with.items()
+    }
+
+
+def _some(urls: Sequence[str]) -> str:
+    more = len(urls) - _MOST_NAMED
+    return ", ".join(urls[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
