@@ -78,7 +78,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     # torch has products of 8 and 4 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization is not None
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
-    nnodes = _check_machines(config)
+    nnodes = check_machines(config)
     is_alone = nnodes == 1 and config.service.backend == "local"
     of_engine = options.tensor_parallel_size * options.pipeline_parallel_size
     num_ranks = of_engine // nnodes * options.data_parallel_size  # of this machine
@@ -126,7 +126,7 @@ _FLASH_BLOCK = 256  # positions: FlashAttention 2 takes pages of a multiple of t
 _DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
-def _check_machines(config: Config) -> int:
+def check_machines(config: Config) -> int:
     """The number of machines that run ranks. Raises ConfigError."""
     service, num_stages = config.service, config.engine.pipeline_parallel_size
     nnodes, num_ranks = num_machines(service, num_stages), config.engine.tensor_parallel_size

@@ -63,6 +63,8 @@ class Inline:
             raise ConfigError(
                 "LLM has stages of one rank each: use AsyncLLM or a server, or leave one of the sizes out."
             )
+        if config.kv_domains > 1:
+            raise ConfigError("LLM has no KV domains: use AsyncLLM or a server, or leave kv_domains out.")
         if config.pipeline_parallel_size > 1 and not config.stages_by_mail:
             raise ConfigError(
                 "LLM has no stages on GPUs: use AsyncLLM or a server, or leave pipeline_parallel_size out."
@@ -109,7 +111,7 @@ class Inline:
     def scheduler(self) -> Scheduler:
         """The core's scheduler, for tests and benchmarks that read its counters."""
         scheduler = self._core.scheduler
-        assert isinstance(scheduler, Scheduler), "KV domains need several ranks"
+        assert isinstance(scheduler, Scheduler), "KV domains are refused"
         return scheduler
 
     @property

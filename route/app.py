@@ -16,7 +16,7 @@ from ..api.app import FILES_PATH, Edge
 from ..api.gateway.drain_rate import DrainRate
 from ..api.gateway.metrics import CONTENT_TYPE
 from ..api.gateway.stats import Stats
-from ..api.http.exchange import ClientGone, Endpoint, send_body, send_json, while_connected
+from ..api.http.exchange import Endpoint, read_body, send_body, send_json, while_connected
 from ..api.http.http_error import HttpError, ShuttingDown, as_http_error
 from ..api.http.rate_limit import Account
 from ..api.output.service import too_slow
@@ -126,7 +126,7 @@ class RouterApp:
                 upload = Ask("POST", FILES_PATH, b"", b"", upload=Upload(receive))
                 await self._bounded(upload, scope, answer)
                 return
-            ask = Ask(scope["method"], scope["path"], await _read(receive), scope["state"]["salt"])
+            ask = Ask(scope["method"], scope["path"], await read_body(receive), scope["state"]["salt"])
             with account.hold_tokens(ask.num_tokens if scope["method"] == "POST" else 0) as hold:
                 hold.num_tokens = ask.num_tokens
                 hold.num_tokens = await while_connected(receive, self._bounded(ask, scope, answer))
@@ -193,7 +193,7 @@ class RouterApp:
         """POST /admin/engines: adds an engine, or removes one after its open requests have ended."""
         self._check_admin()
         try:
-            change = msgspec.json.decode(await _read(receive), type=Change)
+            change = msgspec.json.decode(await read_body(receive), type=Change)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             change = Change()
         if (change.add is None) == (change.remove is None):
@@ -219,15 +219,3 @@ class RouterApp:
         """The edge has checked the key; without admin keys there is no such endpoint."""
         if not self._config.http.admin_keys:
             raise HttpError(404, "Start the router with --admin-api-key to use this endpoint.", code="not_found")
-
-
-async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises ClientGone."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)

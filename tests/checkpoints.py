@@ -3,6 +3,7 @@
 The weights have a large variance, so that the best token leads clearly and outputs differ between prompts.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,17 @@ def make_checkpoint(
     torch.set_rng_state(generator_state)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
+
+
+def damage(folder: Path, *, is_noticed: bool = False) -> None:
+    """Overwrites all tensors: whoever reads them gets other tokens. is_noticed: the fingerprint differs afterwards."""
+    for file in folder.glob("*.safetensors"):
+        status, data = file.stat(), bytearray(file.read_bytes())
+        first = 8 + int.from_bytes(data[:8], "little")
+        data[first:] = bytes(len(data) - first)
+        file.write_bytes(data)
+        if not is_noticed:
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -39,6 +39,23 @@ _LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+# Of sizes that the Triton kernels have.
+LATENT_ON_GPU: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+}
+FEW_EXPERTS: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _GEMMA4 = {
     "sliding_window": 24,
     "global_head_dim": 32,

@@ -1,4 +1,5 @@
-"""The Helm chart renders, its objects are valid, and without values they are those of deploy/kubernetes.yaml.
+"""The Helm chart renders, its objects are valid, without values they are those of deploy/kubernetes.yaml, and the lines
+of docs/operations.md say what they promise.
 
 `make test-deploy` installs helm and the schemas of Kubernetes; without them these tests are skipped.
 """
@@ -6,17 +7,21 @@
 import importlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from pagewire.config.config import Config
+from pagewire.config.config import Config, EngineOptions, ServiceOptions
 from pagewire.config.flags import SETTINGS
+from pagewire.config.resolve import check_machines
+from pagewire.ipc.zmq_channel import read_keys
 from pagewire.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -71,11 +76,39 @@ def helm(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*values: str) -> list[dict[str, Any]]:
-    flags = [part for value in values for part in ("--set", value)]
-    run = helm("template", "pagewire", str(CHART), *flags)
+    run = helm("template", "pagewire", str(CHART), *set_all(values))
     assert not run.returncode, run.stderr
     yaml: Any = importlib.import_module("yaml")
     return [manifest for manifest in yaml.safe_load_all(run.stdout) if manifest]
+
+
+def set_all(values: Iterable[str]) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
+def group_of(*values: str) -> dict[str, Any]:
+    """The pods of an engine on several nodes."""
+    manifests = rendered("multiNode.enabled=true", *values)
+    (group,) = (m["spec"]["leaderWorkerTemplate"] for m in manifests if m["kind"] == "LeaderWorkerSet")
+    assert isinstance(group, dict)
+    return group
+
+
+def container_of(group: dict[str, Any], template: str) -> dict[str, Any]:
+    (container,) = group[template]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def flags_of(container: dict[str, Any]) -> dict[str, str]:
+    return dict(arg.split("=", 1) for arg in container["args"] if "=" in arg)
+
+
+def documented() -> list[str]:
+    """The shell commands of docs/operations.md about Kubernetes, each in one line."""
+    section = (ROOT / "docs/operations.md").read_text().partition("## Kubernetes\n")[2].partition("\n### ")[0]
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
 
 
 def without(manifest: dict[str, Any], *paths: str) -> dict[str, Any]:
@@ -124,10 +157,10 @@ def test_every_object_is_valid(values: list[str]) -> None:
 
 
 def test_the_pods_of_an_engine_find_each_other() -> None:
-    (group,) = (m["spec"]["leaderWorkerTemplate"] for m in rendered(*ALL) if m["kind"] == "LeaderWorkerSet")
-    lead, follower = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
+    group = group_of(*ALL)
+    lead, follower = (container_of(group, name) for name in ("leaderTemplate", "workerTemplate"))
     assert {arg.partition("=")[0] for arg in lead["args"] if arg.startswith("--")} <= FLAGS
-    flags = dict(arg.split("=", 1) for arg in (*lead["args"], *follower["args"]) if "=" in arg)
+    flags = flags_of(lead) | flags_of(follower)
     assert flags["--join-address"].rpartition(":")[2] == flags["--join"].rpartition(":")[2]
     assert int(flags["--nnodes"]) == group["size"] and follower["args"][0] == "launch"
     assert group["restartPolicy"] == "None", "lost ranks are replaced in the pods that are left"
@@ -135,6 +168,33 @@ def test_the_pods_of_an_engine_find_each_other() -> None:
         assert flags["--key-file"].rpartition("/")[0] in [mount["mountPath"] for mount in container["volumeMounts"]]
         given = {each["name"] for each in container["env"]} | {"LWS_LEADER_ADDRESS"}
         assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= given
+    # LeaderWorkerSet makes a headless Service of its own name if there is none; $LWS_LEADER_ADDRESS is a name in it.
+    names = {manifest["kind"]: manifest["metadata"]["name"] for manifest in rendered(*ALL)}
+    assert names["LeaderWorkerSet"] != names["Service"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "nodes", "of_pod"), [(2, 1, 2, 1), (2, 4, 2, 4), (4, 2, 2, 4), (1, 8, 2, 4), (3, 1, 3, 1)]
+)
+def test_each_pod_has_whole_stages_or_its_share_of_one(stages: int, ranks: int, nodes: int, of_pod: int) -> None:
+    sizes = [
+        f"multiNode.pipelineParallelSize={stages}", f"multiNode.tensorParallelSize={ranks}", f"multiNode.nodes={nodes}"
+    ]  # fmt: skip
+    group = group_of(*sizes, rf"resources.limits.nvidia\.com/gpu={of_pod}")
+    flags = flags_of(container_of(group, "leaderTemplate"))
+    flags.update(flags_of(container_of(group, "workerTemplate")))
+    options = EngineOptions(pipeline_parallel_size=stages, tensor_parallel_size=ranks)
+    assert (
+        check_machines(Config(engine=options, service=ServiceOptions(nnodes=nodes)))
+        == nodes
+        == group["size"]
+        == int(flags["--nnodes"])
+    )
+    assert (int(flags["--pipeline-parallel-size"]), int(flags["--tensor-parallel-size"])) == (stages, ranks)
+    for template in ("leaderTemplate", "workerTemplate"):
+        mounts = {mount["name"] for mount in container_of(group, template)["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in group[template]["spec"]["volumes"]} - {"key-secret"}
+        assert ("shm" in mounts) == (of_pod > 1), "NCCL needs memory that the GPUs of a pod share"
 
 
 def test_a_pod_outlives_its_open_requests() -> None:
@@ -152,7 +212,100 @@ def test_a_pod_outlives_its_open_requests() -> None:
                 assert startup["periodSeconds"] * startup["failureThreshold"] >= Config().service.start_timeout_s
 
 
-@pytest.mark.parametrize("value", ["replicas=two", "multiNode.nodes=1", "modell=x", "args[0]=max-model-len"])
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (["nodes=3"], "3 pods cannot share 2 stages (pipelineParallelSize), because each has as many whole ones."),
+        (
+            ["pipelineParallelSize=1", "tensorParallelSize=3"],
+            "2 pods cannot share the ranks of one stage (tensorParallelSize 3), because each has as many.",
+        ),
+        (["tensorParallelSize=0"], "Must be greater than or equal to 1"),
+    ],
+)
+def test_sizes_that_pods_cannot_share_are_refused(values: list[str], why: str) -> None:
+    sizes = [f"multiNode.{value}" for value in values]
+    run = helm("template", "pagewire", str(CHART), *set_all(["multiNode.enabled=true", *sizes]))
+    assert run.returncode and why in run.stderr
+    assert not helm("template", "pagewire", str(CHART), *set_all(sizes[:-1])).returncode, "they are of several nodes"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (r"resources.limits.nvidia\.com/gpu=2", "a pod needs as many nvidia.com/gpu as it has ranks, 1, not 2."),
+        ("args[0]=--tensor-parallel-size=2", "leave --tensor-parallel-size=2 out, multiNode says it."),
+    ],
+)
+def test_what_contradicts_the_sizes_is_refused(value: str, why: str) -> None:
+    run = helm("template", "pagewire", str(CHART), *set_all(["multiNode.enabled=true", value]))
+    assert run.returncode and why in run.stderr
+    assert not helm("template", "pagewire", str(CHART), "--set", value).returncode, "on one node it may"
+
+
+def test_the_lines_of_the_operations_document_work(tmp_path: Path) -> None:
+    """Each `helm install` and `helm upgrade`, by `helm template`; the key file; the secrets' names."""
+    kinds: list[set[str]] = []
+    secrets: dict[str, str] = {}
+    values: list[str] = []
+    for line in documented():
+        words = shlex.split(line)
+        match words:
+            case ["helm", "install" | "upgrade", name, chart, *flags]:
+                values = [*values, *flags] if "--reuse-values" in flags else flags
+                given = [flag for flag in values if flag != "--reuse-values"]
+                run = helm("template", name, str(ROOT / chart), *given)
+                assert not run.returncode, run.stderr
+                kinds.append(set(re.findall(r"^kind: (\w+)$", run.stdout, re.MULTILINE)))
+            case ["kubectl", "create", "secret", "generic", name, source, *_]:
+                secrets[name] = source.partition("=")[2].partition("=")[0]
+            case _:
+                here = line.replace("python ", f"{shlex.quote(sys.executable)} ")
+                subprocess.run(["sh", "-c", here], cwd=tmp_path, check=True, timeout=60)
+    assert len(kinds) == 4
+    assert ["LeaderWorkerSet" in found for found in kinds] == [False, False, True, True]
+    assert kinds[3] - kinds[2] == {"PrometheusRule", "ServiceMonitor"}
+    assert len(read_keys(tmp_path / "engine.key").public) == 40
+    yaml: Any = importlib.import_module("yaml")
+    chart = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert secrets == {
+        chart["apiKeySecret"]["name"]: chart["apiKeySecret"]["key"],
+        chart["multiNode"]["keySecret"]: "engine.key",
+    }
+
+
+@pytest.mark.parametrize("values", [[], ["multiNode.enabled=true"], ["apiKeySecret.name="], ["apiKeySecret.key=a.b"]])
+def test_the_notes_say_how_to_ask(values: list[str], tmp_path: Path) -> None:
+    """`helm template` leaves notes out, so a copy of the chart has them as an object."""
+    shutil.copytree(CHART, tmp_path / "chart")
+    (tmp_path / "chart/templates/NOTES.txt").rename(tmp_path / "chart/notes.txt")
+    (tmp_path / "chart/templates/notes.yaml").write_text('notes: {{ tpl (.Files.Get "notes.txt") . | toJson }}\n')
+    flags = ("--namespace", "models", "--show-only", "templates/notes.yaml", *set_all(values))
+    run = helm("template", "pagewire", str(tmp_path / "chart"), *flags)
+    assert not run.returncode, run.stderr
+    yaml: Any = importlib.import_module("yaml")
+    notes = yaml.safe_load(run.stdout)["notes"]
+    commands = [line.strip() for line in notes.splitlines() if line.startswith("    ")]
+    assert all(command.startswith(("kubectl --namespace models ", "KEY=$(kubectl ", "curl ")) for command in commands)
+    wait = (
+        "wait pod --selector app=pagewire,pagewire/part=lead"
+        if "multiNode.enabled=true" in values
+        else "rollout status"
+    )
+    assert wait in commands[0] and "port-forward service/pagewire 8000:80 " in commands[1]
+    has_key = "apiKeySecret.name=" not in values
+    assert (len(commands), "Bearer $KEY" in commands[-1], "No key is set" in notes) == (
+        3 + has_key,
+        has_key,
+        not has_key,
+    )
+    if "apiKeySecret.key=a.b" in values:
+        assert r"jsonpath='{.data.a\.b}'" in commands[2]
+
+
+@pytest.mark.parametrize(
+    "value", ["replicas=two", "multiNode.nodes=1", "serviceMonitor.labels.a=1", "modell=x", "args[0]=max-model-len"]
+)
 def test_wrong_values_are_refused(value: str) -> None:
     run = helm("template", "pagewire", str(CHART), "--set", value)
     assert run.returncode and value.partition("=")[0].partition(".")[0].partition("[")[0] in run.stderr

@@ -240,3 +240,5 @@ def test_a_rank_that_cannot_start_or_ends_is_named(folder: Path, tmp_path: Path)
 def test_what_llm_cannot_do_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="LLM has stages of one rank each"):
         engine(folder, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="LLM has no KV domains"):
+        engine(folder, kv_domains=2)

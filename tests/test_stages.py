@@ -3,6 +3,7 @@ engine except HTTP and sockets, with all stages in one process, on tiny random c
 
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -238,6 +239,25 @@ def test_tiers_of_kv(alone: LLM, folder: Path, tmp_path: Path, monkeypatch: pyte
             assert scheduler.connector.tiers()[0].num_hit_tokens > 0
             assert scheduler.pool.num_free == scheduler.pool.num_pages
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+
+
+def test_kv_of_another_engine(alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage loads its layers from the same stage of the other one."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
+        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,fetch_timeout_ms=20000"
+        with (
+            engine(folder, 2, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"]) as serves,
+            engine(folder, 2, kv_connector=[asks], max_num_seqs=1, pipeline_depth=3) as llm,
+        ):
+            expected = tokens(alone, GREEDY)
+            assert tokens(serves, GREEDY) == expected
+            assert tokens(llm, GREEDY) == expected
+            scheduler = llm._engine.scheduler
+            assert scheduler.connector is not None
+            (found,) = scheduler.connector.tiers()
+            assert found.num_hit_tokens == sum((len(ids) - 1) // 16 * 16 for ids in PROMPTS)
+            assert not found.num_failed and scheduler.pool.num_free == scheduler.pool.num_pages
 
 
 def test_constrained_and_cancelled_requests(alone: LLM, folder: Path) -> None:

@@ -11,13 +11,12 @@ import msgspec
 from ...ipc.messages import Chunk, Usage
 from ..http.http_error import HttpError, anthropic_error_body
 from ..output.parsers.events import CallArguments, CallStart, Reasoning, Text
-from ..output.reply import Reply, new_id
+from ..output.reply import EMPTY_OBJECT, Reply, json_object, new_id
 from ..output.resumable import part_id
 from ..output.turn import Turn
 from .types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
 _encode = msgspec.json.Encoder().encode
-_EMPTY = msgspec.Raw(b"{}")
 _TEXT_HEAD = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
 )
@@ -88,7 +87,7 @@ class MessagesReply(Reply):
                         self._begin(ThinkingBlock(""), chunks)
                     self._grow({"type": "thinking_delta", "thinking": text}, text, chunks)
                 case CallStart(name=name):
-                    self._begin(ToolUseBlock(self._call_id(), name, _EMPTY), chunks)
+                    self._begin(ToolUseBlock(self._call_id(), name, EMPTY_OBJECT), chunks)
                 case CallArguments(text=text):
                     self._grow({"type": "input_json_delta", "partial_json": text}, text, chunks)
                 case _:
@@ -131,7 +130,7 @@ class MessagesReply(Reply):
             case ThinkingBlock():
                 self._blocks.append(ThinkingBlock(whole))
             case ToolUseBlock(id=id, name=name):
-                self._blocks.append(ToolUseBlock(id, name, _json_object(whole)))
+                self._blocks.append(ToolUseBlock(id, name, json_object(whole)))
         self._open = None
         self._pieces.clear()
 
@@ -146,15 +145,6 @@ class MessagesReply(Reply):
 
 def _event(event: _Event) -> bytes:
     return b"event: " + str(event["type"]).encode() + b"\ndata: " + _encode(event) + b"\n\n"
-
-
-def _json_object(text: str) -> msgspec.Raw:
-    """`text` if it is a JSON object, else {}: Anthropic's shape has no place for arguments that a length limit cut."""
-    try:
-        msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.MsgspecError, RecursionError):
-        return _EMPTY
-    return msgspec.Raw(text)
 
 
 def _usage(usage: Usage | None) -> MessageUsage:

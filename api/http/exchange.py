@@ -33,6 +33,11 @@ async def read_json(scope: Scope, receive: Receive, *, any_type: bool = False) -
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if not any_type and content_type.partition(b";")[0].strip().lower() != b"application/json":
         raise HttpError(400, "The content type must be application/json.", code="invalid_json")
+    return await read_body(receive)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body, whose size and time `app` bounds. Raises ClientGone."""
     body = bytearray()
     while True:
         message = await receive()

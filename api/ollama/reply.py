@@ -11,13 +11,12 @@ from ...ipc.messages import Chunk, Usage
 from ..gateway.timeline import Timeline
 from ..http.http_error import HttpError, ollama_error_body
 from ..output.parsers.events import CallArguments, CallStart, Reasoning, Text
-from ..output.reply import Reply, chat_logprobs, new_id
+from ..output.reply import Reply, chat_logprobs, json_object, new_id
 from ..output.shapes import TokenLogprobBody
 from ..output.turn import Turn
 from .types import Answer, AnswerMessage, CallOfAnswer, DoneReason, EmbedAnswer, FunctionOfCall, OldEmbeddingsAnswer
 
 _encode = msgspec.json.Encoder().encode
-_EMPTY = msgspec.Raw(b"{}")
 
 
 def now() -> str:
@@ -99,7 +98,7 @@ class OllamaReply(Reply):
     def _end_call(self) -> list[CallOfAnswer]:
         if self._open_call is None:
             return []
-        function = FunctionOfCall(len(self._calls), self._open_call, _json_object("".join(self._arguments)))
+        function = FunctionOfCall(len(self._calls), self._open_call, json_object("".join(self._arguments)))
         self._open_call = None
         self._arguments.clear()
         return [CallOfAnswer(new_id("call_"), function)]
@@ -173,12 +172,3 @@ class OldEmbedReply(EmbedReply):
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def _json_object(text: str) -> msgspec.Raw:
-    """`text` if it is a JSON object, else {}: this shape has no place for arguments that a length limit cut."""
-    try:
-        msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.MsgspecError, RecursionError):
-        return _EMPTY
-    return msgspec.Raw(text)

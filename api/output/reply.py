@@ -21,6 +21,7 @@ from .shapes import (
 )
 
 DONE = b"data: [DONE]\n\n"
+EMPTY_OBJECT = msgspec.Raw(b"{}")
 
 
 class Reply(Protocol):
@@ -175,3 +176,12 @@ def chat_logprobs(chunk: Chunk, *, as_ids: bool = False) -> list[TokenLogprobBod
         )
         for position in chunk.logprobs or ()
     ]
+
+
+def json_object(text: str) -> msgspec.Raw:
+    """`text` if it is a JSON object, else {}: for shapes without a place for arguments that a length limit cut."""
+    try:
+        msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError):
+        return EMPTY_OBJECT
+    return msgspec.Raw(text)

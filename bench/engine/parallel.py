@@ -3,9 +3,12 @@
 `python -m pagewire.bench.engine.parallel` starts an engine for each of `--sizes`, in turns, lets it generate with all
 requests at once, and prints tokens/s, the times between tokens, the share of the stages' time that was lost, and the
 ratio of tokens/s to one rank. `1x2x2` are two ranks that are KV domains. With `--architecture`, a small random model of
-that one serves instead: `--architecture Qwen3MoeForCausalLM --sizes
-1x1,1x2x2+all-to-all,1x2x2+allgather_reducescatter` shows what ranks with whole experts send, in bytes that others have
-read for each token, prompts included.
+that one serves instead.
+
+`+experts` deals whole experts to the ranks of each stage, where `1x2` and `2x2` cut every expert, so `--architecture
+Qwen3MoeForCausalLM --sizes 1x1,1x2,1x2+experts,2x2,2x2+experts` compares both. With KV domains the name of an
+`--all2all-backend` says besides how tokens get to the experts: `1x2x2+all-to-all,1x2x2+allgather_reducescatter`. Sizes
+with whole experts show what their ranks send, in bytes that others have read for each token, prompts included.
 
 What the columns can show depends on the cores. Ranks that share cores compute no faster together than one of them
 alone: with fewer cores than ranks the ratio shows what messages, sums and waiting cost, and not what further devices
@@ -71,25 +74,27 @@ class _Size:
     stages: int
     ranks: int  # of a stage
     domains: int
-    backend: str  # by which ranks with whole experts exchange tokens; empty: they have parts of each expert
+    experts: str  # whole ones: `experts`, or by which backend domains exchange tokens; empty: parts of each expert
 
     @staticmethod
     def of(text: str) -> "_Size":
-        numbers, _, backend = text.partition("+")
+        numbers, _, experts = text.partition("+")
         stages, ranks, domains = (int(part) for part in (*numbers.split("x"), "1")[:3])
-        return _Size(stages, ranks, domains, backend)
+        return _Size(stages, ranks, domains, experts)
 
     @property
     def name(self) -> str:
         of = " domains" * (self.domains > 1)
-        return f"{self.stages} × {self.ranks}{of}{self.backend and ', '}{self.backend}"
+        how = "whole experts" if self.experts == "experts" else self.experts
+        return f"{self.stages} × {self.ranks}{of}{how and ', '}{how}"
 
     @property
     def flags(self) -> dict[str, object]:
         sizes: dict[str, object] = {
             "pipeline_parallel_size": self.stages, "tensor_parallel_size": self.ranks, "kv_domains": self.domains
         }  # fmt: skip
-        return sizes | ({"enable_expert_parallel": True, "all2all_backend": self.backend} if self.backend else {})
+        backend = {} if self.experts in ("", "experts") else {"all2all_backend": self.experts}
+        return sizes | backend | ({"enable_expert_parallel": True} if self.experts else {})
 
 
 async def measure(
@@ -113,7 +118,7 @@ async def measure(
         "ITL p50 ms": percentile(streams.gaps_ms, 50),
         "ITL p99 ms": percentile(streams.gaps_ms, 99),
         "bubble %": 100 * bubble(before, after),
-        **({"kB/token": sent_bytes / num_tokens / 1e3} if size.backend else {}),
+        **({"kB/token": sent_bytes / num_tokens / 1e3} if size.experts else {}),
     }
 
 
@@ -140,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_argument(
         "--sizes",
         default="1x1,2x1,1x2,2x2,1x2x2",
-        help="stages x ranks of a stage [x KV domains] [+ --all2all-backend, for whole experts], the reference first",
+        help="stages x ranks of a stage [x KV domains] [+experts or +BACKEND, for whole experts], the reference first",
     )
     flags.add_argument("--architecture", default="", help="of a small random model that serves instead")
     arguments = flags.parse_args(argv)

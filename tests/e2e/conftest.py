@@ -1,5 +1,6 @@
 """One server that is shared by the tests that leave it unchanged, and servers for single tests."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,15 @@ from pagewire.tools.servers import SERVE, Server
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the demo model, shared by all tests that leave it running and unchanged."""
     with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that answers by the `SCRIPT` of the test's module."""
+    folder = tmp_path_factory.mktemp("scripted")
+    (folder / "script.json").write_text(json.dumps(request.module.SCRIPT))
+    with Server(folder, "--scripted", str(folder / "script.json"), "--max-model-len", "128k") as server:
         yield server
 
 

@@ -68,14 +68,6 @@ def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("scripted")
-    (folder / "script.json").write_text(json.dumps(SCRIPT))
-    with Server(folder, "--scripted", str(folder / "script.json"), "--max-model-len", "128k") as server:
-        yield server
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "notes.txt").write_text("a\nb\nc\n")

@@ -1,7 +1,5 @@
 """A server whose ranks are KV domains gives the tokens of one rank, whatever the domains do, and heals."""
 
-import json
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import families
 import httpx
 import pytest
+from completions import complete, stream
 from waiting import until
 
 from pagewire import LLM, SamplingParams
@@ -20,30 +19,6 @@ pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
 ADMIN = {"Authorization": "Bearer of-the-administrator"}
 DOMAINS = ("--tensor-parallel-size", "2", "--kv-domains", "2")
-
-
-def _open(server: Server, prompt: Any, max_tokens: int = 24, **more: Any) -> Any:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return urllib.request.urlopen(request, timeout=120)
-
-
-def _complete(server: Server, prompt: Any, **more: Any) -> list[list[int]]:
-    with _open(server, prompt, **more) as response:
-        choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
-    return [choice["token_ids"] for choice in choices]
-
-
-def _stream(server: Server, prompt: list[int], on_first: Callable[[], object] = lambda: None) -> list[int]:
-    with _open(server, prompt, max_tokens=200, temperature=0, stream=True) as response:
-        events = [response.readline()]
-        on_first()
-        events += [line for line in response if line.strip()]
-    assert events[-1].strip() == b"data: [DONE]", events[-1]
-    chunks = [json.loads(line[6:])["choices"][0] for line in events[:-1] if line.strip()]
-    return [token for chunk in chunks for token in chunk["token_ids"]]
 
 
 def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> None:
@@ -65,18 +40,18 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     flags = ("--kv-connector", *tiers, "--kv-events", events, "--kv-cache-memory", "128K", "--record-trace", str(steps),
              "--enable-sleep-mode", "--admin-api-key", "of-the-administrator")  # fmt: skip
     server = start(str(folder), "--dtype", "float32", *DOMAINS, "--enable-expert-parallel", *flags).wait_ready()
-    assert _complete(server, PROMPTS, temperature=0) == greedy
-    assert _complete(server, PROMPTS, temperature=0) == greedy, "with what the domains have cached"
-    assert _complete(server, PROMPTS[5], temperature=0) == greedy[5:], "one domain is idle all the time"
+    assert complete(server, PROMPTS) == greedy
+    assert complete(server, PROMPTS) == greedy, "with what the domains have cached"
+    assert complete(server, PROMPTS[5]) == greedy[5:], "one domain is idle all the time"
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        found = [clients.submit(_complete, server, prompt, temperature=1, seed=3) for prompt in PROMPTS]
+        found = [clients.submit(complete, server, prompt, temperature=1, seed=3) for prompt in PROMPTS]
         assert [ids for each in found for ids in each.result()] == seeded
     for name in ("disk", "shared"):
         until(lambda name=name: list((tmp_path / name).rglob("*.0")), f"{name} has blocks")  # type: ignore[misc]
     assert {path.name for path in (tmp_path / "disk").iterdir()} == {f"domain-{i}-of-2" for i in range(2)}
     for what in ("sleep", "wake_up"):
         assert httpx.post(f"{server.url}/{what}", headers=ADMIN, timeout=60).status_code == 200
-    assert _complete(server, PROMPTS, temperature=0) == greedy, "the devices have lost all KV"
+    assert complete(server, PROMPTS) == greedy, "the devices have lost all KV"
     assert server.metric("pagewire:external_prefix_cache_hits_total") > 0
     assert server.metric("pagewire:kv_tier_failed_blocks_total") == 0
     tokens = server.metric("pagewire:expert_tokens_total")
@@ -85,13 +60,13 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     workers = server.of_kind("worker")
     core = server.children()["core"].pid
     with ThreadPoolExecutor(1) as clients:  # requests in both domains
-        beside = clients.submit(_stream, server, PROMPTS[3])
-        assert _stream(server, PROMPTS[3], workers[1].kill) == long
+        beside = clients.submit(stream, server, PROMPTS[3], max_tokens=200)
+        assert stream(server, PROMPTS[3], workers[1].kill, max_tokens=200) == long
         assert beside.result() == long
     after = {worker.pid for worker in server.of_kind("worker")}
     assert len(after) == 2 and after.isdisjoint(worker.pid for worker in workers)
     assert server.children()["core"].pid == core
-    assert _complete(server, PROMPTS, temperature=0) == greedy
+    assert complete(server, PROMPTS) == greedy
     assert server.stop() == 0, server.log.read_text()
     with steps.open("rb") as file:
         num_plans, difference = trace.replay(trace.read(file))

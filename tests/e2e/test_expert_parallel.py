@@ -1,7 +1,5 @@
 """A server whose ranks have whole experts gives the tokens of one rank, and says how evenly the experts are used."""
 
-import json
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import families
 import pytest
 import torch
 import vocabulary
+from completions import complete
 from safetensors.torch import load_file, save_file
 from waiting import until
 
@@ -19,18 +18,6 @@ from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
-
-
-def _complete(server: Server, prompts: list[list[int]] = PROMPTS, *, max_tokens: int = 16) -> list[list[int]]:
-    body = {
-        "prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        choices = json.load(response)["choices"]
-    return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +37,7 @@ def test_uneven_parts_of_the_experts(
     flags = ("--dtype", "float32", "--tensor-parallel-size", str(size), "--enable-expert-parallel")
     server = start(str(folder), *flags).wait_ready()
     assert f"{share} experts of a layer on this rank, whole" in server.announced()
-    assert _complete(server) == expected
+    assert complete(server, PROMPTS, max_tokens=16) == expected
     # Two layers have experts, and each token has three of them in each.
     computed = sum(len(prompt) + 15 for prompt in PROMPTS)
     until(lambda: server.metric("pagewire:expert_tokens_total") == 2 * 3 * computed, "idle ranks report their load")
@@ -84,12 +71,12 @@ def test_replicas_follow_the_load_under_a_stream(num_stages: int, tmp_path: Path
     assert "2 of 4 experts of a layer on this rank, whole, and room for 1 more" in server.announced()
     # The ranks report after 1,000 steps, in the midst of the second answer.
     for _ in range(2):
-        assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected]
+        assert complete(server, PROMPTS[:1], max_tokens=700) == [expected]
     moved = "the ranks get the experts ((0, 1, -1), (2, 3, 0))"
     until(lambda: server.log.read_text().count(moved) == 3, "a replica in each of the layers")
-    assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected]
+    assert complete(server, PROMPTS[:1], max_tokens=700) == [expected]
     # 1.5 : 0.5 instead of 2 : 0.
     until(lambda: server.metric("pagewire:expert_imbalance") < 1.6 * 3, "the second rank has replicas")
     server.of_kind("worker")[1].kill()
-    assert _complete(server, PROMPTS[:1], max_tokens=700) == [expected], "new ranks have what was dealt"
+    assert complete(server, PROMPTS[:1], max_tokens=700) == [expected], "new ranks have what was dealt"
     assert server.stop() == 0, server.log.read_text()

@@ -81,36 +81,31 @@ def test_a_quantized_file_of_a_cached_repository_on_two_ranks(tmp_path: Path, st
         server.close()
 
 
+def said_by(command: list[str], code: int) -> str:
+    """What the program prints, and ends with this exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pagewire", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / ".typing")},
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def test_files_that_cannot_be_served(tmp_path: Path) -> None:
     """serve, doctor and --explain say the same sentence, before any process is started."""
     file = gguf_files.write_gguf(make(tmp_path / "folder"), tmp_path / "model.gguf")
     file.write_bytes(file.read_bytes()[:-1000])
     for command in (["serve", str(file), "--port", "0"], ["serve", str(file), "--explain"], ["doctor", str(file)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "pagewire", *command],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / ".typing")},
-            timeout=120,
-        )
-        assert done.returncode == (1 if command[0] == "doctor" else 2)
-        said = done.stdout + done.stderr
+        said = said_by(command, 1 if command[0] == "doctor" else 2)
         assert "is damaged or cut short: " in said and "Traceback" not in said
 
 
 def test_doctor_and_explain(tmp_path: Path) -> None:
     file = gguf_files.write_gguf(make(tmp_path / "folder"), tmp_path / "model.gguf", "Q8_0")
-    said = {}
-    for command in (["serve", str(file), "--explain"], ["doctor", str(file)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "pagewire", *command],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / ".typing")},
-            timeout=120,
-        )
-        said[command[0]] = done.stdout + done.stderr
-        assert done.returncode == 0, said
+    said = {command[0]: said_by(command, 0) for command in (["serve", str(file), "--explain"], ["doctor", str(file)])}
     assert "ok    weights: 1 GGUF file, " in said["doctor"] and "ok    model: model: " in said["doctor"]
     assert "with a working chat template" in said["doctor"]
     assert str(file) in said["serve"]

@@ -53,16 +53,6 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
     server.close()
 
 
-def damage(folder: Path) -> None:
-    """Overwrites all tensors, and keeps the file's time."""
-    file = folder / "model.safetensors"
-    status, data = file.stat(), bytearray(file.read_bytes())
-    first = 8 + int.from_bytes(data[:8], "little")
-    data[first:] = bytes(len(data) - first)
-    file.write_bytes(data)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def mapped(process: psutil.Process) -> set[str]:
     """The inodes of the keeper's memory that a process has mapped."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -101,7 +91,7 @@ def test_a_replaced_worker_maps_the_weights(folder: Path, server: Server) -> Non
     (worker,), (keeper,) = server.of_kind("worker"), server.of_kind("weight keeper")
     memory = mapped(worker)
     assert memory == held(keeper) != set() and not mapped(keeper)
-    damage(folder)
+    checkpoints.damage(folder)
 
     def kill(num: int) -> None:
         if num == 5:

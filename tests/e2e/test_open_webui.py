@@ -52,14 +52,6 @@ def settings(name: str, servers: dict[str, Server]) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("scripted")
-    (folder / "script.json").write_text(json.dumps(SCRIPT))
-    with Server(folder, "--scripted", str(folder / "script.json"), "--max-model-len", "128k") as server:
-        yield server
-
-
 def open_webui(folder: Path, environment: dict[str, str]) -> Iterator[httpx.Client]:
     """A client that has signed up."""
     command = (str(OPEN_WEBUI), "serve", "--host", "127.0.0.1")

@@ -41,17 +41,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def damage(folder: Path, *, is_noticed: bool) -> None:
-    """Overwrites all tensors. is_noticed: the file's time changes, too."""
-    file = folder / "model.safetensors"
-    status, data = file.stat(), bytearray(file.read_bytes())
-    first = 8 + int.from_bytes(data[:8], "little")
-    data[first:] = bytes(len(data) - first)
-    file.write_bytes(data)
-    if not is_noticed:
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def mapped(process: psutil.Process) -> set[str]:
     """The inodes of the segments that a process has mapped."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -102,7 +91,7 @@ def test_a_replaced_worker_maps_the_weights(folder: Path, start: Start) -> None:
     worker = server.of_kind("worker")[0]
     segments = mapped(worker)
     assert len(segments) == 1
-    damage(folder, is_noticed=False)
+    checkpoints.damage(folder)
 
     def kill(num: int) -> None:
         if num == 20:
@@ -123,7 +112,7 @@ def test_a_replaced_worker_maps_quantized_experts(tmp_path: Path, start: Start) 
     server = start(str(folder), "--kv-cache-memory", "64M").wait_ready()
     expected, worker = answer(server), server.of_kind("worker")[0]
     segments = mapped(worker)
-    damage(folder, is_noticed=False)
+    checkpoints.damage(folder)
     worker.kill()
     assert mapped(replaced(server, worker)) == segments and len(segments) == 1
     assert answer(server) == expected
@@ -134,7 +123,7 @@ def test_a_checkpoint_that_changed_is_packed_anew(folder: Path, start: Start) ->
     server = start(str(folder), "--kv-cache-memory", "64M").wait_ready()
     before = answer(server)
     first = server.of_kind("worker")[0]
-    damage(folder, is_noticed=True)
+    checkpoints.damage(folder, is_noticed=True)
     first.kill()
     second = replaced(server, first)
     assert mapped(second) == set() and "do not fit this checkpoint" in server.log.read_text()
@@ -173,7 +162,7 @@ def test_ranks_have_a_segment_each(folder: Path, start: Start) -> None:
     expected = answer(server)
     before = [mapped(worker) for worker in server.of_kind("worker")]
     assert len(before) == 2 and len(before[0] | before[1]) == 2
-    damage(folder, is_noticed=False)
+    checkpoints.damage(folder)
     victim = server.of_kind("worker")[1]
     victim.kill()
     until(lambda: victim not in server.of_kind("worker") and len(server.of_kind("worker")) == 2, "it is replaced", 60)
@@ -195,7 +184,7 @@ def test_the_worker_sleeps_with_its_weights(folder: Path, start: Start) -> None:
     server = start(str(folder), *flags).wait_ready()
     expected, worker = answer(server), server.of_kind("worker")[0]
     segments = mapped(worker)
-    damage(folder, is_noticed=False)
+    checkpoints.damage(folder)
     freed = httpx.post(f"{server.url}/sleep", headers=admin, timeout=60).json()["freed_bytes"]
     assert 60 << 20 < freed <= 64 << 20, "the KV cache alone"
     assert mapped(worker) == segments

@@ -1,7 +1,5 @@
 """Ranks of a quantized checkpoint each read their part of the packed tensors, and give the tokens of one rank."""
 
-import json
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +8,13 @@ import checkpoints
 import pytest
 import quantized_checkpoints
 import vocabulary
+from completions import complete
 
 from pagewire import LLM, SamplingParams
 from pagewire.tools.servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
-
-
-def _complete(server: Server) -> list[list[int]]:
-    body = {"prompt": PROMPTS, "max_tokens": 16, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        choices = json.load(response)["choices"]
-    return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +31,7 @@ def test_two_ranks_of_an_awq_checkpoint_give_the_tokens_of_one_rank(
     llm = LLM(str(folder), dtype="float32", threads=1)
     expected = [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     server = start(str(folder), "--dtype", "float32", "--tensor-parallel-size", "2").wait_ready()
-    assert _complete(server) == expected
+    assert complete(server, PROMPTS, max_tokens=16) == expected
     assert "4 bits (awq)" in server.announced()
 
 

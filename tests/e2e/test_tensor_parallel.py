@@ -1,8 +1,6 @@
 """Several ranks, each a process with its part of the weights, give the tokens of one rank."""
 
-import json
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from completions import choices_of, stream
 from waiting import until
 
 from pagewire import LLM, SamplingParams
@@ -22,18 +21,8 @@ pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
 
 
-def _post(server: Server, prompt: Any, **more: Any) -> Any:
-    """The open response to a completion of 24 tokens."""
-    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, **more}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return urllib.request.urlopen(request, timeout=60)
-
-
 def _complete(server: Server, prompt: Any, **more: Any) -> tuple[list[list[int]], list[list[float]]]:
-    with _post(server, prompt, **more) as response:
-        choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
+    choices = choices_of(server, prompt, logprobs=1, **more)
     return [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
 
 
@@ -94,17 +83,9 @@ def test_all_ranks_are_replaced_when_one_dies_and_streams_continue(
 ) -> None:
     server = start("--tensor-parallel-size", "2").wait_ready()
 
-    def stream(on_first: Callable[[], object] = lambda: None) -> str:
-        with _post(server, "hello", max_tokens=300, temperature=0, ignore_eos=True, stream=True) as response:
-            events = [response.readline()]
-            on_first()
-            events += [line for line in response if line.strip()]
-        assert events[-1].strip() == b"data: [DONE]", events[-1]
-        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in events[:-1] if line.strip())
-
-    expected = stream()
+    expected = stream(server, "hello", max_tokens=300)
     before = server.children()
-    assert stream(before["worker-1"].kill) == expected
+    assert stream(server, "hello", before["worker-1"].kill, max_tokens=300) == expected
     after = server.children()
     assert {after[name].pid for name in ("worker", "worker-1")}.isdisjoint(child.pid for child in before.values())
     assert after["core"].pid == before["core"].pid

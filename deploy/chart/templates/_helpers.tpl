@@ -39,6 +39,10 @@ volumes:
     emptyDir: {medium: Memory, sizeLimit: 16Mi}
   - name: tmp
     emptyDir: {}
+  {{- if include "pagewire.hasRanks" . }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: 1Gi}
+  {{- end }}
 {{- end }}
 
 {{/* What every container has, without its command, ports and probes. */}}
@@ -55,6 +59,14 @@ volumeMounts:
   - {name: cache, mountPath: /cache}
   - {name: run, mountPath: /run/pagewire}
   - {name: tmp, mountPath: /tmp}
+  {{- if include "pagewire.hasRanks" . }}
+  - {name: shm, mountPath: /dev/shm}
+  {{- end }}
+{{- end }}
+
+{{/* Whether a pod has several GPUs: NCCL may need more shared memory than the 64 MB that containers have. */}}
+{{- define "pagewire.hasRanks" -}}
+{{- if gt (int (dig "limits" "nvidia.com/gpu" 0 .Values.resources)) 1 }}true{{ end }}
 {{- end }}
 
 {{- define "pagewire.apiKey" -}}

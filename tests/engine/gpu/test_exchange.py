@@ -13,7 +13,7 @@ import torch
 from domain_ranks import DomainRanks
 from engine_loop import Loop
 from fakes import enqueue
-from family_kinds import make_kind
+from family_kinds import FEW_EXPERTS, LATENT_ON_GPU, make_kind
 from msgspec.structs import replace
 
 from pagewire.engine.core.loads import Loads
@@ -31,24 +31,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
 DEALT: dict[str, Any] = {"enable_expert_parallel": True}
 TO_ALL: dict[str, Any] = {**DEALT, "all2all_backend": "allgather_reducescatter"}
-LATENT: dict[str, Any] = {
-    "n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-    "v_head_dim": 12, "head_dim": 16, "num_key_value_heads": 4,
-}  # fmt: skip
-FEW: dict[str, Any] = {
-    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
 ZERO: dict[str, Any] = {
     "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
-    "ffn_hidden_size": 48,
+    "ffn_hidden_size": 48, "n_routed_experts": 4,
 }  # fmt: skip
 
 
 def make(folder: Path, name: str) -> Path:
     if name == "latents":  # a dense layer, then one of experts with a shared one
-        return make_kind(folder, "DeepseekV3Config", LATENT | FEW)
+        return make_kind(folder, "DeepseekV3Config", LATENT_ON_GPU | FEW_EXPERTS | {"num_hidden_layers": 2})
     if name == "zero experts":
-        return make_kind(folder, "LongcatFlashConfig", LATENT | ZERO)
+        return make_kind(folder, "LongcatFlashConfig", LATENT_ON_GPU | ZERO)
     if name in ("qwen3", "qwen3_moe"):
         return checkpoints.make_checkpoint(folder, name, num_hidden_layers=1)
     return families.make_family(folder, name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_loop import Loop
 from fakes import enqueue
+from family_kinds import FEW_EXPERTS, LATENT_ON_GPU, make_kind
 from msgspec import structs
 from runner_driver import engine_config
 from thread_ranks import of_stages
@@ -47,10 +48,10 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def of_gpus(folder: Path, stages: int, ranks: int) -> EngineConfig:
+def of_gpus(folder: Path, stages: int, ranks: int, **flags: Any) -> EngineConfig:
     """The configuration that an engine with GPUs would have, on a CPU."""
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
-    config = engine_config(folder, pipeline_depth=2, **sizes, **SMALL)
+    config = engine_config(folder, pipeline_depth=2, **sizes, **SMALL, **flags)
     of_gpu: EngineConfig = structs.replace(config, kernels=None)
     return of_gpu
 
@@ -99,12 +100,23 @@ def told(result: StepResult) -> tuple[object, ...]:
     [(2, 1), pytest.param(3, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
 )
 def test_stages_sample_the_tokens_of_one_rank(stages: int, ranks: int, checkpoint: Any) -> None:
-    """A prompt in chunks beside decode rows. `test_order.py` has recorded steps."""
-    folder, num_pages = checkpoint("qwen3", num_hidden_layers=stages), 24
+    check_tokens(checkpoint("qwen3", num_hidden_layers=stages), stages, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [{}, {"enable_expert_parallel": True}])
+def test_stages_with_latents_and_experts_on_several_ranks(flags: dict[str, Any], tmp_path: Path) -> None:
+    changes = LATENT_ON_GPU | FEW_EXPERTS | {"num_hidden_layers": 2}
+    check_tokens(make_kind(tmp_path, "DeepseekV3Config", changes), 2, 2, **flags)
+
+
+def check_tokens(folder: Path, stages: int, ranks: int, **flags: Any) -> None:
+    """Of a prompt in chunks beside decode rows. `test_order.py` has recorded steps."""
+    num_pages = 24
     loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), num_pages=num_pages, num_stages=stages, **SMALL)
     requests = [ask(rid, prompt, 3, **SAMPLINGS[rid]) for rid, prompt in enumerate(prompts_of(1, 3, 40, 9))]
     calls, expected = calls_of(loop, requests)
-    config = of_gpus(folder, stages, ranks)
+    config = of_gpus(folder, stages, ranks, **flags)
     seconds: dict[int, StageSeconds] = {}
 
     def serve(runner: Runner) -> list[StepResult]:

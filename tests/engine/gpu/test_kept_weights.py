@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checkpoints
 import families
 import msgspec
 import pytest
@@ -111,16 +112,6 @@ def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
 
-def damage(folder: Path) -> None:
-    """Overwrites all tensors without changing what the fingerprint sees."""
-    for file in folder.glob("*.safetensors"):
-        status, data = file.stat(), bytearray(file.read_bytes())
-        first = 8 + int.from_bytes(data[:8], "little")
-        data[first:] = bytes(len(data) - first)
-        file.write_bytes(data)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.fixture
 def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint("qwen3", **SIZES), tmp_path / "model")
@@ -131,7 +122,7 @@ def test_a_worker_that_replaces_another_one_reads_no_tensor(folder: Path, place:
     alone, expected = serve(folder, None)
     first, tokens = serve(folder, place)
     assert tokens == expected and first.weights_fit and not is_open(place.fd)
-    damage(folder)
+    checkpoints.damage(folder)
     second, tokens = serve(folder, place)
     assert tokens == expected and second.weights_fit and second.memory == first.memory
     assert serve(folder, None)[1] != expected, "a runner that reads the checkpoint notices"
@@ -167,7 +158,7 @@ def test_all_that_the_walk_reads_is_kept(
     held, kept = place.keeper.held(), place.segment().kept
     assert kept is not None and held == sum(kept.sizes) == first.memory.weights, "what is counted is what is held"
     assert alone.memory.weights <= held <= alone.memory.weights + 4096 + 1024 * len(expected)
-    damage(folder)
+    checkpoints.damage(folder)
     second = load(folder, place)
     assert second.weights_fit and second.memory == first.memory and place.keeper.held() == held
     assert are_equal(weights_of(second), expected)
@@ -189,7 +180,7 @@ def test_replicas_of_experts_do_not_spoil_what_is_kept(
     expected = weights_of(first)
     assert first.place_experts(PlaceExperts(0, ((0, 1, 3), (2, 3, 0))))
     assert not are_equal(weights_of(first), expected)
-    damage(folder)
+    checkpoints.damage(folder)
     second = load(folder, place, **flags)
     assert second.weights_fit and are_equal(weights_of(second), expected), "it begins with what is dealt"
 
@@ -209,7 +200,7 @@ def test_quantized_weights_are_kept(
     assert first.weights_fit and not is_open(place.fd) and "widened" not in first.notes[0]
     kinds = {parts.kind for stack in place.segment().matrices.values() for parts in stack}
     assert kinds - {"Tensor"}, "some are as they are stored"
-    damage(folder)
+    checkpoints.damage(folder)
     second = load(folder, place, half=True)
     assert second.weights_fit and second.memory == first.memory
     assert are_equal(weights_of(first), expected) and are_equal(weights_of(second), expected)
@@ -237,7 +228,7 @@ def test_weights_lie_in_several_allocations(
     kept = place.segment().kept
     assert kept is not None and len(kept.sizes) > 3 and are_equal(weights_of(first), expected)
     assert place.keeper.held() == sum(kept.sizes) == first.memory.weights
-    damage(folder)
+    checkpoints.damage(folder)
     second = load(folder, place)
     assert second.weights_fit and are_equal(weights_of(second), expected)
 
@@ -255,7 +246,7 @@ def test_an_engine_that_sleeps_frees_the_memory(folder: Path, place: Place, expe
     assert first.sleep() >= held > 0 and place.keeper.held() == 0
     assert first.wake() and place.keeper.held() == held and place.segment() == index
     assert are_equal(weights_of(first), expected)
-    damage(folder)
+    checkpoints.damage(folder)
     second = load(folder, place)
     assert second.weights_fit and are_equal(weights_of(second), expected), "it maps what the first one has moved back"
 
@@ -391,7 +382,7 @@ def test_other_options_and_another_checkpoint_do_not_fit(
 ) -> None:
     load(folder, place)
     held = place.keeper.held()
-    damage(folder)
+    checkpoints.damage(folder)
     os.utime(folder / "model.safetensors")
     runner = load(folder, place)
     assert not runner.weights_fit and are_equal(weights_of(runner), weights_of(load(folder, None)))

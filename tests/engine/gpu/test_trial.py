@@ -14,7 +14,7 @@ import pytest
 import quantized_checkpoints
 import torch
 from defaults import COMPILED, machine
-from family_kinds import make_kind
+from family_kinds import FEW_EXPERTS, LATENT_ON_GPU, make_kind
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from runner_driver import Driver, Request, engine_config
@@ -329,21 +329,7 @@ def test_the_ranks_agree_on_what_failed():
     assert len(kernel_checks._of_all_ranks({}, Two(), torch.device("cpu"))) == 1
 
 
-LATENT = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "head_dim": 16,
-    "num_key_value_heads": 4,
-}
+LATENT = LATENT_ON_GPU | FEW_EXPERTS | {"num_hidden_layers": 1}
 
 
 def test_a_wrong_kernel_of_latent_attention_is_replaced(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
-from family_kinds import Kind, make_kind
+from family_kinds import LATENT_ON_GPU, Kind, make_kind
 from runner_driver import Request, arrays
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,13 +85,7 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
                 "n_group": 4,
                 "topk_group": 2,
                 "first_k_dense_replace": 1,
-                "kv_lora_rank": 16,
-                "q_lora_rank": 24,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 12,
-                "head_dim": 16,
-                "num_key_value_heads": 4,
+                **LATENT_ON_GPU,
             },
         ),
         (),
@@ -190,13 +184,7 @@ FAMILIES: list[tuple[Kind, tuple[str, ...]]] = [
             "LongcatFlashConfig",
             {
                 "num_layers": 1,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 16,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 12,
-                "head_dim": 16,
-                "num_key_value_heads": 4,
+                **LATENT_ON_GPU,
                 "n_routed_experts": 4,
                 "zero_expert_num": 3,
                 "moe_topk": 3,

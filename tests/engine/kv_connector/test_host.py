@@ -18,6 +18,16 @@ def core_of(num_slots: int) -> HostCore:
     return HostCore(num_slots=num_slots, facts=FACTS, queue=EvictionQueue(Lru()))
 
 
+def loading() -> tuple[HostCore, list[bytes]]:
+    """Two slots, from which request 1 loads both blocks, and the keys of these."""
+    core, request = core_of(2), sequence(1, (1, 2 * SIZE + 1))
+    keys = request.block_keys(2, SIZE)
+    core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
+    core.build_connector_meta()
+    core.load(request, held(request, [5, 6]))
+    return core, keys
+
+
 def test_evicted_blocks_are_loaded_again() -> None:
     engine = Instance(f"host,size={64 * BLOCK_BYTES}")
     engine.serve(sequence(1, (1, 10 * SIZE + 2)))
@@ -86,12 +96,7 @@ def test_of_more_evicted_blocks_than_slots_the_newest_are_kept() -> None:
 
 
 def test_slots_that_are_being_loaded_are_not_reused() -> None:
-    core = core_of(2)
-    request = sequence(1, (1, 2 * SIZE + 1))
-    keys = request.block_keys(2, SIZE)
-    core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
-    core.build_connector_meta()
-    core.load(request, held(request, [5, 6]))
+    core, keys = loading()
     core.blocks_evicted([Evicted(2, b"other".ljust(32), 0)])
     assert core._saves == {}
     core.update_connector_output(Transferred((1,), b"", ()))
@@ -126,12 +131,7 @@ def _slots(core: HostCore) -> list[int]:
 
 
 def test_what_is_being_loaded_leaves_a_smaller_tier_when_the_load_is_over() -> None:
-    core = core_of(2)
-    request = sequence(1, (1, 2 * SIZE + 1))
-    keys = request.block_keys(2, SIZE)
-    core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
-    core.build_connector_meta()
-    core.load(request, held(request, [5, 6]))
+    core, keys = loading()
     core.resize(BLOCK_BYTES)
     core.build_connector_meta()
     assert core.tiers()[0].num_blocks == 2 and core.tiers()[0].capacity == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 from quantized_checkpoints import quantize_checkpoint
 from runner_driver import Driver, Request, engine_config
@@ -42,16 +43,6 @@ def load(folder: Path, fd: int, **flags: Any) -> tuple[Runner, list[list[int]]]:
     return runner, [request.output for request in requests]
 
 
-def damage(folder: Path) -> None:
-    """Overwrites all tensors without changing what the fingerprint sees: a runner that reads them gets other tokens."""
-    for file in folder.glob("*.safetensors"):
-        status, data = file.stat(), bytearray(file.read_bytes())
-        first = 8 + int.from_bytes(data[:8], "little")
-        data[first:] = bytes(len(data) - first)
-        file.write_bytes(data)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "llama-biased", "qwen3_moe-sparse", "mixtral"])
 def test_the_second_runner_reads_no_tensor(
@@ -62,7 +53,7 @@ def test_the_second_runner_reads_no_tensor(
     first, tokens = load(folder, fd, quantization=quantization)
     assert tokens == expected and first.weights_fit and not is_open(fd)
     assert first.memory == alone.memory
-    damage(folder)
+    checkpoints.damage(folder)
     second, tokens = load(folder, fd, quantization=quantization)
     assert tokens == expected and second.weights_fit and second.memory == alone.memory
     assert load(folder, -1, quantization=quantization)[1] != expected, "a runner that reads the checkpoint notices"
@@ -80,7 +71,7 @@ def test_quantized_checkpoints_are_packed_once(
     size = os.fstat(fd).st_size
     assert size == pytest.approx(first.memory.weights, rel=0.1, abs=64 << 10), "the segment holds what is counted"
     assert size < 0.45 * sum(file.stat().st_size for file in widened.glob("*.safetensors"))
-    damage(quantized)
+    checkpoints.damage(quantized)
     second, tokens = load(quantized, fd)
     assert tokens == expected and second.weights_fit and second.memory == alone.memory
 
@@ -90,7 +81,7 @@ def test_a_changed_checkpoint_is_read_again(
 ) -> None:
     folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
     before = load(folder, fd)[1]
-    damage(folder)
+    checkpoints.damage(folder)
     os.utime(folder / "model.safetensors")
     expected = load(folder, -1)[1]
     runner, tokens = load(folder, fd)
