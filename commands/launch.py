@@ -51,6 +51,12 @@ def main(arguments: argparse.Namespace) -> int:
     host = host_address(arguments.host) if arguments.host else address_towards(url.hostname, url.port)
     model = None if arguments.model is None else Path(arguments.model)
     follower = Follower(
-        arguments.join, keys, host=host, name=arguments.name, model=model, rejoin_s=arguments.rejoin_timeout
+        arguments.join,
+        keys,
+        host=host,
+        name=arguments.name,
+        model=model,
+        rejoin_s=arguments.rejoin_timeout,
+        rejoin_flag="--rejoin-timeout",
     )
     return uvloop.run(follower.run())

@@ -64,15 +64,17 @@ class Follower:
         name: str,
         model: Path | None,
         rejoin_s: float,
+        rejoin_flag: str = "",
     ) -> None:
         """`host`: where its processes can be reached. `model`: its folder, if it is not the lead's. `rejoin_s`: how
-        long to look for a lead."""
+        long to look for a lead. `rejoin_flag`: what sets this, for messages; empty: nothing that an operator says."""
         self.address = address
         self.keys = keys
         self.host = host
         self.name = name
         self.model = model
         self.rejoin_s = rejoin_s
+        self.rejoin_hint = f" (see {rejoin_flag})" if rejoin_flag else ""
         self.previous = b""
         self.term = 0
         self.weight_fds: list[int] = []
@@ -166,14 +168,13 @@ class _Membership:
 
     def _looks(self) -> bool:
         """Tells the operator from time to time why there is no lead. False: this has lasted too long."""
-        now = time.monotonic()
-        if now > self._of.looks_since + self._of.rejoin_s:
-            self._of.say(f"{self._of.address} has not answered for {self._of.rejoin_s:g} s (see --rejoin-timeout).")
-            return False
-        if now > self._next_report:
+        of, now = self._of, time.monotonic()
+        is_too_long = now > of.looks_since + of.rejoin_s
+        if is_too_long or now > self._next_report:
             self._next_report = now + _REPORT_S
-            self._of.say(_why_silent(self._of.address, has_keys=self._of.keys is not None))
-        return True
+            what = f"no lead for {of.rejoin_s:g} s{of.rejoin_hint}" if is_too_long else "waiting for the lead"
+            of.say(f"{what}: {of.address} {_why_silent(of.address, has_keys=of.keys is not None)}.")
+        return not is_too_long
 
     def _on_signal(self) -> int | None:
         """The exit code; None: others take over first, or the engine drains."""
@@ -499,12 +500,12 @@ def _wrong_files(model: ModelFacts) -> str | None:
 
 
 def _why_silent(address: str, *, has_keys: bool) -> str:
-    """Why the lead has not answered, as far as this machine can tell."""
+    """Why the lead has not answered, as far as this machine can tell: a clause without its subject, the address."""
     url = urlsplit(address)
     try:
         with socket.create_connection((url.hostname or "", url.port or 0), timeout=1.0):
             pass
     except OSError as error:
-        return f"waiting for the lead: {address} cannot be reached ({error.strerror or error})."
+        return f"cannot be reached ({error.strerror or error})"
     key = "its key file differs from this one" if has_keys else "it has a key file, and --key-file is not given here"
-    return f"{address} accepts connections and does not answer: {key}, or it is no lead."
+    return f"accepts connections and does not answer: {key}, or it is no lead"

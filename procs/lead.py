@@ -412,7 +412,7 @@ class Lead(Supervisor):
             case Bound():
                 machine.bound = message
             case Refused():
-                self._refuse(machine.name, message.reason)
+                self._refuse(message.reason)
                 self._lose(machine, "cannot take part")
             case Leave():
                 self._leave(machine)
@@ -445,7 +445,7 @@ class Lead(Supervisor):
             reason = None if clause is None else f"{join.name} cannot join: {clause}."
             reason = reason or self._fleet.join(peer, join, time.monotonic())
         if reason is not None:
-            self._refuse(join.name, reason)
+            self._refuse(reason)
             self._send(peer, Refused(reason))
             return
         if not is_new:
@@ -472,7 +472,8 @@ class Lead(Supervisor):
             ),
         )
 
-    def _refuse(self, name: str, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
+        """`reason`: why a follower cannot take part, a sentence."""
         self._say_once(reason)
 
     def _say_once(self, sentence: str) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from .holder import Holder, Warden
+from ..version import __version__
+from .holder import REFUSED, Holder, Warden
 from .placing import (
     ENGINE,
     Bundle,
@@ -25,10 +26,12 @@ from .placing import (
     Group,
     HolderState,
     Place,
+    Refusal,
     Step,
     ToBroker,
     Waiting,
     next_steps,
+    pause_s,
     spare_names,
     waits_for,
 )
@@ -54,14 +57,14 @@ def main() -> int:
     if not isinstance(connect, Connect):
         return 0
     try:
-        host = _connect(connect)
+        connected = _connect(connect)
     except ImportError:
         tell(Failed("Ray is not installed here. Run pip install 'pagewire[ray]', on all nodes."))
         return 1
     except Exception as error:  # Ray raises what its parts raise
         tell(Failed(f"Ray cannot be reached: {' '.join(str(error).split())[:300]}"))
         return 1
-    tell(Connected(host))
+    tell(connected)
     place = inbox.get()
     if isinstance(place, Place):
         parts = _Parts(place)
@@ -92,13 +95,18 @@ def _read(inbox: "queue.SimpleQueue[ToBroker | None]") -> None:
     inbox.put(None)
 
 
-def _connect(connect: Connect) -> str:
-    """Connects to the cluster of this machine, or of RAY_ADDRESS. Returns this machine's address as a node."""
+def _connect(connect: Connect) -> Connected:
     import ray
 
     more = {} if connect.host is None else {"_node_ip_address": connect.host}
-    ray.init("auto", namespace=connect.namespace, log_to_driver=False, logging_level="ERROR", **more)
-    return str(ray.util.get_node_ip_address())
+    head = connect.head or "auto"
+    ray.init(head, namespace=connect.namespace, log_to_driver=False, logging_level="ERROR", **more)
+    return Connected(
+        host=str(ray.util.get_node_ip_address()),
+        head=ray.get_runtime_context().gcs_address,
+        num_nodes=sum(node["Alive"] for node in ray.nodes()),
+        resources=ray.cluster_resources(),
+    )
 
 
 class _Parts:
@@ -110,6 +118,7 @@ class _Parts:
         self._ray: Any = ray
         self._place = place
         self._launch = msgspec.json.encode(place.launch)
+        self._refusals = _Refusals()
         self._warden = self._named("warden")
         self._places = {ENGINE: self._places_of(ENGINE, place.num_parts)}
         for name in spare_names(place.num_parts):  # those of an earlier broker
@@ -120,18 +129,15 @@ class _Parts:
         """Takes the next steps. What the lead is told."""
         messages: list[FromBroker] = []
         draining = set(self._ray._private.state.state.get_draining_nodes())
-        tables = {name: self._look_up(name) for name in self._places}
-        groups = [
-            Group(
-                name,
-                tables[name][0],
-                tuple(
-                    Bundle(self._state(place, messages), tables[name][1].get(number) in draining)
-                    for number, place in enumerate(places)
-                ),
-            )
-            for name, places in self._places.items()
-        ]
+        groups = []
+        for name, places in self._places.items():
+            state, nodes = self._look_up(name)
+            bundles = []
+            for number, place in enumerate(places):
+                node = nodes.get(number)
+                holder = self._state(place, node, messages)
+                bundles.append(Bundle(holder, node in draining, self._refusals.of(node)))
+            groups.append(Group(name, state, tuple(bundles)))
         for step, name, number in next_steps(groups, self._place.num_parts):
             self._take(step, name, number)
         free = {} if all(group.state == "CREATED" for group in groups) else self._ray.available_resources()
@@ -170,22 +176,36 @@ class _Parts:
                 place.started_at = time.monotonic()
                 self._start(place, name, number)
 
-    def _state(self, place: "_Place", messages: list[FromBroker]) -> HolderState:
-        """`messages`: gets what the lead is told of its end."""
+    def _state(self, place: "_Place", node: str | None, messages: list[FromBroker]) -> HolderState:
+        """`node`: of the place. `messages`: gets what the lead is told of its end."""
         if place.holder is None:
             return HolderState.NONE
         if not self._ray.wait([place.run], timeout=0)[0]:
             return HolderState.LEAVES if place.was_told else HolderState.RUNS
+        refusal = ""
         try:
-            code, line = self._ray.get(place.run)
+            code, why = self._ray.get(place.run)
+            if code == REFUSED:
+                refusal = why or f"The follower of {place.name} cannot take part, and has not said why."
+            elif not (place.was_told and code == 0):
+                messages.append(Ended(f"the follower of {place.name} has ended with exit code {code}: {why[:300]}"))
         except self._ray.exceptions.ActorUnavailableError:
             return HolderState.UNCERTAIN
         except self._ray.exceptions.RayError as error:
-            messages.append(Ended(f"Ray has ended the holder {place.name} ({type(error).__name__})"))
-            return HolderState.ENDED
-        if not (place.was_told and code == 0):
-            messages.append(Ended(f"the follower of {place.name} has ended with exit code {code}: {line[:300]}"))
+            if isinstance(error, self._ray.exceptions.RayTaskError) or getattr(error, "actor_init_failed", False):
+                refusal = self._breaks(node, str(error))  # the node's package is another one, or there is none
+            else:
+                messages.append(Ended(f"Ray has ended the holder {place.name} ({type(error).__name__})"))
+        if refusal:
+            messages.append(Refusal(refusal))
+        self._refusals.note(node, refusal)
         return HolderState.ENDED
+
+    def _breaks(self, node: str | None, error: str) -> str:
+        """The sentence about a node on which the holder itself fails. `error`: Ray's, of many lines."""
+        address = next((one["NodeManagerAddress"] for one in self._ray.nodes() if one["NodeID"] == node), "A node")
+        last = next((line for line in reversed(error.splitlines()) if line.strip()), "")
+        return f"{address} cannot run pagewire {__version__}: {last.strip()[:300]}."
 
     def _look_up(self, name: str) -> tuple[str | None, dict[int, str]]:
         """A group's state, and the nodes of its bundles."""
@@ -207,7 +227,7 @@ class _Parts:
                 options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
                 self._warden = self._ray.remote(Warden).options(**options).remote(self._place.launch.address)
             try:
-                self._ray.get(self._warden.make_group.remote(name, bundles))
+                self._ray.get(self._warden.make_group.remote(name, bundles, self._refusals.nodes))
                 return
             except self._ray.exceptions.ActorDiedError:
                 self._warden = None
@@ -268,6 +288,30 @@ class _Place:
         self.run: Any = None  # of the holder: its follower's end
         self.was_told = False  # to leave
         self.started_at = 0.0
+
+
+class _Refusals:
+    """Nodes that could not take part, by their ids, and when they are asked again."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, int, float]] = {}  # the last reason, how often in a row, and when to ask again
+
+    def note(self, node: str | None, refusal: str) -> None:
+        """A follower there has ended. `node`: None: its group was removed. `refusal`: empty: for another reason."""
+        if node is None:
+            return
+        num = self._of.pop(node, ("", 0, 0.0))[1] + 1
+        if refusal:
+            self._of[node] = refusal, num, time.monotonic() + pause_s(num)
+
+    def of(self, node: str | None) -> str:
+        """Why this node is not asked again yet, a sentence; empty: it may be."""
+        refusal, _, again_at = self._of.get(node or "", ("", 0, 0.0))
+        return refusal if time.monotonic() < again_at else ""
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node for node in self._of if self.of(node)]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ def main() -> int:
 
     settings = json.loads(read_line(0))
     end_with(0)
+    if settings.get("backend") == "ray":
+        settings["join_address"] = f"tcp://{settings['host']}:0"  # where its followers reach it
     try:
         config = from_options("pagewire.ray.app", settings, strict=False)
         if config.source.models:

@@ -25,8 +25,9 @@ _TAIL = 4000  # characters of its output that an error quotes
 class EngineProcess:
     """It runs from the first line on. Call everything on one event loop."""
 
-    def __init__(self, settings: Mapping[str, Any], *, host: str, key: str) -> None:
-        """`settings`: of `pagewire serve`, by field name. `key`: one of its API keys."""
+    def __init__(self, settings: Mapping[str, Any], *, host: str, key: str, head: str = "") -> None:
+        """`settings`: of `pagewire serve`, by field name. `key`: one of its API keys. `head`: of the Ray cluster,
+        HOST:PORT, for an engine whose ranks Ray places."""
         with listen(host) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://{host}:{port}"
@@ -37,6 +38,8 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (`_end` closes it)
         environment = interpreter.environment(interpreter.HUB_TOKENS)
         environment.pop("OMP_NUM_THREADS", None)  # Ray's: one for each CPU of the actor
+        if head:
+            environment["RAY_ADDRESS"] = head
         self._process = subprocess.Popen(
             [*interpreter.COMMAND, "pagewire.ray.engine"],
             stdin=subprocess.PIPE,

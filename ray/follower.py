@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import PagewireError
+from ..errors import ConfigError, PagewireError
+from ..ipc.zmq_channel import Keys, read_keys
 from ..procs.lifeline import end_with, read_line
 from .placing import FollowerLaunch
 
@@ -19,25 +20,32 @@ def main() -> int:
     """The exit code of `pagewire launch --join`."""
     import uvloop
 
-    from ..ipc.zmq_channel import Keys, read_keys
     from ..procs.child import exit_code
     from ..procs.follower import Follower
 
     launch = msgspec.json.decode(read_line(0), type=FollowerLaunch)
     end_with(0)
     try:
-        if launch.keys is not None:
-            keys = Keys(*launch.keys)
-        elif launch.key_file is not None and Path(launch.key_file).exists():
-            keys = read_keys(Path(launch.key_file))
-        else:
-            print(f"pagewire: {launch.name}: the key file {launch.key_file} does not exist there.", file=sys.stderr)
-            return 2
+        keys = _keys(launch)
         follower = Follower(launch.address, keys, host=launch.host, name=launch.name, model=None, rejoin_s=REJOIN_S)
         return uvloop.run(follower.run())
     except PagewireError as error:
         print(f"pagewire: {launch.name}: {error}", file=sys.stderr)
         return exit_code(error)
+
+
+def _keys(launch: FollowerLaunch) -> Keys:
+    """The engine's. Raises ConfigError."""
+    if launch.secret_key is not None:
+        return Keys(launch.public_key, launch.secret_key)
+    assert launch.key_file is not None, launch
+    path = Path(launch.key_file)
+    if not path.exists():
+        raise ConfigError(f"The key file {path} does not exist there; copy the lead's to each node.")
+    keys = read_keys(path)
+    if keys.public != launch.public_key:
+        raise ConfigError(f"The key file {path} is not the lead's there; copy the lead's to each node.")
+    return keys
 
 
 if __name__ == "__main__":

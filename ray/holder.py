@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,9 +21,11 @@ from msgspec.structs import replace
 from ..procs import interpreter
 from .placing import FollowerLaunch
 
+REFUSED = 2  # the exit code of a follower that cannot take part
 CHECK_S = 3.0  # between the warden's looks at the lead
 GONE_S = 15.0  # without an answer of the lead, until the warden ends
-_TAIL = 5  # lines of a follower's output that are passed on
+_TAIL = 20  # lines of a follower's output among which is why it has ended
+_PREFIX = "pagewire: "
 
 
 class Holder:
@@ -31,16 +34,17 @@ class Holder:
         self._child: subprocess.Popen[bytes] | None = None
         self._was_told = False  # to leave
         self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._name = ""  # of the follower
 
     def run(self, launch_json: bytes) -> tuple[int, str]:
-        """Starts the follower, unless it was started, and waits for its end: its exit code, and the last line that it
-        wrote. Several threads may call it."""
+        """Starts the follower, unless it was started, and waits for its end: its exit code, and the line that says why.
+        Several threads may call it."""
         with self._lock:
             if self._child is None:
                 self._child = self._start(msgspec.json.decode(launch_json, type=FollowerLaunch))
         code = self._child.wait()
         self._reader.join(1.0)
-        return code, self._tail[-1] if self._tail else ""
+        return code, why_ended(code, list(self._tail), self._name)
 
     def leave(self) -> None:
         """The node is about to end: the follower leaves as soon as another one has taken over."""
@@ -53,7 +57,8 @@ class Holder:
         import ray
 
         host = ray.util.get_node_ip_address()
-        launch = replace(launch, host=host, name=f"{host}/{os.getpid()}")
+        self._name = f"{host}/{os.getpid()}"
+        launch = replace(launch, host=host, name=self._name)
         environment = interpreter.environment()
         environment.pop("OMP_NUM_THREADS", None)  # Ray's: one for each CPU of the actor; a worker has a pool of its own
         child = subprocess.Popen(
@@ -79,6 +84,14 @@ class Holder:
             print(text, file=sys.stderr, flush=True)
 
 
+def why_ended(code: int, lines: Sequence[str], name: str) -> str:
+    """The line that says why a follower has ended, with its name; empty: it has written nothing. Of a refusal that is
+    our own last line, and of all else, such as a traceback, the last line."""
+    own = [line for line in lines if line.startswith(_PREFIX)] if code == REFUSED else []
+    line = (own or lines or ("",))[-1].removeprefix(_PREFIX)
+    return line if name in line or not line else f"{name}: {line}"
+
+
 class Warden:
     def __init__(self, address: str) -> None:
         """`address`: the lead's, tcp://host:port."""
@@ -86,8 +99,8 @@ class Warden:
         self._lead = url.hostname or "", url.port or 0
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def make_group(self, name: str, bundles: list[dict[str, float]]) -> None:
-        """Asks Ray for room, unless it was asked; does not wait for it."""
+    def make_group(self, name: str, bundles: list[dict[str, float]], avoided: list[str]) -> None:
+        """Asks Ray for room, unless it was asked; does not wait for it. `avoided`: ids of nodes."""
         import ray
 
         try:
@@ -96,7 +109,8 @@ class Warden:
                 return
         except ValueError:
             pass
-        ray.util.placement_group(bundles, strategy="PACK", name=name)
+        selector = {"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else {}
+        ray.util.placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=[selector] * len(bundles))
 
     def _watch(self) -> None:
         answered_at = time.monotonic()

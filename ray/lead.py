@@ -30,6 +30,7 @@ from .placing import (
     FollowerLaunch,
     FromBroker,
     Place,
+    Refusal,
     Release,
     ToBroker,
     Waiting,
@@ -53,8 +54,8 @@ async def serve(config: ServerConfig) -> int:
     url = urlsplit(service.join_address or "")
     broker = Broker(Connect(f"pagewire-{secrets.token_hex(6)}", url.hostname))
     try:
-        host = await broker.connect()
-        address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or host)
+        cluster = await broker.connect()
+        address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or cluster.host)
         check_address(address, keys)
         service = replace(service, join_address=address)
         http = replace(config.http, service=service)
@@ -73,10 +74,10 @@ class RayLead(Lead):
         num_parts = num_machines(self._service, self._num_stages)
         num_ranks = float(len(self._ranks) // num_parts)
         bundle = {"CPU": num_ranks} | ({"GPU": num_ranks} if self._config.kernels is None else {})
-        given = None if self._service.key_file else (keys.public, keys.secret)
-        launch = FollowerLaunch(self._join_address, given, self._service.key_file)
+        secret = None if self._service.key_file else keys.secret
+        launch = FollowerLaunch(self._join_address, keys.public, secret, self._service.key_file)
         self._place = Place(num_parts, bundle, launch)
-        self._refused: str | None = None
+        self._refusal = ""  # of a node, before the engine has begun
 
     async def run(self) -> int:
         """The exit code."""
@@ -93,15 +94,19 @@ class RayLead(Lead):
         return True  # the broker sees nodes that are about to end itself
 
     def _check_followers(self) -> None:
-        """Raises StartError if a node cannot take part and the engine has not begun: the next one will not either."""
+        """Raises ConfigError if a node cannot take part and the engine has not begun: what is missing there is for the
+        operator to correct. Later it is told, and the broker asks that node again after a while."""
         super()._check_followers()
-        if self._refused is not None and not self._begun:
-            raise StartError(self._refused)
+        for reason in self._broker.take_refusals():
+            self._refuse(reason)
+        if self._refusal and not self._begun:
+            raise ConfigError(self._refusal)
 
-    def _refuse(self, name: str, reason: str) -> None:
-        self._refused = reason
+    def _refuse(self, reason: str) -> None:
         if self._begun:
-            super()._refuse(name, reason)
+            super()._refuse(reason)
+        else:
+            self._refusal = reason
 
     async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
         self._broker.is_ending = True
@@ -118,9 +123,10 @@ class Broker:
         self._task: asyncio.Task[None] | None = None
         self.is_ending = False  # its news is of no interest any more
         self.waits_for = "Ray is asked for room"  # a clause; empty: for nothing of Ray
+        self._refusals: list[str] = []
 
-    async def connect(self) -> str:
-        """This machine's address as a node. Raises StartError, ConfigError."""
+    async def connect(self) -> Connected:
+        """Says which cluster it is. Raises StartError, ConfigError."""
         self._process = await self._start()
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -133,7 +139,16 @@ class Broker:
             raise ConfigError(message.reason)
         if not isinstance(message, Connected):
             raise StartError("The process that asks Ray for room has ended; its lines above say why.")
-        return message.host
+        num = f"{message.num_nodes} node{'s' if message.num_nodes != 1 else ''}"
+        resources = " and ".join(f"{message.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+        self._say(f"Ray's cluster at {message.head} has {num} with {resources}.")
+        self._connect = replace(self._connect, head=message.head)  # another broker joins no other cluster
+        return message
+
+    def take_refusals(self) -> list[str]:
+        """Why nodes cannot take part, since the last call: sentences."""
+        taken, self._refusals = self._refusals, []
+        return taken
 
     def place(self, place: Place) -> None:
         """Has it ask for this room until the end."""
@@ -177,6 +192,8 @@ class Broker:
     def _heard(self, message: FromBroker) -> None:
         if isinstance(message, Waiting):
             self.waits_for = message.what
+        elif isinstance(message, Refusal):
+            self._refusals.append(message.reason)
         elif isinstance(message, Ended) and not self.is_ending:
             self._say(f"{message.what}.")
 

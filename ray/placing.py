@@ -18,13 +18,15 @@ ENGINE = "engine"
 class Connect(Struct, frozen=True, tag=True):
     namespace: str  # of everything that this engine has in Ray
     host: str | None  # this machine's address as a node; None: Ray finds out
+    head: str | None = None  # the cluster's, HOST:PORT; None: that of RAY_ADDRESS or of this machine
 
 
 class FollowerLaunch(Struct, frozen=True):
     """What a follower on a node is given."""
 
     address: str  # of the lead, tcp://host:port
-    keys: tuple[str, str] | None  # public and secret; None: those of `key_file`
+    public_key: str  # the lead's
+    secret_key: str | None  # None: that of `key_file`
     key_file: str | None
     host: str = ""  # the node's address; the holder fills it in
     name: str = ""  # for messages; the holder fills it in
@@ -45,6 +47,9 @@ class Release(Struct, frozen=True, tag=True):
 
 class Connected(Struct, frozen=True, tag=True):
     host: str  # this machine's address as a node
+    head: str  # the cluster's, HOST:PORT
+    num_nodes: int  # that live
+    resources: dict[str, float]  # of all nodes
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -65,8 +70,14 @@ class Ended(Struct, frozen=True, tag=True):
     what: str  # a clause
 
 
+class Refusal(Struct, frozen=True, tag=True):
+    """A node cannot take part as it is. It is asked again after a while (`pause_s`)."""
+
+    reason: str  # a sentence that names the node
+
+
 ToBroker = Connect | Place | Release
-FromBroker = Connected | Failed | Waiting | Ended
+FromBroker = Connected | Failed | Waiting | Ended | Refusal
 
 
 # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,6 +98,17 @@ class Bundle(Struct, frozen=True):
 
     holder: HolderState
     drains: bool = False  # its node is about to end: Ray starts nothing there
+    refusal: str = ""  # a sentence: why its node cannot take part, and is not asked again yet; empty: it may be
+
+    @property
+    def is_refused(self) -> bool:
+        """It has no follower and gets none yet."""
+        return self.holder is HolderState.NONE and bool(self.refusal)
+
+    @property
+    def is_free(self) -> bool:
+        """A follower may start here."""
+        return self.holder is HolderState.NONE and not (self.drains or self.refusal)
 
 
 class Group(Struct, frozen=True):
@@ -110,7 +132,7 @@ def next_steps(groups: Sequence[Group], num_parts: int) -> list[tuple[Step, str,
     """What to do now, each with the name of its group and the number of its bundle (-1: of none).
 
     There are as many followers as parts, besides those on nodes that are about to end. A group is never moved by Ray
-    while its nodes live, so the place of such a follower is another group."""
+    while its nodes live, so the place of such a follower, or of one whose node refuses, is another group."""
     steps = []
     for group in groups:
         if group.state in _NONE:
@@ -128,25 +150,28 @@ def next_steps(groups: Sequence[Group], num_parts: int) -> list[tuple[Step, str,
         (Step.START, group.name, number)
         for group in groups
         for number, bundle in enumerate(group.bundles)
-        if group.state == "CREATED" and bundle.holder is HolderState.NONE and not bundle.drains
+        if group.state == "CREATED" and bundle.is_free
     ]
     steps += empty[: max(0, num_missing)]
-    num_over = sum(not bundle.drains for group in groups for bundle in group.bundles) - num_parts
-    if num_over < 0:
-        names = {group.name for group in groups}
-        steps.append((Step.MAKE_GROUP, next(name for name in spare_names(num_parts) if name not in names), -1))
+    num_over = sum(not (one.drains or one.is_refused) for group in groups for one in group.bundles) - num_parts
+    taken = {group.name for group in groups}
+    names = [name for name in spare_names(num_parts) if name not in taken]
+    if num_over < 0 and names:
+        steps.append((Step.MAKE_GROUP, names[0], -1))
     for group in groups:
-        is_unused = all(bundle.holder is HolderState.NONE and not bundle.drains for bundle in group.bundles)
-        if num_over > 0 and group.name != ENGINE and is_unused and group.state not in _NONE:
+        is_unused = all(bundle.holder is HolderState.NONE for bundle in group.bundles)
+        is_useless = any(bundle.drains or bundle.is_refused for bundle in group.bundles)
+        if group.name != ENGINE and is_unused and group.state not in _NONE and (num_over > 0 or is_useless):
             steps.append((Step.REMOVE_GROUP, group.name, -1))
-            num_over -= 1
+            num_over -= not is_useless
     removed = {name for step, name, _ in steps if step is Step.REMOVE_GROUP}
     return [one for one in steps if one[0] is Step.REMOVE_GROUP or one[1] not in removed]
 
 
 def spare_names(num_parts: int) -> list[str]:
-    """Names of groups besides the engine's."""
-    return [f"spare-{number}" for number in range(num_parts + 1)]
+    """Names of groups besides the engine's. More than parts, since those of nodes that drain stay while their followers
+    wait to be relieved."""
+    return [f"spare-{number}" for number in range(4 * num_parts)]
 
 
 def waits_for(groups: Sequence[Group], num_parts: int, bundle: dict[str, float], free: Mapping[str, float]) -> str:
@@ -154,12 +179,21 @@ def waits_for(groups: Sequence[Group], num_parts: int, bundle: dict[str, float],
     if (num_missing := num_parts - _num_running(groups)) <= 0:
         return ""
     group = next((group for group in groups if group.state != "CREATED"), None)
+    refusals = [bundle.refusal for group in groups for bundle in group.bundles if bundle.is_refused]
+    refusing = f"one that refuses ({' '.join(refusals)}) is asked again within {_LONGEST_PAUSE_S:g} s"
     if group is None:
-        return f"Ray starts {num_missing} of {num_parts} followers"
+        return refusing if refusals else f"Ray starts {num_missing} of {num_parts} followers"
     room = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
     left = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in bundle)
     state = f"its state: {group.state or 'new'}; free on all nodes: {left}"
-    return f"Ray has no room for {len(group.bundles)} times {room}, each on one node ({state})"
+    refusing = f"{refusing}, and " if refusals else ""
+    return f"{refusing}Ray has no room for {len(group.bundles)} times {room}, each on one node ({state})"
+
+
+def pause_s(num_refusals: int) -> float:
+    """Until a node that has refused so many times in a row is asked again: what is missing there takes somebody a
+    while, and each attempt is a line in the log."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (num_refusals - 1))
 
 
 def _num_running(groups: Sequence[Group]) -> int:
@@ -169,3 +203,4 @@ def _num_running(groups: Sequence[Group]) -> int:
 
 
 _NONE = (None, "REMOVED")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0

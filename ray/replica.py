@@ -29,8 +29,8 @@ class Engine:
         import ray
 
         keys = settings.get("api_key") or [inner_key()]
-        host = ray.util.get_node_ip_address()
-        self._process = EngineProcess({**settings, "api_key": keys}, host=host, key=keys[0])
+        host, head = ray.util.get_node_ip_address(), ray.get_runtime_context().gcs_address
+        self._process = EngineProcess({**settings, "api_key": keys}, host=host, key=keys[0], head=head)
         self._registry = registry
         self._is_leaving = False
         self._last = Reading(0.0)

@@ -41,7 +41,18 @@ class ServeOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _OF_SERVE = {field.name for field in msgspec.structs.fields(ServeOptions)}
-_OF_REPLICA = ("host", "port", "uds", "ssl_certfile", "data_parallel_size", "api_key_file", "admin_api_key_file")
+_ADDRESS = "it listens at a free port of its node"
+_TLS = "doors reach engines without TLS, and clients reach Serve's proxy, which may have TLS"
+_FILE = "a file would have to be on every node; give the keys themselves"
+_ONE = "it names one for all engines, and several may be on a node"
+_REFUSED = {  # settings that are not for the engines, and why
+    **dict.fromkeys(("host", "port", "uds", "join_address"), _ADDRESS),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), _TLS),
+    **dict.fromkeys(("api_key_file", "admin_api_key_file"), _FILE),
+    **dict.fromkeys(("client_address", "kv_events", "kv_events_replay", "record_trace"), _ONE),
+    "data_parallel_size": "max_replicas says how many there are",
+}
+_OF_RAY = {"nnodes", "key_file"}  # settings of an engine on several nodes, which only Ray starts here
 _OF_DOOR = ("root_path", "requests_per_minute", "tokens_per_minute", "access_log")  # not of the engines behind it
 
 
@@ -62,14 +73,46 @@ def split(args: Mapping[str, object]) -> tuple[ServeOptions, dict[str, object], 
     for name, value in settings.items():
         if name not in SETTINGS:
             raise ConfigError(f"{name} is no setting of pagewire serve, and none of its Ray Serve application.")
-        if name in _OF_REPLICA:
-            raise ConfigError(
-                f"{name} is not for an engine of a Ray Serve application, which has its own; leave it out."
-            )
+        if name in _REFUSED:
+            raise ConfigError(f"{name} is not for an engine of a Ray Serve application: {_REFUSED[name]}.")
         if isinstance(value, str) and get_origin(SETTINGS[name].kind) is tuple:
             settings[name] = value.split(",")
+    if settings.get("device", "auto") == "auto":  # Ray hides no GPU from an engine that asked for none
+        settings["device"] = "cuda" if options.num_gpus else "cpu"
     config = from_options("pagewire.ray.app", settings, strict=False)
+    _check_nodes(settings, config)
+    _check_gpus(options.num_gpus, config)
     return options, settings, config
+
+
+def _check_nodes(settings: Mapping[str, object], config: Config) -> None:
+    """Raises ConfigError."""
+    if config.service.backend == "ray":
+        if config.source.models:
+            raise ConfigError("backend ray is for engines of one model; leave it out, or name one model.")
+    elif found := [name for name in settings if name in _OF_RAY]:
+        raise ConfigError(
+            f"{found[0]} is for an engine on several nodes; leave it out, or give backend=ray, so that Ray places the "
+            "ranks of each engine."
+        )
+
+
+def _check_gpus(num_gpus: float, config: Config) -> None:
+    """`num_gpus`: of each engine. Raises ConfigError if its ranks do not fit them."""
+    engine = config.engine
+    size, num_stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    num_ranks = size * num_stages
+    if engine.device == "cpu":
+        if num_gpus:
+            raise ConfigError(f"num_gpus {num_gpus:g} is for engines on GPUs; leave it or device=cpu out.")
+        return
+    is_part = num_ranks == 1 and 0 < num_gpus < 1  # engines share a GPU
+    is_shared = bool(config.source.models) and num_gpus > num_ranks  # the models of an engine share its GPUs
+    if num_gpus != num_ranks and not (is_part or is_shared):
+        raise ConfigError(
+            f"num_gpus {num_gpus:g} does not fit the {num_ranks} ranks of an engine (tensor_parallel_size {size} times "
+            f"pipeline_parallel_size {num_stages}): each rank takes a GPU; give num_gpus={num_ranks}."
+        )
 
 
 def build(args: Mapping[str, object]) -> Any:
@@ -79,6 +122,7 @@ def build(args: Mapping[str, object]) -> Any:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     http = prepare_http(from_options("pagewire.ray.app", {"host": "0.0.0.0"}, base=config))
+    num_gpus = 0.0 if config.service.backend == "ray" else options.num_gpus  # else those of its ranks' own places
     of_engine = {name: value for name, value in settings.items() if name not in _OF_DOOR}
     registry = serve.deployment(
         _Registry,
@@ -112,7 +156,7 @@ def build(args: Mapping[str, object]) -> Any:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
         max_surge_percent=100,
-        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": num_gpus},
     ).bind(of_engine, options.version, registry)
     wrapped = serve.ingress(Door(http))(_Ingress)
     return serve.deployment(

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+from hidden_folder import hiding
 from waiting import until
 
 from pagewire.tools.servers import descendants, free_port
@@ -45,21 +47,39 @@ class RayNodes:
         head = ("--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false")
         self._start(2, *head, f"--temp-dir={self.folder}", "--num-cpus=0")
 
-    def add(self, number: int, num_cpus: int = 1) -> None:
-        """Starts a node, and waits until it has joined."""
-        self._start(number, f"--address={self.address}", f"--num-cpus={num_cpus}")
+    def add(
+        self,
+        number: int,
+        num_cpus: int = 1,
+        *,
+        hidden: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts a node, and waits until it has joined. `hidden`: a folder that is empty for it. `environment`: more
+        variables of its programs."""
+        flags = f"--address={self.address}", f"--num-cpus={num_cpus}"
+        self._start(number, *flags, hidden=hidden, environment=environment or {})
 
-    def _start(self, number: int, *flags: str) -> None:
+    def only(self, *numbers: int) -> None:
+        """Ends all other nodes but the head."""
+        for number in self.numbers[1:]:
+            if number not in numbers:
+                self.kill(number)
+
+    def _start(
+        self, number: int, *flags: str, hidden: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         ray = Path(sys.executable).with_name("ray")
         log = self.folder / f"node-{number}.log"
+        before = () if hidden is None else hiding(hidden)
         memory = "--object-store-memory=80000000"
         with log.open("wb") as out:
             self._nodes[number] = subprocess.Popen(
-                [ray, "start", f"--node-ip-address=127.0.0.{number}", memory, *_COMMON, *flags],
+                [*before, ray, "start", f"--node-ip-address=127.0.0.{number}", memory, *_COMMON, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=self.environment,
+                env=self.environment | dict(environment or {}),
                 cwd=self.folder,
                 start_new_session=True,
             )

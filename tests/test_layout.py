@@ -88,7 +88,7 @@ ROOMS: dict[str, str] = {
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"
     ),
-    "ray": "errors config ipc api procs route commands",
+    "ray": "errors version config ipc api procs route commands",
     "offline": "errors config ipc engine.core engine.text api.output api.output.parsers procs client",
     "commands.bench": "errors config engine.checkpoint engine.text procs commands offline",
     "cli": "errors version config engine.core engine.runner procs route commands commands.bench ray",

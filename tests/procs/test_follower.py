@@ -111,6 +111,7 @@ def run(
             name="b",
             model=model,
             rejoin_s=rejoin_s,
+            rejoin_flag="--rejoin-timeout",
         )
         running = asyncio.ensure_future(follower.run())
         try:
@@ -255,7 +256,9 @@ def test_another_key_is_a_sentence_after_a_bounded_time(tmp_path: Path, capsys: 
     assert run(tmp_path, scenario, keys=read_keys(tmp_path / "other"), rejoin_s=6.5) == 1
     first, last = capsys.readouterr().err.splitlines()
     assert "accepts connections and does not answer: its key file differs from this one" in first
-    assert "has not answered for 6.5 s (see --rejoin-timeout)" in last
+    assert (
+        last.startswith("pagewire: no lead for 6.5 s (see --rejoin-timeout): tcp:") and "its key file differs" in last
+    )
 
 
 def test_an_epoch_that_the_lead_repeats_is_carried_out_once() -> None:

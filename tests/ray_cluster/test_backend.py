@@ -1,18 +1,23 @@
 """An engine whose ranks Ray places: nodes, the broker and the lead end under streams, and nothing keeps its room."""
 
 import json
+import shutil
 import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from hidden_folder import can_hide, own_cache
 from open_requests import END_S, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
 from pagewire.commands.metrics import read
+from pagewire.engine.checkpoint.source import DEMO_MODEL
+from pagewire.ipc.zmq_channel import read_keys
 from pagewire.tools.servers import SERVE, Server
+from pagewire.version import __version__
 
 pytestmark = [
     pytest.mark.e2e,
@@ -73,6 +78,12 @@ def says(server: Server, text: str) -> None:
     until(lambda: text in server.log.read_text(), lambda: f"the log says {text}: {server.log.read_text()}", END_S)
 
 
+def ends_with(server: Server) -> str:
+    """The last line of a server that ends by itself, as one that the user can correct."""
+    assert server.process.wait(2 * END_S) == 2, server.log.read_text()
+    return server.log.read_text().splitlines()[-1]
+
+
 def broker_of(server: Server) -> psutil.Process | None:
     children = psutil.Process(server.process.pid).children()
     return next((child for child in children if "pagewire.ray.broker" in child.cmdline()), None)
@@ -125,8 +136,7 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
 
 def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: Callable[..., Server]) -> None:
     """It goes on while there is no room elsewhere, and hands over when there is: no death, and no lease that ends."""
-    for number in nodes.numbers[1:]:
-        nodes.kill(number)
+    nodes.only()
     nodes.add(8)
     nodes.add(9)
     server = start().wait_ready()
@@ -167,14 +177,91 @@ def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start:
     until(nodes.is_free, "the room is given back", END_S)
 
 
-def test_a_node_without_the_model_ends_the_start_with_a_sentence(
+@pytest.mark.skipif(not can_hide(), reason="this user may not mount anything")
+def test_a_node_without_the_files_copies_the_model_and_names_the_key(
     nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    server = start("--key-file", str(tmp_path / "key"))
-    until((tmp_path / "key").exists, "the key is made", END_S)
-    (tmp_path / "key").rename(tmp_path / "hidden")
-    says(server, "does not exist there")
+    """The model's folder and that of the key file are empty for one of two nodes."""
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    model = shutil.copytree(DEMO_MODEL, there / "model")
+    nodes.only()
+    nodes.add(11)
+    nodes.add(12, hidden=there, environment={"XDG_CACHE_HOME": str(own_cache(cache))})
+    server = start("--model", str(model)).wait_ready()
+    text_of(long_stream(server))
+    (copied,) = (cache / "pagewire" / "models").glob("*/model/model.safetensors")
+    assert copied.read_bytes() == (model / "model.safetensors").read_bytes()
     assert server.stop() == 0
+
+    key = there / "key"
+    server = start("--key-file", str(key))
+    assert ends_with(server).endswith(f": The key file {key} does not exist there; copy the lead's to each node.")
+    assert ends_with(server).startswith("pagewire: 127.0.0.12/")
+    assert nodes.is_free()
+
+
+def test_a_node_with_another_key_or_no_package_ends_the_start_with_a_sentence(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    nodes.only(11)
+    key = tmp_path / "key"
+    read_keys(tmp_path / "other")
+    server = start("--key-file", str(key), "--pipeline-parallel-size", "1")
+    says(server, f"Ray's cluster at {nodes.address} has ")  # the lead has read its keys
+    (tmp_path / "other").rename(key)
+    assert ends_with(server).endswith(f": The key file {key} is not the lead's there; copy the lead's to each node.")
+
+    package = tmp_path / "packages" / "pagewire"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('pagewire is not installed here')")
+    nodes.only()
+    nodes.add(13, environment={"PYTHONPATH": str(package.parent)})
+    server = start("--pipeline-parallel-size", "1")
+    assert ends_with(server).startswith(f"pagewire: 127.0.0.13 cannot run pagewire {__version__}: ")
+    assert "pagewire is not installed here" in ends_with(server)
+
+
+def test_a_node_that_refuses_later_is_told_and_asked_again_after_a_while(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    nodes.only()
+    nodes.add(14)
+    server = start("--key-file", str(key), "--pipeline-parallel-size", "1").wait_ready()
+    expected = text_of(long_stream(server))
+    stream = long_stream(server)
+    hidden = key.rename(tmp_path / "hidden")
+    follower = named(nodes, 14, "pagewire.ray.follower")
+    assert follower is not None
+    follower.kill()
+    says(server, f": The key file {key} does not exist there")
+    waits = "waiting for a node for worker: one that refuses (127.0.0.14/"
+    until(lambda: waits in health(server), lambda: f"/health says why: {health(server)}", END_S)
+    hidden.rename(key)
+    assert text_of(stream) == expected
+    assert server.log.read_text().count("does not exist there") < 4, "it is not asked all the time"
+    assert server.stop() == 0
+
+
+@pytest.mark.skipif(not can_hide(), reason="this user may not mount anything")
+def test_a_node_that_refuses_is_passed_over_for_another_one(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    nodes.only()
+    nodes.add(15)
+    server = start("--key-file", str(there / "key"), "--pipeline-parallel-size", "1").wait_ready()
+    expected = text_of(long_stream(server))
+    nodes.add(16, num_cpus=2, hidden=there)  # with room for the place that is asked for instead of its own
+    stream = long_stream(server)
+    nodes.kill(15)
+    says(server, "pagewire: 127.0.0.16/")
+    nodes.add(17)
+    assert text_of(stream) == expected
+    assert named(nodes, 17, "pagewire: worker") and not named(nodes, 16, "pagewire: worker")
+    assert server.stop() == 0
+    assert nodes.is_free()
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
