@@ -157,6 +157,12 @@ def check_several_machines(options: EngineOptions, what: str) -> None:
                     f"--kv-connector p2p: {option}={value} is a socket of one machine, and {what} puts ranks on "
                     "several; give tcp://HOST:PORT and key-file=FILE."
                 )
+    names = {spec.partition(",")[0] for spec in options.kv_connector}
+    if options.kv_domains > 1 and (in_folders := sorted(names & {"disk", "shared"})):
+        raise ConfigError(
+            f"--kv-connector {in_folders[0]} with --kv-domains is for engines whose ranks are all on one machine, "
+            f"because the core looks at the folder that each domain writes to; leave it or {what} out."
+        )
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:
@@ -360,17 +366,25 @@ def _check_domains(config: Config, model: ModelFacts, machine: MachineFacts) -> 
         )
     if not model.is_native:
         raise ConfigError(f"{flag}: transformers computes {model.name}, whose layers cannot be divided; leave it out.")
-    for other, is_asked in (
-        (_STAGES, options.pipeline_parallel_size > 1),
-        ("--speculative", options.speculative is not None),
-        ("--kv-connector", bool(options.kv_connector)),
-        ("--kv-events", options.kv_events is not None),
-        ("--extension", options.extension is not None),
-        ("--record-trace", options.record_trace is not None),
-        ("--nnodes", config.service.nnodes > 1),
+    for other, is_asked, why in (
+        (
+            _STAGES,
+            options.pipeline_parallel_size > 1,
+            "a domain without tokens sends the next stage no input to wait for",
+        ),
+        (
+            "--speculative",
+            options.speculative is not None,
+            "only a domain's own rank knows how many draft tokens it has in a step, and all ranks must know it",
+        ),
+        (
+            "--kv-connector p2p",
+            any(spec.partition(",")[0] == "p2p" for spec in options.kv_connector),
+            "peers name an engine, and do not know which of its domains computes a prompt",
+        ),
     ):
         if is_asked:
-            raise ConfigError(f"{flag} is not there with {other}; leave one of them out.")
+            raise ConfigError(f"{flag} is not there with {other}: {why}; leave one of them out.")
 
 
 def _check_attention(options: EngineOptions, machine: MachineFacts) -> None:

@@ -28,7 +28,7 @@ class Extension(Protocol):
 
     @staticmethod
     def core(options: Options) -> PlanExtension:
-        """The core half. Raises ConfigError for options that make no sense."""
+        """The core half; each KV domain has one. Raises ConfigError for options that make no sense."""
 
     @staticmethod
     def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> AttentionBackend:

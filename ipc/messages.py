@@ -792,6 +792,7 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_evicted: int  # blocks dropped to make room
     num_failed: int  # blocks that could not be loaded
     num_loaded_bytes: int = 0  # of blocks that could, on all ranks
+    is_common: bool = False  # all KV domains have it together, and others may as well
 
 
 class GroupSnapshot(Struct, frozen=True, array_like=True):

@@ -13,14 +13,14 @@ from msgspec import structs
 
 from ..config.config import EngineConfig
 from ..engine.core import trace
-from ..engine.core.domains import AnyScheduler, Domains
+from ..engine.core.domains import AnyScheduler
 from ..engine.core.expert_loads import ExpertLoads
 from ..engine.core.expert_placement import Balancer
 from ..engine.core.kv_connector import TierConnector
 from ..engine.core.planner import Lateness
 from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
-from ..engine.kv_connector.registry import core_connector, resize
+from ..engine.kv_connector.registry import core_connector, of_domain, resize
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -33,6 +33,7 @@ from ..ipc.messages import (
     ExpertLoad,
     Facts,
     Failed,
+    GroupShape,
     LateMasks,
     Leave,
     Masks,
@@ -98,7 +99,7 @@ class CoreActor:
         self._hosts = hosts
         self._clients: ClientPort | None = None
         self._scheduler: AnyScheduler | None = None
-        self._connector: TierConnector | None = None  # itself, also if its answers are recorded
+        self._connectors: list[TierConnector] = []  # of each domain, if there are any; themselves, also if recorded
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # messages that came before the workers' offers
@@ -107,7 +108,7 @@ class CoreActor:
         self._given_up: set[int] = set()  # rids of them that were cancelled since
         self._workers = workers(config.num_ranks)
         self._offers: dict[int, CacheOffer] = {}  # by rank
-        self._transfers = RankTransfers(config.num_ranks)
+        self._transfers = RankTransfers(config.num_ranks // config.kv_domains)
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
         self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
@@ -230,8 +231,9 @@ class CoreActor:
         if self._clients is not None:
             self._clients.close("The engine is stopping.")
             self._clients = None
-        if self._scheduler is not None and self._scheduler.connector is not None:
-            self._scheduler.connector.close()
+        for connector in self._connectors:
+            connector.close()
+        self._connectors.clear()
 
     def _add(self, message: Enqueue, arrived: float) -> bool:
         """Adds a request. Returns whether it was accepted."""
@@ -345,20 +347,19 @@ class CoreActor:
         self._tell_workers(OpenCache(num_pages, rank_bytes, self._hosts))
         if self._scheduler is not None:
             return
-        facts = ConnectorFacts.of(config, rank_bytes, groups, may_refuse=self._epoch == 1, hosts=self._hosts)
-        self._connector = connector = core_connector(config.kv_connector, facts)
+        self._open_connectors(rank_bytes, groups)
+        connectors: list[TierConnector] = self._connectors
         if config.record_trace is not None:
             # Only its owner may read it: it holds what users wrote. `stop` closes it.
             path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
             self._trace = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
-            connector = trace.TracedConnector(connector, self._record) if connector is not None else None
-        extension = None
+            connectors = [trace.TracedConnector(connector, self._record) for connector in connectors]
+        extensions = []
         if config.extension is not None:
             kind, options = load_extension(config.extension)
-            extension = kind.core(options)
+            extensions = [kind.core(options) for _ in range(config.kv_domains)]
         by_args = offer.keys_by_args
-        make = partial(trace.make_scheduler, config, num_pages, connector, extension, groups, keys_by_args=by_args)
-        self._scheduler = make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
+        self._scheduler = trace.make_schedulers(config, num_pages, connectors, extensions, groups, keys_by_args=by_args)
         self._scheduler.counters.expert_share = max(other.reads.expert_share for other in self._offers.values())
         self._record(trace.Opened(config, num_pages, groups, by_args))
         if self._settings != config:
@@ -367,6 +368,16 @@ class CoreActor:
         self.handle(list(early))
         if self._clients is not None:
             self._clients.open(self._scheduler.max_model_len, self.hear_clients)
+
+    def _open_connectors(self, rank_bytes: tuple[int, ...], groups: tuple[GroupShape, ...]) -> None:
+        """Opens the KV connector of each domain, if there are any; `stop` closes them. Raises ConfigError."""
+        config = self._config
+        for domain in range(config.kv_domains):
+            specs = of_domain(config.kv_connector, domain, config.kv_domains)
+            may_refuse = self._epoch == 1
+            facts = ConnectorFacts.of(config, rank_bytes, groups, rank=domain, may_refuse=may_refuse, hosts=self._hosts)
+            if (connector := core_connector(specs, facts)) is not None:
+                self._connectors.append(connector)
 
     def _settle(self, settings: Settings) -> None:
         """Follows other settings, unless they were sent to a process before this one."""
@@ -379,8 +390,8 @@ class CoreActor:
         """The settings hold from the next plan on."""
         self._record(trace.Changed(self._settings))
         scheduler.change(trace.adjustable(self._settings))
-        if self._connector is not None:
-            resize(self._connector, self._settings.kv_connector)
+        for domain, connector in enumerate(self._connectors):
+            resize(connector, of_domain(self._settings.kv_connector, domain, self._config.kv_domains))
 
     @property
     def _has_workers(self) -> bool:
@@ -462,7 +473,8 @@ class CoreActor:
         if not self._is_watching and scheduler.late():
             self._watch()
         if self._kv_events is not None:
-            self._kv_events.publish(scheduler.take_kv_events())
+            for domain, own in enumerate(scheduler.schedulers):
+                self._kv_events.publish(own.take_kv_events(), domain)
         if scheduler.asks_again and not self._asks_again:
             with contextlib.suppress(RuntimeError):  # without a loop, the caller of the actors calls `handle` again
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
@@ -471,8 +483,7 @@ class CoreActor:
     def _plan(self, scheduler: AnyScheduler) -> bool:
         """Sends the plan of the next step, or that of each domain, if there is something to do."""
         plan = scheduler.plan()
-        if not isinstance(plan, tuple):
-            self._record(trace.Planned(plan))
+        self._record(trace.Planned.of(plan))
         if plan is None:
             return False
         if scheduler.num_in_flight == 1:
@@ -542,15 +553,14 @@ class CoreActor:
         """What the ranks have reported, and what of the KV cache's memory is in use."""
         num_domains = self._config.kv_domains
         totals, window = self._roof.report(time.monotonic(), scheduler.counters, num_domains)
-        tiers = () if scheduler.connector is None else scheduler.connector.tiers()
-        in_host = sum(tier.num_blocks for tier in tiers if tier.name == "host")
         found = []
         for rank, usage in sorted(self._usages.items()):
-            offer = self._offers[rank]
+            offer, own = self._offers[rank], scheduler.of_rank(rank)
             size = offer.block_bytes
+            in_host = sum(tier.num_blocks for tier in own.tiers() if tier.name == "host")
             memory = dict(usage.memory)
             if kv_cache := memory.pop("kv_cache", 0):
-                used, cached = (size * num for num in scheduler.pages_of(rank))
+                used, cached = (size * num for num in own.pages())
                 memory |= {"kv_used": used, "kv_cached": cached, "kv_free": max(0, kv_cache - used - cached)}
             if in_host:
                 memory["host_tier"] = size * in_host
@@ -575,7 +585,7 @@ class CoreActor:
             num_cached_tokens=counters.num_cached_tokens,
             num_output_tokens=counters.num_output_tokens,
             step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
-            tiers=() if scheduler.connector is None else scheduler.connector.tiers(),
+            tiers=scheduler.tiers(),
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=counters.num_accepted_tokens,

@@ -7,7 +7,8 @@ core waits for none of it.
 
 Each batch is a message of three frames on an XPUB socket: the topic `kv@HOST@MODEL`; a number, 8 bytes, big endian,
 counting batches from 0; and msgpack. The msgpack is an array `[ts, events, data_parallel_rank]`: seconds since 1970,
-the events in order, and the number of the engine. An event is an array that begins with its name:
+the events in order, and the number of the KV domain whose cache they are about, counted over all engines: without
+domains the number of the engine. An event is an array that begins with its name:
 
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", block_hashes, medium]
@@ -32,7 +33,8 @@ would drop all that it knows, again and again.
 
 A subscriber that comes late, or that asked for a batch that is no longer kept, is told all blocks that can be found
 now: live batches for all subscribers, the first of which begins with `AllBlocksCleared`, so that nobody counts a block
-twice.
+twice. All domains are cleared before any block is told: llm-d and AIBrix take the events of an engine for those of one
+cache. llm-d counts how many domains have a block.
 """
 
 import contextlib
@@ -77,6 +79,9 @@ _WAKE = "inproc://wake"
 _SUBSCRIBED = b"\x01"  # the first byte of what XPUB receives
 _encode = msgspec.msgpack.Encoder().encode
 
+_Batch = tuple[int, Sequence[KvCacheEvent]]
+"""Events of a KV domain; none: the end."""
+
 
 class _BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
     block_hashes: list[int]
@@ -120,10 +125,11 @@ class KvEventPublisher:
         keys: Keys | None = None,
         is_insecure: bool = False,
         engine: int = 0,
+        num_domains: int = 1,
     ) -> None:
-        """Binds. `engine`: its number in the batches. `keys`: subscribers must have the same; None: they need none.
-        `is_insecure`: other machines may connect without keys. Raises ConfigError if an address is invalid, not
-        available, or open by mistake."""
+        """Binds. `engine`: its number. `num_domains`: its KV domains. `keys`: subscribers must have the same; None:
+        they need none. `is_insecure`: other machines may connect without keys. Raises ConfigError if an address is
+        invalid, not available, or open by mistake."""
         addresses = {"--kv-events": address} | ({} if replay is None else {"--kv-events-replay": replay})
         for flag, where in addresses.items():
             if _is_open(flag, where) and keys is None:
@@ -135,11 +141,13 @@ class KvEventPublisher:
                     )
                 log.warning("KV events on %s contain what users wrote: whoever connects there reads prompts", where)
         self._paths = [Path(a.removeprefix("ipc://")) for a in addresses.values() if a[0] == "i"]
-        self._batches: deque[Sequence[KvCacheEvent]] = deque()
+        self._batches: deque[_Batch] = deque()
         self._context = zmq.Context()
         self._authenticator = None if keys is None else admit_only(self._context, keys)
         try:
-            self._thread = _Sender(self._context, address, replay, topic.encode(), keys, self._batches, engine)
+            self._thread = _Sender(
+                self._context, address, replay, topic.encode(), keys, self._batches, engine * num_domains, num_domains
+            )
         except ConfigError:
             if self._authenticator is not None:
                 self._authenticator.stop()
@@ -166,17 +174,18 @@ class KvEventPublisher:
             keys=shared if own is None else read_keys(Path(own)),
             is_insecure=config.kv_events_insecure,
             engine=config.engine_number,
+            num_domains=config.kv_domains,
         )
 
-    def publish(self, events: Sequence[KvCacheEvent]) -> None:
-        """Sends the events as one batch, or nothing if there are none. Never blocks."""
+    def publish(self, events: Sequence[KvCacheEvent], domain: int = 0) -> None:
+        """Sends the events of a KV domain as one batch, or nothing if there are none. Never blocks."""
         if events:
-            self._batches.append(events)
+            self._batches.append((domain, events))
             self._rouse()
 
     def close(self) -> None:
         """Gives connected subscribers 200 ms to receive what is queued, and frees the addresses."""
-        self._batches.append(())
+        self._batches.append((0, ()))
         self._rouse()
         self._thread.join()
         self._wake.close()
@@ -224,16 +233,18 @@ class _Sender(threading.Thread):
         replay: str | None,
         topic: bytes,
         keys: Keys | None,
-        batches: deque[Sequence[KvCacheEvent]],
-        engine: int,
+        batches: deque[_Batch],
+        first: int,
+        num_domains: int,
     ) -> None:
-        """Binds. `batches`: to be sent, in order; an empty one ends the thread. Raises ConfigError."""
+        """Binds. `batches`: to be sent, in order; an empty one ends the thread. `first`: the number of the engine's
+        first domain. Raises ConfigError."""
         super().__init__(name="kv-events", daemon=True)
         self._topic = topic
         self._batches = batches
-        self._engine = engine
+        self._first = first
         self._kept = _Kept()
-        self._mirror = KvMirror()
+        self._mirrors = [KvMirror() for _ in range(num_domains)]
         self._wants_snapshot = False
         self._next_snapshot = 0.0  # monotonic s
         self._wake = context.socket(zmq.PAIR)
@@ -277,16 +288,16 @@ class _Sender(threading.Thread):
     def _publish(self) -> bool:
         """Sends what the core has given. Returns whether that was all."""
         while self._batches:
-            events = self._batches.popleft()
+            domain, events = self._batches.popleft()
             if not events:
                 return True
             for event in events:
-                self._mirror.apply(event)
-            self._send([_as_sent(event) for event in events])
+                self._mirrors[domain].apply(event)
+            self._send(domain, [_as_sent(event) for event in events])
         return False
 
-    def _send(self, events: Sequence[_BlockStored | _BlockRemoved | _AllBlocksCleared]) -> None:
-        batch = _encode((time.time(), events, self._engine))
+    def _send(self, domain: int, events: Sequence[_BlockStored | _BlockRemoved | _AllBlocksCleared]) -> None:
+        batch = _encode((time.time(), events, self._first + domain))
         number = self._kept.add(batch)
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), batch))
 
@@ -299,12 +310,15 @@ class _Sender(threading.Thread):
         """Sends all blocks. Events that the core gives meanwhile wait, so that they follow what they refer to."""
         self._wants_snapshot = False
         self._next_snapshot = time.monotonic() + _SNAPSHOT_PAUSE_S
-        blocks = self._mirror.blocks()
-        for start in range(0, max(1, len(blocks)), _SNAPSHOT_BLOCKS):
-            batch: list[_BlockStored | _BlockRemoved | _AllBlocksCleared] = []
-            batch += [_as_sent(block) for block in blocks[start : start + _SNAPSHOT_BLOCKS]]
-            self._send(batch if start else [_AllBlocksCleared(), *batch])
-            time.sleep(0)  # lets the core's thread run
+        for domain in range(len(self._mirrors) - 1, 0, -1):
+            self._send(domain, [_AllBlocksCleared()])
+        head = [_AllBlocksCleared()]
+        for domain, mirror in enumerate(self._mirrors):
+            blocks = mirror.blocks()
+            for start in range(0, max(len(head), len(blocks)), _SNAPSHOT_BLOCKS):
+                self._send(domain, [*head, *map(_as_sent, blocks[start : start + _SNAPSHOT_BLOCKS])])
+                head = []
+                time.sleep(0)  # lets the core's thread run
 
     def _answer(self, router: "zmq.SyncSocket", frames: list[bytes]) -> None:
         """Sends one replay. An invalid request gets no answer; a client that does not read loses the rest."""

@@ -11,6 +11,7 @@ from runner_driver import engine_config
 
 from pagewire.engine.core.trace import make_scheduler
 from pagewire.engine.device.queue import Queue
+from pagewire.engine.extension import load_extension
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.registry import core_connector
 from pagewire.engine.runner.runner import Runner
@@ -40,7 +41,11 @@ class Loop:
         self.runner.open_cache(num_pages)
         facts = ConnectorFacts.of(config, (self.runner.block_bytes,), self.runner.groups)
         connector = core_connector(config.kv_connector, facts)
-        self.scheduler = make_scheduler(config, num_pages, connector, groups=self.runner.groups)
+        extension = None
+        if config.extension is not None:
+            kind, options = load_extension(config.extension)
+            extension = kind.core(options)
+        self.scheduler = make_scheduler(config, num_pages, connector, extension, self.runner.groups)
         self.sleeps = sleeps
         self.sleep: Callable[[], None] = lambda: None
         everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens

@@ -82,7 +82,6 @@ ELSEWHERE = {
     "engine.executors.expert_replicas": "test_expert_ranks.py: needs ranks",
     "engine.runner.kept_weights": "engine/gpu/test_kept_weights.py: with a model on the GPU's path",
     "engine.runner.kernel_checks": "engine/gpu/test_trial.py: with kernels that fail",
-    "engine.kv_connector.base": "test_group_tiers.py: facts of models with several cache groups",
     "engine.kv_connector.file_meta": "test_group_tiers.py: files of items of several cache groups",
     "engine.kv_connector.p2p_listener": "engine/kv_connector/test_p2p_server.py: with the server that owns it",
     "engine.kv_connector.p2p_fetcher": "engine/kv_connector/test_p2p_link.py: two instances that talk",

@@ -6,7 +6,7 @@ and budget, and what is planned for one domain never depends on another. Only th
 plan for each step, if need be an empty one, because its ranks must take part in it.
 
 A request gets its domain when it arrives and keeps it. It is the one with the least to compute before and for it: an
-idle domain, or the one that has its prefix.
+idle domain, or the one that has its prefix on its device or in tiers of its own.
 """
 
 from collections import ChainMap
@@ -24,12 +24,12 @@ from ...ipc.messages import (
     Masks,
     StepPlan,
     StepResult,
+    TierSnapshot,
     Transferred,
 )
 from .admission import Queued
 from .block_hash import block_key
 from .constraints import Constraints
-from .kv_events import KvCacheEvent
 from .output_buffer import Item
 from .planner import Lateness
 from .request import Request
@@ -41,17 +41,15 @@ Plans = tuple[StepPlan, ...]
 
 
 class Domains:
-    """Behaves as one `Scheduler`, but for `plan`. There are no tiers behind the device, and no plan waits for masks."""
+    """Behaves as one `Scheduler`, but for `plan`. No plan waits for masks."""
 
-    connector = None
-    asks_again = False
     lateness: Lateness = "never"
 
-    def __init__(self, make: Callable[[Scheduler | None], Scheduler], num_domains: int) -> None:
-        """make: a scheduler; given the first one, one beside it."""
+    def __init__(self, make: Callable[[int, Scheduler | None], Scheduler], num_domains: int) -> None:
+        """make: the scheduler of the domain of this number; given the first one, one beside it."""
         assert num_domains > 1, num_domains
-        first = make(None)
-        self._schedulers = (first, *(make(first) for _ in range(num_domains - 1)))
+        first = make(0, None)
+        self._schedulers = (first, *(make(domain, first) for domain in range(1, num_domains)))
         self.num_domains = num_domains
         self._first = first
         self._pending: dict[int, list[bool]] = {}  # step in flight → for each domain, whether it has rows in it
@@ -80,12 +78,12 @@ class Domains:
 
     def _choose(self, message: Enqueue) -> Scheduler:
         """The domain that has the fewest positions to compute until it has those of this request, too; the first of
-        equals."""
+        equals. What only its own tiers have counts as computed."""
         ids = message.prompt_ids + message.resume_ids
         keys = self._keys(ids, self._first.root_of(message)) if self._first.prefix.enabled else []
 
         def num_positions(scheduler: Scheduler) -> int:
-            return scheduler.backlog - scheduler.prefix.num_found(keys)
+            return scheduler.backlog - scheduler.num_found(keys)
 
         return min(self._schedulers, key=num_positions)
 
@@ -146,7 +144,8 @@ class Domains:
             del self._pending[step], self._unanswered[step]
 
     def transferred(self, message: Transferred) -> None:
-        raise AssertionError("domains have no tiers")
+        """Takes in what the rank of a domain reports."""
+        self._schedulers[message.rank].transferred(message)
 
     def take_outputs(self) -> list[Item]:
         return self._first.take_outputs()  # the schedulers share them
@@ -225,12 +224,19 @@ class Domains:
     def is_busy(self) -> bool:
         return bool(self._pending) or any(scheduler.is_busy for scheduler in self._schedulers)
 
-    def take_kv_events(self) -> list[KvCacheEvent]:
-        return list(chain.from_iterable(scheduler.take_kv_events() for scheduler in self._schedulers))
+    @property
+    def asks_again(self) -> bool:
+        return any(scheduler.asks_again for scheduler in self._schedulers)
 
-    def pages_of(self, rank: int) -> tuple[int, int]:
-        """Pages of the rank's own domain that sequences hold, and pages that are only kept for others to find."""
-        return self._schedulers[rank].pages_of(rank)
+    def of_rank(self, rank: int) -> Scheduler:
+        return self._schedulers[rank]
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """Sums over the domains; the sizes of a tier that they have together are those that one of them knows of."""
+        by_name: dict[str, list[TierSnapshot]] = {}
+        for tier in chain.from_iterable(scheduler.tiers() for scheduler in self._schedulers):
+            by_name.setdefault(tier.name, []).append(tier)
+        return tuple(map(_sum_tiers, by_name.values()))
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """Pages of all domains; the schedulers share the counts of found tokens."""
@@ -259,7 +265,7 @@ class Domains:
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
-        """Of the domains. For tests."""
+        """Of the domains."""
         return self._schedulers
 
 
@@ -271,4 +277,18 @@ def _sum(groups: Sequence[GroupSnapshot]) -> GroupSnapshot:
         groups[0],
         num_held=sum(group.num_held for group in groups),
         num_idle=sum(group.num_idle for group in groups),
+    )
+
+
+def _sum_tiers(tiers: Sequence[TierSnapshot]) -> TierSnapshot:
+    size = max if tiers[0].is_common else sum
+    return replace(
+        tiers[0],
+        num_blocks=size(tier.num_blocks for tier in tiers),
+        capacity=size(tier.capacity for tier in tiers),
+        num_hit_tokens=sum(tier.num_hit_tokens for tier in tiers),
+        num_stored=sum(tier.num_stored for tier in tiers),
+        num_evicted=sum(tier.num_evicted for tier in tiers),
+        num_failed=sum(tier.num_failed for tier in tiers),
+        num_loaded_bytes=sum(tier.num_loaded_bytes for tier in tiers),
     )

@@ -187,6 +187,14 @@ class TierConnector(AnyConnector, Protocol):
 
 
 @runtime_checkable
+class DomainTier(Protocol):
+    """A core half whose tier only its own KV domain reads, so that it matters which domain a request gets."""
+
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        """How many of these items it has before the first that it lacks."""
+
+
+@runtime_checkable
 class ChunkConnector(Protocol):
     """A core half that can keep the blocks of a prompt while the rest of it is still computed."""
 

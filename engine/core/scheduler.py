@@ -11,7 +11,7 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from ...ipc.messages import (
     RowLogprobs,
     StepPlan,
     StepResult,
+    TierSnapshot,
     Tokens,
     Transferred,
     bytes_to_ids,
@@ -42,7 +43,7 @@ from .constraints import Constraints
 from .cost import NO_WORK, CostModel, with_chunk, with_draft_tokens
 from .deadlines import Deadlines
 from .extension import PlanExtension
-from .kv_connector import ChunkConnector, TierConnector
+from .kv_connector import ChunkConnector, DomainTier, TierConnector, item_name
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .micro_batches import MicroBatches, Turn
@@ -411,6 +412,11 @@ class Scheduler:
     num_domains = 1
 
     @property
+    def schedulers(self) -> Sequence["Scheduler"]:
+        """Of the KV domains: this one."""
+        return (self,)
+
+    @property
     def requests(self) -> Mapping[int, Request]:
         """Every request that has not ended, by rid."""
         return self.table.requests
@@ -477,9 +483,27 @@ class Scheduler:
                 events.append(event_of_tier(self.block_size, event, told, shape))
         return events
 
-    def pages_of(self, rank: int) -> tuple[int, int]:
-        """Pages that sequences hold, and pages that are only kept for others to find. All ranks hold the same."""
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """Positions of the longest run of leading blocks with these keys on the device, and behind it in tiers that
+        other KV domains do not read. A request may find fewer."""
+        num, group = self.prefix.num_found(keys), self.pool.groups.full or 0
+        behind: object = self.connector  # of which mypy does not know that it can be both
+        if isinstance(behind, DomainTier):
+            names = [item_name(key, group) for key in keys[num // self.block_size :]]
+            num += behind.num_kept(names) * self.block_size
+        return num
+
+    def of_rank(self, rank: int) -> "Scheduler":
+        """The one that plans for this rank."""
+        return self
+
+    def pages(self) -> tuple[int, int]:
+        """Pages of each rank that sequences hold, and pages that are only kept for others to find."""
         return self.pool.num_held, sum(idle for _, idle in self.pool.pages_by_group())
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """Those behind the device, nearest first. For metrics."""
+        return () if self.connector is None else self.connector.tiers()
 
     def groups(self) -> tuple[GroupSnapshot, ...]:
         """For metrics."""

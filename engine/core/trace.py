@@ -7,6 +7,7 @@ checks it. A KV connector has all three, so its answers are recorded and replaye
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import BinaryIO, assert_never
 
 import msgspec
@@ -15,9 +16,10 @@ from msgspec import Struct, structs
 from ...config.config import EngineConfig, ModelFacts
 from ...ipc.messages import Cancel, Enqueue, GroupShape, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
 from .block_pool import BlockPool
+from .domains import AnyScheduler, Domains, Plans
 from .extension import PlanExtension
 from .groups import PLAIN, Groups
-from .kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
+from .kv_connector import ChunkConnector, DomainTier, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .planner import Lateness
 from .scheduler import Adjustable, Scheduler
 from .speculation import num_draft_tokens
@@ -48,7 +50,18 @@ class Expired(Struct, frozen=True, array_like=True, tag=True):
 class Planned(Struct, frozen=True, array_like=True, tag=True):
     """`plan` was called and returned this."""
 
-    plan: StepPlan | None
+    plan: StepPlan | None  # of the first KV domain
+    others: tuple[StepPlan, ...] = ()  # of the other domains
+
+    @classmethod
+    def of(cls, found: StepPlan | Plans | None) -> "Planned":
+        """What `plan` returned."""
+        return cls(found[0], found[1:]) if isinstance(found, tuple) else cls(found)
+
+    @property
+    def plans(self) -> Plans:
+        """Of each domain; empty: none was made."""
+        return () if self.plan is None else (self.plan, *self.others)
 
 
 class Matched(Struct, frozen=True, array_like=True, tag=True):
@@ -75,6 +88,12 @@ class Kept(Struct, frozen=True, array_like=True, tag=True):
     """The connector answered `request_finished`; recorded after the call that ended the request."""
 
     kept: bool
+
+
+class Counted(Struct, frozen=True, array_like=True, tag=True):
+    """The connector of a KV domain answered `num_kept`; recorded after the arrival that asked."""
+
+    num: int
 
 
 class WorkerLost(Struct, frozen=True, array_like=True, tag=True):
@@ -125,6 +144,7 @@ Event = (
     | Answered
     | Stood
     | Kept
+    | Counted
     | Opened
     | Arrived
     | Cancel
@@ -216,6 +236,12 @@ class TracedConnector:
             self._record(Stood(behind, dict(states)))
         return states
 
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        inner: object = self._connector  # of which mypy does not know that it can be both
+        num = inner.num_kept(names) if isinstance(inner, DomainTier) else 0
+        self._record(Counted(num))
+        return num
+
     def ended(self, request: KvRequest, held: Sequence[Held]) -> bool:
         kept = self._connector.ended(request, held)
         self._record(Kept(kept))
@@ -223,13 +249,13 @@ class TracedConnector:
 
 
 class ReplayedConnector:
-    """A connector that gives the answers of a trace."""
+    """A connector that gives the answers of a trace, those of all KV domains in the order in which they were asked."""
 
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
         self.answers: deque[Matched | Answered | Stood] = deque()
         self.num_positions = 1  # of a block
-        self.metadata = b""  # of the next plan
+        self.metadata: deque[bytes] = deque()  # of the next plans
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:
         match self.answers.popleft() if self.answers else None:
@@ -250,8 +276,12 @@ class ReplayedConnector:
         event = next(self._events, None)
         return isinstance(event, Kept) and event.kept
 
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        event = next(self._events, None)
+        return event.num if isinstance(event, Counted) else 0
+
     def build_connector_meta(self) -> bytes:
-        return self.metadata
+        return self.metadata.popleft() if self.metadata else b""
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None: ...
 
@@ -303,6 +333,26 @@ def make_scheduler(
     )
 
 
+def make_schedulers(
+    config: EngineConfig,
+    num_pages: int,
+    connectors: Sequence[TierConnector] = (),
+    extensions: Sequence[PlanExtension] = (),
+    groups: Sequence[GroupShape] = (),
+    *,
+    keys_by_args: bool = False,
+) -> AnyScheduler:
+    """The scheduler of an engine, or those of its KV domains. connectors, extensions: one for each domain; empty: none.
+    The others as of `make_scheduler`."""
+
+    def make(domain: int = 0, beside: Scheduler | None = None) -> Scheduler:
+        connector = connectors[domain] if connectors else None
+        extension = extensions[domain] if extensions else None
+        return make_scheduler(config, num_pages, connector, extension, groups, beside, keys_by_args=keys_by_args)
+
+    return make() if config.kv_domains == 1 else Domains(make, config.kv_domains)
+
+
 def adjustable(config: EngineConfig) -> Adjustable:
     """What a configuration says about what may change between two steps."""
     return Adjustable(
@@ -317,19 +367,27 @@ def adjustable(config: EngineConfig) -> Adjustable:
     )
 
 
+def _comparable(plan: StepPlan, recorded: StepPlan) -> StepPlan:
+    """The plan without what may differ from a recorded one."""
+    plan = structs.replace(plan, extension=recorded.extension)  # nothing depends on it
+    if any(row.rid for row in recorded.open):
+        return plan
+    return structs.replace(plan, open=tuple(structs.replace(row, rid=0) for row in plan.open))  # older traces
+
+
 def replay(events: Iterable[Event]) -> tuple[int, str | None]:
     """Replays a trace. Returns (plans that were reproduced, one sentence about the first that was not or None)."""
-    scheduler: Scheduler | None = None
+    scheduler: AnyScheduler | None = None
     num_plans = 0
     events = iter(events)
     connector = ReplayedConnector(events)
     for event in events:
         if isinstance(event, Opened):
             config = structs.replace(event.config, kv_events=None)
-            replayed = connector if config.kv_connector else None
+            replayed = [connector] * config.kv_domains if config.kv_connector else []
             connector.num_positions = config.block_size
             by_args = event.keys_by_args
-            scheduler = make_scheduler(config, event.num_blocks, replayed, groups=event.groups, keys_by_args=by_args)
+            scheduler = make_schedulers(config, event.num_blocks, replayed, groups=event.groups, keys_by_args=by_args)
             continue
         if scheduler is None:
             return 0, "This is not a step trace: its first frame is not the scheduler's configuration."
@@ -368,16 +426,18 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 connector.answers.append(event)
             case Kept():
                 return num_plans, f"After {num_plans} plans the connector was asked about a request that has not ended."
+            case Counted():
+                return (
+                    num_plans,
+                    f"After {num_plans} plans the connector was asked about a request that did not come.",
+                )
             case Planned():
-                connector.metadata = event.plan.kv if event.plan is not None else b""
-                plan = scheduler.plan()
-                if plan is not None and event.plan is not None:
-                    plan = structs.replace(plan, extension=event.plan.extension)  # nothing depends on it
-                    if not any(row.rid for row in event.plan.open):  # written before rows had it
-                        plan = structs.replace(plan, open=tuple(structs.replace(row, rid=0) for row in plan.open))
-                if plan != event.plan:
-                    return num_plans, f"The plan after {num_plans} differs: {plan} instead of {event.plan}."
-                num_plans += plan is not None
+                connector.metadata = deque(plan.kv for plan in event.plans)
+                found = Planned.of(scheduler.plan()).plans
+                for plan, recorded in zip_longest(found, event.plans):
+                    if plan is None or recorded is None or _comparable(plan, recorded) != recorded:
+                        return num_plans, f"The plan after {num_plans} differs: {plan} instead of {recorded}."
+                num_plans += bool(found)
             case _:
                 assert_never(event)
     return num_plans, None

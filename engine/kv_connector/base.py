@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class ConnectorFacts(Struct, frozen=True, kw_only=True):
-    """What both halves get to know of the engine."""
+    """What both halves get to know of the engine. For them each KV domain is an engine of one rank: it has both halves
+    of its own."""
 
     block_size: int  # positions
     block_bytes: int  # of one page; if the cache has one group of full attention, of one block, all layers
@@ -70,17 +71,23 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
         may_refuse: bool = True,
         hosts: tuple[str, ...] = (),
     ) -> ConnectorFacts:
-        """rank_bytes: of a page on each rank. The model's key covers how groups and ranks share out the layers; it is
-        the same on every rank."""
-        key, parts = config.kv_model_key, rank_bytes if len(rank_bytes) > 1 else ()
-        if parts:
-            sizes = (config.pipeline_parallel_size, config.tensor_parallel_size, config.enable_expert_parallel)
-            key = sha256(key + msgpack.encode((sizes, parts, groups))).digest()
+        """rank_bytes: of a page on each rank. rank: also the number of its KV domain, if there are several. The model's
+        key covers how groups and ranks share out the layers; it is the same on every rank."""
+        key = config.kv_model_key
+        if len(rank_bytes) > 1:
+            sizes: tuple[int, ...] = (
+                config.pipeline_parallel_size, config.tensor_parallel_size, config.enable_expert_parallel
+            )  # fmt: skip
+            if config.kv_domains > 1:
+                sizes += (config.kv_domains, config.exchanges_tokens)
+            key = sha256(key + msgpack.encode((sizes, rank_bytes, groups))).digest()
         elif groups:
             key = sha256(key + msgpack.encode((rank_bytes[0], groups))).digest()
+        if config.kv_domains > 1:  # a rank has whole blocks
+            rank_bytes, rank = (rank_bytes[rank],), 0
         return cls(
             block_size=config.block_size, block_bytes=rank_bytes[rank], model_key=key, groups=groups, rank=rank,
-            rank_bytes=parts, may_refuse=may_refuse, hosts=hosts,
+            rank_bytes=rank_bytes if len(rank_bytes) > 1 else (), may_refuse=may_refuse, hosts=hosts,
         )  # fmt: skip
 
     def of_rank(self, rank: int) -> ConnectorFacts:

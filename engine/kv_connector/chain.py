@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
-from ..core.kv_connector import ChunkConnector, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
+from ..core.kv_connector import ChunkConnector, DomainTier, Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import LayerConnector, WorkerConnector
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ChainMeta(Struct, frozen=True, array_like=True):
 class ChainCore:
     def __init__(self, parts: Sequence[TierConnector]) -> None:
         self._parts = tuple(parts)
+        self._own = [part for part in parts if isinstance(part, DomainTier)]
         self._listeners = [part for part in parts if isinstance(part, ChunkConnector) and part.wants_chunks]
         self._owners: dict[int, dict[bytes, int]] = {}  # rid → item that was asked about → the nearest part that has it
         self._loads: list[ChainLoad] = []  # of the plan being made
@@ -72,6 +73,13 @@ class ChainCore:
                 found[key] = num
                 owners[_state(key)] = number
         return found
+
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        """What any of the parts has."""
+        num = 0
+        while num < len(names) and (more := max((part.num_kept(names[num:]) for part in self._own), default=0)):
+            num += more
+        return num
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         """Each part loads what it has; what no part has any more goes to the last one, which reports it as failed."""

@@ -14,7 +14,7 @@ from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, is_part, open_folder
 from .block_storage import Storage
 from .file_meta import FilePlan
-from .ledger import Ledger, names_of, parent_name, tail_first
+from .ledger import Ledger, names_of, num_leading, parent_name, tail_first
 from .options import check_names, eviction_of, size_of
 from .states import StateIndex
 
@@ -50,6 +50,7 @@ class DiskCore:
     def __init__(self, *, files: BlockFiles, size: int, facts: ConnectorFacts, queue: EvictionQueue) -> None:
         self._files = files
         self._size = self._target = size  # `_size` approaches `_target` plan by plan
+        self._facts = facts
         self._block_size = facts.block_size
         self._state_group = facts.state
         self._queue = queue  # of the names in `_kept`
@@ -66,6 +67,9 @@ class DiskCore:
 
     def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
         return self._states.behind(behind)
+
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        return num_leading(names, self._kept)
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         """What was evicted since it was matched will fail to load."""
@@ -130,7 +134,8 @@ class DiskCore:
 
     def resize(self, size: int) -> None:
         """What is too much is evicted plan by plan."""
-        self._target, self._size = size, max(size, self._size)
+        self._target = self._facts.share_of(size)
+        self._size = max(self._target, self._size)
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from ..core.eviction import EvictionQueue
 from ..core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest, TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .host_meta import NO_SLOT, HostLoad, HostMeta
-from .ledger import Ledger, names_of, parent_name
+from .ledger import Ledger, names_of, num_leading, parent_name
 from .options import check_names, eviction_of, num_blocks_of, size_of
 from .states import StateIndex
 
@@ -80,6 +80,9 @@ class HostCore:
 
     def standing(self, request: KvRequest, behind: bytes, place: int) -> Mapping[bytes, int]:
         return self._states.behind(behind)
+
+    def num_kept(self, names: Sequence[bytes]) -> int:
+        return num_leading(names, self._kept)
 
     def load(self, request: KvRequest, held: Sequence[Held]) -> None:
         self._queue.used(names_of(request, held, self._block_size))

@@ -1,7 +1,7 @@
 """The bookkeeping of a tier's core half, whatever the tier stores in: loads under way, counts and events."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids
 from ..core.kv_connector import Held, Item, KvEvent, KvRequest, item_name
@@ -17,6 +17,11 @@ def names_of(request: KvRequest, held: Sequence[Held], block_size: int) -> list[
         last[item.group] = max(last.get(item.group, 0), item.place)
     before = [item_name(key, group) for group, num in last.items() for key in request.block_keys(num, block_size)]
     return list(dict.fromkeys([*before, *(item.name for item, _ in held)]))
+
+
+def num_leading(names: Sequence[bytes], kept: Container[bytes]) -> int:
+    """How many of the names are kept before the first that is not."""
+    return next((num for num, name in enumerate(names) if name not in kept), len(names))
 
 
 def parent_name(item: Item, state_group: int | None) -> bytes | None:
@@ -105,7 +110,7 @@ class Ledger:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self, num_blocks: int, capacity: int) -> TierSnapshot:
+    def snapshot(self, num_blocks: int, capacity: int, *, is_common: bool = False) -> TierSnapshot:
         return TierSnapshot(
             self.name,
             num_blocks,
@@ -115,6 +120,7 @@ class Ledger:
             self._num_evicted,
             self._num_failed,
             self._num_bytes,
+            is_common,
         )
 
     def _note(self, stored: bool, item: Item) -> None:

@@ -77,7 +77,21 @@ def in_folder(specs: Sequence[str], name: str) -> tuple[str, ...]:
         connector, options = split_spec(_FLAG, spec)
         if connector == "disk" and "path" in options:
             options["path"] = os.path.join(options["path"], name)
-        found.append(",".join([connector, *(f"{option}={value}" for option, value in options.items())]))
+        found.append(_joined(connector, options))
+    return tuple(found)
+
+
+def of_domain(specs: Sequence[str], domain: int, num_domains: int) -> tuple[str, ...]:
+    """What these are for one of several KV domains. It alone uses its `host` and its `disk`, so it gets an equal part
+    of their sizes, and a folder of its own. The others are used by all domains together."""
+    if num_domains == 1:
+        return tuple(specs)
+    found = []
+    for spec in in_folder(specs, f"domain-{domain}-of-{num_domains}"):
+        name, options = split_spec(_FLAG, spec)
+        if name in _RESIZABLE:
+            options["size"] = str(max(1, size_of(name, options) // num_domains))
+        found.append(_joined(name, options))
     return tuple(found)
 
 
@@ -126,6 +140,10 @@ def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConne
     from .chain import ChainWorker
 
     return ChainWorker(opened)
+
+
+def _joined(name: str, options: Options) -> str:
+    return ",".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
 def _open(specs: Sequence[str], half: Callable[[type[KVConnector] | Guarded, Options], Half]) -> list[Half]:

@@ -134,7 +134,7 @@ class SharedCore:
     def tiers(self) -> tuple[TierSnapshot, ...]:
         """What this engine knows: other engines add blocks, and any worker half removes some."""
         capacity = self._size // self._files.file_bytes()
-        return (self._ledger.snapshot(max(0, min(self._num_kept, capacity)), capacity),)
+        return (self._ledger.snapshot(max(0, min(self._num_kept, capacity)), capacity, is_common=True),)
 
     def reset(self) -> None:
         self._ledger.forget_loads()

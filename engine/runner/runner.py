@@ -43,7 +43,7 @@ from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, LayerConnector, WorkerConnector
-from ..kv_connector.registry import worker_connector
+from ..kv_connector.registry import of_domain, worker_connector
 from ..parallel.collectives import Group, NoMemoryElsewhere, join
 from ..parallel.rank import RankInfo
 from ..parallel.ring import Ring, join_stages
@@ -298,7 +298,8 @@ class Runner:
         if config.kv_connector:
             sizes = rank_bytes or (self.block_bytes,)
             facts = ConnectorFacts.of(config, sizes, self.groups, rank=self._rank, hosts=hosts)
-            self._connector = worker_connector(config.kv_connector, facts)
+            specs = of_domain(config.kv_connector, self._rank, config.kv_domains)
+            self._connector = worker_connector(specs, facts)
             assert self._connector is not None, config.kv_connector
             self._connector.register_kv_caches(cache)
         if not isinstance(model, HostModel):

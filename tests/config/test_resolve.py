@@ -83,17 +83,27 @@ _DOMAINS = {**_RANKS, "kv_domains": 2}
     [
         ({"kv_domains": 2}, "--kv-domains 2: each domain has one rank so far, and --tensor-parallel-size is 1; give"),
         ({**_DOMAINS, "tensor_parallel_size": 4}, "and --tensor-parallel-size is 4"),
-        ({**_DOMAINS, "pipeline_parallel_size": 2}, "is not there with --pipeline-parallel-size; leave one"),
-        ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative"),
-        ({**_DOMAINS, "kv_connector": ("host,size=1M",)}, "is not there with --kv-connector"),
-        ({**_DOMAINS, "kv_events": "tcp://127.0.0.1:5557"}, "is not there with --kv-events"),
-        ({**_DOMAINS, "extension": "m:c"}, "is not there with --extension"),
-        ({**_DOMAINS, "record_trace": "t"}, "is not there with --record-trace"),
+        (
+            {**_DOMAINS, "pipeline_parallel_size": 2},
+            "is not there with --pipeline-parallel-size: a domain without tokens",
+        ),
+        ({**_DOMAINS, "speculative": "ngram"}, "is not there with --speculative: only a domain's own rank"),
+        (
+            {**_DOMAINS, "kv_connector": ("host,size=1M", "p2p,serve=x")},
+            "is not there with --kv-connector p2p: peers name an engine",
+        ),
     ],
 )
 def test_what_domains_lack(flags: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         decide(make_config(**flags))
+
+
+def test_domains_on_several_machines_have_tiers_that_all_of_them_see() -> None:
+    assert decide(make_config(**_DOMAINS, nnodes=2, kv_connector=("host,size=1M", "redis,url=unix:///r,size=1M")))
+    for name in ("disk", "shared"):
+        with pytest.raises(ConfigError, match=rf"--kv-connector {name} with --kv-domains is for .* or --nnodes out"):
+            decide(make_config(**_DOMAINS, nnodes=2, kv_connector=("host,size=1M", f"{name},path=d,size=1M")))
 
 
 def test_domains_are_for_described_models() -> None:

@@ -122,6 +122,20 @@ def test_an_engine_of_two_machines_heals_and_drains(machines: Machines) -> None:
     assert "the launch of worker-1 ends, and with it the engine" in machines.lead.log.read_text()
 
 
+def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy) -> None:
+    """Each has room for one stream. The domain of the rank that dies and the other one go on."""
+    machines = Machines(start, tmp_path, proxy, proxy.target, "--kv-domains", "2", "--max-num-seqs", "1")
+    follower = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    expected = text_of(long_stream(machines.lead))
+    streams = [long_stream(machines.lead) for _ in range(2)]
+    until(lambda: machines.lead.metric("pagewire:num_requests_running") == 2, "both domains serve", END_S)
+    follower.children()["worker-1"].kill()
+    says(machines.lead, "worker-1 is replaced")
+    assert [text_of(stream) for stream in streams] == [expected] * 2
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_spare_takes_over_from_a_lost_machine(machines: Machines, how: str) -> None:

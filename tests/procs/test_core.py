@@ -53,6 +53,7 @@ from pagewire.ipc.zmq_channel import read_keys
 from pagewire.procs import core as core_module
 from pagewire.procs import mask_times
 from pagewire.procs.core import CoreActor
+from pagewire.procs.topology import workers
 from pagewire.tools.servers import free_port
 
 SHAPES = (GroupShape("full", 0, 2), GroupShape("window", 6, 3), GroupShape("state", 0, 4))
@@ -420,6 +421,55 @@ def test_a_snapshot_says_what_each_rank_holds_and_has_read() -> None:
     core.handle([Reset(3, 2, (), "A connection of the rank broke.")])
     core.handle([Ping()])
     assert snapshots[-1].workers == (), "what a rank took that was replaced counts no more"
+
+
+def test_each_domain_has_tiers_of_its_own() -> None:
+    """Half of the host's memory is for each of two domains. A snapshot says what each rank has of it, and in all."""
+    start = config_of(tensor_parallel_size=2, kv_domains=2, kv_connector=("host,size=2000",))
+    small = replace(start, kv_connector=("host,size=1000",))
+    core = CoreActor(start)
+    ranks = [
+        FakeWorker(num_blocks=10, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, carry_out=lambda _: None)
+        for _ in range(2)
+    ]
+    plans: list[tuple[str, StepPlan]] = []
+    snapshots: list[Snapshot] = []
+
+    def post(receiver: str, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            plans.append((receiver, message))
+        elif isinstance(message, Snapshot):
+            snapshots.append(message)
+
+    def told() -> tuple[tuple[int, int], list[int]]:
+        """(blocks and capacity of the tier, bytes on each rank)"""
+        core.handle([Ping()])
+        (tier,) = snapshots[-1].tiers
+        in_host = [worker.memory.get("host_tier", 0) for worker in snapshots[-1].workers]
+        return (tier.num_blocks, tier.capacity), in_host
+
+    core.start(post)
+    core.handle([CacheOffer(rank, 10, block_bytes=100) for rank in range(2)])
+    process = ProcessUsage(1.5, 4, 1000, 200, 30)
+    core.handle([WorkerUsage(rank, process, {"weights": 1}, 0.0, "nominal", {}) for rank in range(2)])
+    assert told() == ((0, 2 * 10), [0, 0])
+    for rid in range(5):
+        core.handle([enqueue(rid, [rid, *range(30)], max_tokens=2, ignore_eos=True, seed=rid)])
+        while plans:
+            name, plan = plans.pop(0)
+            rank = workers(2).index(name)
+            if plan.rows or plan.kv:
+                result = ranks[rank].run(plan)
+            else:
+                result, ranks[rank].last_step = StepResult(plan.step, b"", {}, {}, 1.0), plan.step
+            core.handle([replace(result, domain=rank)])
+    (num, capacity), in_host = told()
+    assert capacity == 20 and in_host == [100 * num, 0], "the first domain is idle each time, so it gets all"
+    assert num > 5
+    core.handle([Settings(1, small, None)])
+    core.handle([enqueue(9, [9] * 20, max_tokens=1)])
+    assert told() == ((5, 2 * 5), [500, 0])
+    asyncio.run(core.stop(0.0))
 
 
 def test_the_roof_without_a_known_bandwidth_is_not_guessed() -> None:

@@ -23,11 +23,12 @@ from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import CacheOffer, GroupShape, Message, StepPlan
+from pagewire.ipc.messages import CacheOffer, GroupShape, Message, StepPlan, StepResult
 from pagewire.ipc.zmq_channel import Keys, read_keys
 from pagewire.procs import kv_events
 from pagewire.procs.core import CoreActor
 from pagewire.procs.kv_events import END, NUM_KEPT, KvEventPublisher
+from pagewire.procs.topology import workers
 
 KEY = bytes(range(32))
 TOPIC = "kv@pod-7@m"
@@ -101,11 +102,12 @@ def router(folder: str) -> Iterator[Router]:
 
 
 @contextmanager
-def publishing() -> Iterator[tuple[str, Callable[[list[KvCacheEvent]], None]]]:
+def publishing(num_domains: int = 1) -> Iterator[tuple[str, Callable[..., None]]]:
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         publisher = KvEventPublisher(
-            address=f"ipc://{folder}/events", replay=f"ipc://{folder}/replay", topic=TOPIC, engine=1
-        )
+            address=f"ipc://{folder}/events", replay=f"ipc://{folder}/replay", topic=TOPIC, engine=1,
+            num_domains=num_domains,
+        )  # fmt: skip
         try:
             yield folder, publisher.publish
         finally:
@@ -288,6 +290,109 @@ def test_the_events_of_the_core_describe_its_prefix_cache() -> None:
         until(lambda: known() == prefixes, "the publisher's thread has sent all")
         assert 0 < len(prefixes) < len({tuple(p[:i]) for p in prompts for i in range(size, len(p) + 1, size)})
         asyncio.run(core.stop(0.0))
+
+
+class ByRank:
+    """Which hashes the caches of an engine have, by the third element of the batches, as Dynamo counts them."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[int, set[int]] = {}
+        self.numbers: list[int] = []
+
+    def take(self, number: bytes, payload: bytes) -> None:
+        self.numbers.append(int.from_bytes(number, "big"))
+        own = self.hashes.setdefault(msgspec.msgpack.decode(payload)[2], set())
+        for event, hashes in read_dynamo(payload):
+            if event == "BlockStored":
+                own.update(hashes)
+            elif event == "BlockRemoved":
+                own.difference_update(hashes)
+            else:  # it forgets the worker, whichever of its caches is cleared
+                for each in self.hashes.values():
+                    each.clear()
+
+
+def test_the_events_of_each_domain_carry_its_number() -> None:
+    """The real core of an engine with two domains: a router that tells them apart knows the pool of each, and one that
+    does not knows what any of them has."""
+    size = 4
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder, router(folder) as subscriber:
+        config = replace(
+            engine_config(
+                kv_events=f"ipc://{folder}/events", kv_events_replay=f"ipc://{folder}/replay", kv_events_host="pod-7",
+                tensor_parallel_size=2, kv_domains=2,
+            ),
+            block_size=size, engine_number=3,
+        )  # fmt: skip
+        ranks = [
+            FakeWorker(num_blocks=12, block_size=size, max_num_seqs=8, max_num_batched_tokens=64) for _ in range(2)
+        ]
+        plans: list[tuple[int, StepPlan]] = []
+
+        def post(receiver: str, message: Message) -> None:
+            if isinstance(message, StepPlan):
+                plans.append((core_ranks.index(receiver), message))
+
+        core_ranks = workers(2)
+        core = CoreActor(config)
+        core.start(post)
+        core.handle([CacheOffer(rank, 12) for rank in range(2)])
+        common = list(range(1, 9))
+        prompts = [[*common, *([n] * 11)] for n in (11, 12, 13, 14, 11, 15)]
+        for rid, prompt in enumerate(prompts):  # two at a time: the beginning is in both domains
+            core.handle([enqueue(2 * rid + i, [*prompt, i], max_tokens=3) for i in range(2)])
+            while plans:
+                rank, plan = plans.pop(0)
+                if plan.rows:
+                    result = ranks[rank].run(plan)
+                else:
+                    result, ranks[rank].last_step = StepResult(plan.step, b"", {}, {}, 1.0), plan.step
+                core.handle([replace(result, domain=rank)])
+        pools = [scheduler.pool for scheduler in core.scheduler.schedulers]
+        key, keys = root_key(config.kv_model_key, b""), list[bytes]()
+        for start in range(0, len(common), size):
+            keys.append(key := block_key(key, array("i", common[start : start + size]).tobytes()))
+        assert all(pool.find(key) is not None for pool in pools for key in keys), "both have the beginning"
+
+        def seen() -> ByRank:
+            found = ByRank()
+            *batches, _ = subscriber.ask(0)
+            for _, _, number, payload in batches:
+                found.take(number, payload)
+            return found
+
+        items = [[pool.item(block) for block in range(12)] for pool in pools]
+        held = [{int.from_bytes(item.key[-8:], "big") for item in own if item is not None} for own in items]
+        until(lambda: list(seen().hashes.values()) == held, "the publisher's thread has sent all")
+        assert list(seen().hashes) == [6, 7], "two domains of the fourth engine"
+        assert seen().numbers == list(range(len(seen().numbers))), "they are numbered together"
+        assert held[0] != held[1] and held[0] & held[1]
+        one = LlmD(subscriber.ask)
+        one.connected()
+        assert {hashed for _, _, hashed in +one.blocks} == held[0] | held[1]
+        asyncio.run(core.stop(0.0))
+
+
+def test_a_late_subscriber_is_told_the_blocks_of_all_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that takes the engine for one cache: nothing is cleared behind what was told."""
+    monkeypatch.setattr(kv_events, "_SNAPSHOT_BLOCKS", 2)
+    with publishing(3) as (folder, publish):
+        for domain in range(3):
+            publish([Cleared(), *(stored(number) for number in range(domain, 5))], domain)
+        publish([Removed(stored(4).keys)], 1)
+        publish([Removed(stored(i).keys) for i in range(2, 5)], 2)
+        with router(folder) as late:
+            by_rank, one = ByRank(), LlmD(late.ask)
+            wanted = {3: {0, 1, 2, 3, 4}, 4: {1, 2, 3}, 5: set[int]()}
+            while by_rank.hashes != wanted or sum(one.blocks.values()) < 8:
+                frames = late.frames()
+                by_rank.take(*frames[1:])
+                one.last = int.from_bytes(frames[1], "big") - 1
+                one.live(frames)
+            assert +one.blocks == {("gpu", -1, i): num for i, num in enumerate((1, 2, 2, 2, 1))}
+            publish([Removed(stored(3).keys)], 0)
+            one.live(late.frames())
+            assert one.blocks["gpu", -1, 3] == 1, "another domain has it still"
 
 
 def test_what_is_published_is_read_by_every_router() -> None:

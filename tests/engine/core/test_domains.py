@@ -1,38 +1,62 @@
-"""The schedulers of several KV domains: random histories with a fake worker for each domain, which share only the
-numbers of their steps; a mutant for each rule, which some history must notice; and how requests get their domain."""
+"""The schedulers of several KV domains: random histories with a fake worker and KV tiers for each domain, which share
+only the numbers of their steps; a mutant for each rule, which some history must notice; and how requests get their
+domain."""
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
 import pytest
 from fakes import EOS, VOCAB, FakeWorker, all_tokens, enqueue, expected_output
 from invariants import check
+from kv_instance import Running
 from msgspec.structs import replace
+from sim.oracle import Oracle
+from sim.stores import Address, TierOptions, WorkerHalf, core_half, facts_of
 
+from pagewire.config.config import EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
+from pagewire.config.resolve import resolve
+from pagewire.engine.core import trace
+from pagewire.engine.core.block_hash import root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.domains import Domains, Plans
+from pagewire.engine.core.groups import PLAIN
+from pagewire.engine.core.kv_connector import Evicted, Held, Item, TierConnector
+from pagewire.engine.core.policy import PolicyName
 from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.kv_connector.block_storage import HEADER_BYTES
+from pagewire.engine.kv_connector.chain import ChainCore
+from pagewire.engine.kv_connector.registry import core_connector, of_domain
 from pagewire.ipc.messages import (
     Accepted,
+    Cancel,
     Enqueue,
     Failed,
     GroupSnapshot,
     Opened,
     StepPlan,
     StepResult,
+    TierSnapshot,
     TokenBatch,
+    Transferred,
     bytes_to_ids,
+    ids_to_bytes,
 )
 
 BLOCK_SIZE = 4
 MAX_LEN = 60
 NUM_HISTORIES = 60
+HOST = TierOptions(("host",), (20,), True, True, False, 0.0, "lru", 0.0, 0.0, 0.0)
 
 
-def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domains:
+def make(
+    num_domains: int = 2, *, num_blocks: int = 64, connectors: Sequence[TierConnector] = (), **more: object
+) -> Domains:
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
@@ -42,10 +66,10 @@ def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domai
         **more,
     }
 
-    def scheduler(beside: Scheduler | None) -> Scheduler:
+    def scheduler(domain: int, beside: Scheduler | None) -> Scheduler:
         return Scheduler(
             pool=BlockPool(num_pages=num_blocks), block_size=BLOCK_SIZE, max_model_len=MAX_LEN, eos_token_ids=(EOS,),
-            beside=beside,
+            beside=beside, connector=connectors[domain] if connectors else None,
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -55,40 +79,66 @@ def make(num_domains: int = 2, *, num_blocks: int = 64, **more: object) -> Domai
 class Rank:
     """A domain's worker. It takes part in every step, and sees how many tokens the others have."""
 
-    def __init__(self, number: int, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self, number: int, num_blocks: int, max_num_seqs: int, budget: int,
+        tiers: Callable[[FakeWorker], WorkerHalf] | None = None,
+    ) -> None:  # fmt: skip
+        """tiers: behind this domain."""
         self._number = number
         self._worker = FakeWorker(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
-        )
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
+            carry_out=self._carry_out,
+        )  # fmt: skip
+        self._tiers = None if tiers is None else tiers(self._worker)
         self.plans: deque[StepPlan] = deque()
         self.num_idle = 0
 
     def run(self) -> StepResult:
         plan = self.plans.popleft()
         assert plan.domain_tokens[self._number] == sum(bytes_to_ids(plan.counts)), "the domains exchange other sizes"
-        if plan.rows:
+        if plan.rows or plan.kv:
             return replace(self._worker.run(plan), domain=self._number)
-        assert not (plan.open or plan.grow_rows or plan.copies) and any(plan.domain_tokens), plan
+        assert not (plan.open or plan.grow_rows or plan.copies), plan
         assert self._worker.last_step in (None, plan.step - 1), "the rank misses a step"
         self._worker.last_step = plan.step
         self.num_idle += 1
         return StepResult(plan.step, b"", {}, {}, 1.0, domain=self._number)
 
+    def take_transferred(self) -> Transferred | None:
+        found = None if self._tiers is None else self._tiers.take_finished()
+        return None if found is None else replace(found, rank=self._number)
+
+    def _carry_out(self, metadata: bytes) -> None:
+        assert self._tiers is not None, "metadata without a connector"
+        self._tiers.carry_out(metadata)
+
 
 class History:
     """Requests that arrive and are cancelled, domains that answer when they like, and workers that are lost."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, record: Callable[[trace.Event], None] = lambda _: None) -> None:
+        """record: called with what a trace of the history holds."""
         self._rng = rng = Random(seed)
+        self._record = record
         self.counts: Counter[str] = Counter()
         self._num_domains = rng.choice([2, 2, 3, 4])
         self._num_blocks = rng.randint(MAX_LEN // BLOCK_SIZE, 22)
         self._max_num_seqs, self._budget = rng.randint(1, 6), rng.choice([4, 16, 64])
         self._depth = rng.randint(1, 3)
+        kinds = rng.choice([(), (), ("host",), ("disk",), ("host", "disk")])
+        capacities = tuple(rng.choice([3, 12, 60]) for _ in kinds)
+        self._tiers = TierOptions(kinds, capacities, True, True, False, 0.0, "lru", rng.choice([0.0, 0.2]), 0.0, 0.0)
+        self._facts, self._oracle = facts_of(PLAIN, BLOCK_SIZE), Oracle(PLAIN, BLOCK_SIZE)
+        self._stores: list[list[dict[Address, bytes]]] = [[{} for _ in kinds] for _ in range(self._num_domains)]
+        self._connectors = [core_half(self._tiers, own, self._facts, rng) for own in self._stores if kinds]
+        self._moves: list[Callable[[], None]] = []  # parts of transfers that are due
+        policy: PolicyName = rng.choice(["fcfs", "priority", "fair"])
         self._core = make(
             self._num_domains, num_blocks=self._num_blocks, max_num_seqs=self._max_num_seqs, depth=self._depth,
-            max_num_batched_tokens=self._budget, policy=rng.choice(["fcfs", "priority", "fair"]),
+            max_num_batched_tokens=self._budget, policy=policy,
+            connectors=[trace.TracedConnector(connector, record) for connector in self._connectors],
         )  # fmt: skip
+        record(trace.Opened(self._config(policy, kinds), self._num_blocks))
         self._new_workers()
         self._stem = [rng.randrange(VOCAB) for _ in range(20)]
         self._asked = [self._request(rid) for rid in range(rng.randint(1, 25))]
@@ -96,9 +146,35 @@ class History:
         self._output: dict[int, list[int]] = {}
         self._ends: dict[int, str] = {}
 
+    def _config(self, policy: PolicyName, kinds: Sequence[str]) -> EngineConfig:
+        """As which a trace knows the engine."""
+        model = ModelFacts(
+            path="", name="m", max_position=MAX_LEN, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
+        )
+        asked = make_config(
+            tensor_parallel_size=self._num_domains, kv_domains=self._num_domains, pipeline_depth=self._depth,
+            max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._budget, scheduling_policy=policy,
+            kv_connector=tuple(f"{kind},size=1" for kind in kinds),
+        )  # fmt: skip
+        return replace(resolve(asked, model, MachineFacts(num_cores=1)), block_size=BLOCK_SIZE)
+
     def _new_workers(self) -> None:
         sizes = self._num_blocks, self._max_num_seqs, self._budget
-        self._ranks = [Rank(number, *sizes) for number in range(self._num_domains)]
+        self._moves.clear()
+        tiers = [partial(self._worker_half, own) if self._connectors else None for own in self._stores]
+        self._ranks = [Rank(number, *sizes, tiers[number]) for number in range(self._num_domains)]
+
+    def _worker_half(self, stores: list[dict[Address, bytes]], worker: FakeWorker) -> WorkerHalf:
+        for kind, store in zip(self._tiers.kinds, stores, strict=True):
+            if kind == "host":  # new memory
+                store.update((place, self._rng.randbytes(len(content))) for place, content in store.items())
+        return WorkerHalf(
+            self._tiers, stores, facts=self._facts, worker=worker, oracle=self._oracle, rng=self._rng,
+            schedule=lambda _, move: self._moves.append(move), count=self._count,
+        )  # fmt: skip
+
+    def _count(self, event: str, number: int) -> None:
+        self.counts[event] += number
 
     def _request(self, rid: int) -> Enqueue:
         rng = self._rng
@@ -111,7 +187,7 @@ class History:
         core, rng = self._core, self._rng
         for _ in range(20_000):
             due = [rank for rank in self._ranks if rank.plans]
-            if not due and not self._asked and not core.requests:
+            if not due and not self._asked and not core.requests and not core.is_busy:
                 break
             draw = rng.random()
             if self._asked and (draw < 0.2 or not due):
@@ -120,10 +196,18 @@ class History:
                 self._lose_workers()
             elif draw < 0.25 and core.requests:
                 rid = rng.choice(list(core.requests))
+                self._record(Cancel((rid,)))
                 core.cancel(rid)
                 self.counts["cancelled"] += 1
+            elif self._moves and (draw < 0.5 or not due):
+                self._moves.pop(0)()
             elif due:
-                core.apply(rng.choice(due).run())
+                self._record(result := rng.choice(due).run())
+                core.apply(result)
+            for rank in self._ranks:
+                if (transferred := rank.take_transferred()) is not None:
+                    self._record(transferred)
+                    core.transferred(transferred)
             self._plan()
             for item in core.take_outputs():
                 self._take(item)
@@ -135,24 +219,32 @@ class History:
         return self.counts
 
     def _arrive(self, request: Enqueue) -> None:
+        self._record(trace.Arrived(request, 0.0))
         (reply,) = self._core.add(request)
         assert isinstance(reply, Accepted)
         ids, limits = list(bytes_to_ids(request.prompt_ids)), request.limits
         self._expected[request.rid] = expected_output(ids, limits.max_tokens or 0, MAX_LEN, request.rid, False)
+        self._oracle.learn(ids + self._expected[request.rid], request.salt)
         self._output[request.rid] = []
 
     def _plan(self) -> None:
-        while (plans := self._core.plan()) is not None:
+        while True:
+            plans = self._core.plan()
+            self._record(trace.Planned.of(plans))
+            if plans is None:
+                return
             assert len(plans) == self._num_domains and len({plan.step for plan in plans}) == 1, plans
             for rank, plan in zip(self._ranks, plans, strict=True):
                 rank.plans.append(plan)
                 assert len(rank.plans) <= self._depth, "more plans than the depth in flight"
             self.counts["steps with an idle domain"] += any(not plan.rows for plan in plans)
             self.counts["steps of all domains"] += all(plan.rows for plan in plans)
+            self.counts["steps that only move KV"] += not any(plan.rows for plan in plans)
 
     def _lose_workers(self) -> None:
         self.counts["workers lost"] += 1
         self._new_workers()
+        self._record(trace.WorkerLost())
         self._core.reset()
 
     def _take(self, item: Opened | TokenBatch | Failed) -> None:
@@ -179,7 +271,7 @@ class History:
 
 COVERED = {
     "steps with an idle domain": 500, "steps of all domains": 500, "workers lost": 30, "cancelled": 30, "preempted": 20,
-    "cached tokens": 500,
+    "cached tokens": 500, "steps that only move KV": 100, "stored blocks": 500, "loads": 50, "failed loads": 10,
 }  # fmt: skip
 
 
@@ -193,7 +285,7 @@ def test_every_history_keeps_every_invariant() -> None:
     assert not {event: counts[event] for event, num in COVERED.items() if counts[event] < num}
 
 
-_plan, _apply, _reset, _choose = Domains.plan, Domains.apply, Domains.reset, Domains._choose
+_plan, _apply, _reset, _transferred = Domains.plan, Domains.apply, Domains.reset, Domains.transferred
 
 
 def _swap(self: Domains) -> Plans | None:
@@ -224,6 +316,10 @@ def _wrong_tokens(self: Domains) -> Plans | None:
     return plans and tuple(replace(plan, domain_tokens=plan.domain_tokens[::-1]) for plan in plans)
 
 
+def _transferred_elsewhere(self: Domains, message: Transferred) -> None:
+    _transferred(self, replace(message, rank=(message.rank + 1) % self.num_domains))
+
+
 def _add_to_two(self: Domains, message: Enqueue) -> Scheduler:
     self._schedulers[-1].add(message)
     return self._schedulers[0]
@@ -236,6 +332,7 @@ MUTANTS: dict[str, Callable[[], object]] = {
     "a step ends with its first answer": partial(patch.object, Domains, "apply", _end_with_the_first_answer),
     "steps of lost workers stay in flight": partial(patch.object, Domains, "reset", _keep_what_was_in_flight),
     "the domains know wrong numbers of tokens": partial(patch.object, Domains, "plan", _wrong_tokens),
+    "a domain hears of another one's transfers": partial(patch.object, Domains, "transferred", _transferred_elsewhere),
     "a request is in two domains": partial(patch.object, Domains, "_choose", _add_to_two),
 }
 
@@ -245,6 +342,22 @@ def test_some_history_fails_for_each_mutant(name: str) -> None:
     with MUTANTS[name](), pytest.raises((AssertionError, KeyError, ValueError)):  # type: ignore[attr-defined]
         for seed in range(NUM_HISTORIES):
             History(seed).run()
+
+
+def test_a_history_is_replayed_from_its_trace() -> None:
+    """Also what tiers have answered of where a request belongs. A trace in which domains are exchanged is found out."""
+    num_plans, num_answers = 0, 0
+    for seed in range(NUM_HISTORIES // 3):
+        events: list[trace.Event] = []
+        History(seed, events.append).run()
+        planned = {i: each.plans for i, each in enumerate(events) if isinstance(each, trace.Planned) and each.plans}
+        assert trace.replay(events) == (len(planned), None), seed
+        num_plans += len(planned)
+        place = max(i for i, plans in planned.items() if plans[0].rows != plans[-1].rows)
+        changed = [*events[:place], trace.Planned.of(planned[place][::-1]), *events[place + 1 :]]
+        assert "differs" in (trace.replay(changed)[1] or ""), seed
+        num_answers += sum(isinstance(event, trace.Counted) and event.num > 0 for event in events)
+    assert num_plans > 1000 and num_answers > 10
 
 
 def _add(core: Domains, rid: int, prompt: list[int], **more: object) -> int:
@@ -283,6 +396,44 @@ def test_a_request_follows_its_prefix_unless_that_domain_has_more_to_do() -> Non
     assert _add(core, 8, [*prompt, 5]) == 0
 
 
+def test_a_request_follows_its_prefix_to_the_tiers_of_a_domain(tmp_path: Path) -> None:
+    """The blocks may be in several tiers. What is common is everywhere, so nobody follows it."""
+    facts = facts_of(PLAIN, BLOCK_SIZE)
+    specs = ("host,size=2K", f"disk,path={tmp_path}/disk,size=8K", f"shared,path={tmp_path}/shared,size=8K")
+    halves = [core_connector(of_domain(specs, domain, 2), facts) for domain in range(2)]
+    core = make(connectors=[half for half in halves if half is not None])
+    prompt = list(range(24))
+    keys = core._keys(ids_to_bytes(prompt), root_key(b"", b""))
+    held = [Held(Item(key, i, keys[i - 1] if i else None), (i,)) for i, key in enumerate(keys)]
+    chain = core.schedulers[1].connector
+    assert isinstance(chain, ChainCore)
+    host, disk, shared = chain.parts
+    asked = Running(1, array("i", prompt))
+    for tier, places in ((disk, (0, 3, 4)), (shared, (5,))):
+        tier.ended(asked, [held[i] for i in places])
+    host.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (1, 2)])
+    assert [scheduler.num_found(keys) for scheduler in core.schedulers] == [0, 20]
+    assert [scheduler.num_found(keys[2:]) for scheduler in core.schedulers] == [0, 12]
+    assert [scheduler.num_found([bytes(32), *keys]) for scheduler in core.schedulers] == [0, 0]
+    assert _add(core, 1, [*prompt, 9], max_tokens=1) == 1 and _add(core, 2, [50] * 9) == 0
+
+
+def test_what_is_behind_the_device_counts_with_what_is_on_it() -> None:
+    core, ranks = (
+        make(connectors=[core_half(HOST, [{}], facts_of(PLAIN, BLOCK_SIZE), Random(0)) for _ in range(2)]),
+        [Rank(number, 64, 8, 32) for number in range(2)],
+    )
+    prompt = list(range(24))
+    assert _add(core, 1, prompt[:9], max_tokens=1) == 0
+    _run(core, ranks)
+    keys = core._keys(ids_to_bytes(prompt), root_key(b"", b""))
+    first, second = core.schedulers
+    assert first.connector is not None and second.connector is not None
+    first.connector.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (0, 2, 3)])
+    second.connector.blocks_evicted([Evicted(i, keys[i], i, keys[i - 1]) for i in (0, 1, 2)])
+    assert [scheduler.num_found(keys) for scheduler in core.schedulers] == [16, 12]
+
+
 def test_the_queue_of_all_domains_is_bounded() -> None:
     core = make(max_queued_requests=3)
     assert [_add(core, rid, [1]) for rid in range(3)] == [0, 1, 0]
@@ -311,13 +462,13 @@ def test_what_is_told_of_all_domains() -> None:
     assert core.has_deadlines
     (plans,) = [core.plan()]
     assert plans is not None and core.num_pages_held == 6 and core.num_running == 2
-    assert [core.pages_of(rank) for rank in (0, 1)] == [(3, 0)] * 2
+    assert [core.of_rank(rank).pages() for rank in (0, 1)] == [(3, 0)] * 2
     for rank, plan in zip(ranks, plans, strict=True):
         rank.plans.append(plan)
         core.apply(rank.run())
     _run(core, ranks)
     assert core.groups() == (GroupSnapshot("full", 0, 6, 0, 0), GroupSnapshot("none", 0, 0, 0, 0))
-    assert [core.pages_of(rank) for rank in (0, 1)] == [(0, 3)] * 2
+    assert [core.of_rank(rank).pages() for rank in (0, 1)] == [(0, 3)] * 2
     counters = core.counters
     assert counters.num_passes == 2 * 3 and counters.num_pages_read == 2 * (9 + 10 + 11) / BLOCK_SIZE
     core.is_paused = True
@@ -328,3 +479,19 @@ def test_what_is_told_of_all_domains() -> None:
     core.expire(1e9)
     core.cancel(3)
     assert not core.requests
+
+
+def test_the_tiers_of_all_domains_are_told_together(tmp_path: Path) -> None:
+    """Counts and the sizes of each domain's own tiers add up. What all use together has the size that one knows."""
+    facts, specs = facts_of(PLAIN, BLOCK_SIZE), ("host,size=2000", f"shared,path={tmp_path},size=2000")
+    halves = [core_connector(of_domain(specs, domain, 2), facts) for domain in range(2)]
+    core = make(connectors=[half for half in halves if half is not None])
+    for num, scheduler in enumerate(core.schedulers, start=1):
+        assert scheduler.connector is not None
+        scheduler.connector.blocks_evicted([Evicted(i, bytes([i]) * 32, 0) for i in range(num)])
+    assert core.of_rank(1).tiers()[0].num_blocks == 2
+    assert core.tiers() == (
+        TierSnapshot("host", 3, 2 * (1000 // 96), 0, 3, 0, 0),
+        TierSnapshot("shared", 0, 2000 // (96 + HEADER_BYTES), 0, 0, 0, 0, is_common=True),
+    )
+    assert make().tiers() == ()

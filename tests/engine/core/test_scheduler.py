@@ -241,7 +241,7 @@ def test_a_policy_that_stays_keeps_what_it_knows() -> None:
 
 def test_domains_change_together() -> None:
     options = {"policy": "fcfs", "max_num_seqs": 4}
-    domains = Domains(lambda first: make(beside=first, **options), 2)  # type: ignore[arg-type]
+    domains = Domains(lambda _, first: make(beside=first, **options), 2)  # type: ignore[arg-type]
     for rid in range(6):
         domains.add(enqueue(rid, [rid], priority=-rid))
     domains.change(ASKED._replace(policy="priority", max_num_seqs=1))

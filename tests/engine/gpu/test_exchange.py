@@ -16,6 +16,7 @@ from fakes import enqueue
 from family_kinds import FEW_EXPERTS, LATENT_ON_GPU, make_kind
 from msgspec.structs import replace
 
+from pagewire.engine.core.loads import Loads
 from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu import shapes
 from pagewire.engine.gpu.device_steps import DeviceSteps
@@ -163,3 +164,15 @@ def test_replicas_that_move_between_domains_change_no_token(
     first, second = ((0, 1, 2, 3), (4, 5, 6, 7)) if name == "qwen3_moe" else ((0, 1), (2, 3))
     moves = {1: ((*first, second[0]), (*second, 0)), 2: ((*first, second[1]), (*second, 1))}
     check(folder, how | {"expert_replicas": 1}, moves=moves)
+
+
+def test_each_domain_loads_what_its_host_tier_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other prompts take the device's memory in between. Steps that only move KV have no tokens in any domain."""
+    monkeypatch.setattr(Loads, "_pays", lambda *_: True)
+    folder = make(tmp_path, "qwen3")
+    waves = (wave(0, 34, 35), wave(100, 50, 51), [replace(each, rid=each.rid + 1000) for each in wave(0, 34, 35)])
+    alone = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
+    ranks = DomainRanks(folder, 2, num_pages=4, in_triton=True, kv_connector=("host,size=1M",), **SMALL)
+    assert ranks.serve(*waves) == alone.serve([each for wave in waves for each in wave])
+    tiers = [tier for scheduler in ranks.core.schedulers for tier in scheduler.tiers()]
+    assert [(tier.num_hit_tokens, tier.num_failed) for tier in tiers] == [(32, 0)] * 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES
+from msgspec.structs import replace
 
 from pagewire.engine.kv_connector import registry
 from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
@@ -134,11 +135,22 @@ def test_only_sizes_of_tiers_change_while_requests_are_served(place: int, spec: 
         registry.check_smaller(START, START[:2])
 
 
-def test_each_tier_gets_its_size(tmp_path: Path) -> None:
-    specs = [f"host,size={8 * BLOCK_BYTES}", f"disk,path={tmp_path},size={8 * FILE_BYTES}"]
-    core = registry.core_connector(specs, FACTS)
-    assert core is not None
-    registry.resize(core, [f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={6 * FILE_BYTES}"])
+def test_each_domain_gets_a_part_of_what_is_not_common(tmp_path: Path) -> None:
+    specs = ("host,size=2K,eviction=cost", "disk,path=d,size=1M", "shared,path=s,size=1M", "mine:Class,path=p,size=3")
+    assert registry.of_domain(specs, 1, 2) == (
+        "host,size=1024,eviction=cost", "disk,path=d/domain-1-of-2,size=524288", *specs[2:]
+    )  # fmt: skip
+    assert registry.of_domain(specs, 0, 1) == specs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_tier_gets_its_size(num_ranks: int, tmp_path: Path) -> None:
+    """All ranks together."""
+    facts = replace(FACTS, rank_bytes=(BLOCK_BYTES,) * num_ranks if num_ranks > 1 else ())
+    block, file = num_ranks * BLOCK_BYTES, num_ranks * FILE_BYTES
+    core = registry.core_connector([f"host,size={8 * block}", f"disk,path={tmp_path},size={8 * file}"], facts)
+    assert core is not None and [tier.capacity for tier in core.tiers()] == [8, 8]
+    registry.resize(core, [f"host,size={4 * block}", f"disk,path={tmp_path},size={6 * file}"])
     core.build_connector_meta()
     assert [tier.capacity for tier in core.tiers()] == [4, 6]
     core.close()
