@@ -265,6 +265,11 @@ class Lead(Supervisor):
                     lost |= dict.fromkeys(lost_with(sender, num_ranks))
         return tuple(lost)
 
+    def _also_lost(self, lost: Sequence[str]) -> list[str]:
+        """Those that have to be replaced, too, since a machine with some of these actors was lost meanwhile."""
+        found = dict.fromkeys(name for one in lost for name in self._lost_with(one))
+        return [name for name in found if name in self._children and name not in lost]
+
     async def _begin(
         self, lost: Sequence[str], reason: str, epoch: int, device_epoch: int, *, is_planned: bool = False
     ) -> None:
@@ -276,6 +281,10 @@ class Lead(Supervisor):
             if any(name in self._remote for name in actors):
                 await self._complete(self._service.outage_wait, "--outage-wait", drains=True)
                 if not self._is_complete:
+                    return
+                if more := self._also_lost(actors):
+                    lost = (*actors, *more)
+                    await self._begin(lost, self._reason, self._epoch + 1, self._device_epoch + 1, is_planned=True)
                     return
             self._begin_elsewhere(actors, self._reason)
         if here := [name for name in actors if name not in self._remote]:
@@ -358,6 +367,8 @@ class Lead(Supervisor):
             if (child := self._children.get(name)) is not None and isinstance(child.process, RemoteProcess)
         ]
         summary = f"{machine.name}, the machine of {', '.join(machine.actors)}, {how}"
+        if running and all(child.process.returncode is not None for child in running):  # they are being replaced
+            self._print(f"{summary}.")
         for i, child in enumerate(running):
             assert isinstance(child.process, RemoteProcess)
             if child.process.returncode is None:
