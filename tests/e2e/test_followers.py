@@ -122,6 +122,24 @@ def test_an_engine_of_two_machines_heals_and_drains(machines: Machines) -> None:
     assert "the launch of worker-1 ends, and with it the engine" in machines.lead.log.read_text()
 
 
+@pytest.mark.long
+def test_a_machine_is_lost_while_the_lead_replaces_its_rank(start: Start, tmp_path: Path, proxy: Proxy) -> None:
+    """Nothing runs when it dies, so the lead finds that a mailbox cannot be reached before it notices the death. The
+    rank goes to another address, which the core must get to know."""
+    machines = Machines(start, tmp_path, proxy, proxy.target, hang_s=20.0)
+    first = machines.join("b", "127.0.0.2")
+    machines.lead.wait_ready()
+    spare = machines.join("c", "127.0.0.3")
+    says(spare, "c has joined")
+    expected = text_of(long_stream(machines.lead))
+    first.kill()
+    says(machines.lead, "the mailbox of worker-1, cannot be reached from")
+    stream = long_stream(machines.lead)
+    says(machines.lead, "b, the machine of worker-1, has not answered for")
+    assert text_of(stream) == expected
+    assert "core is replaced" in machines.lead.log.read_text()
+
+
 def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy) -> None:
     """Each has room for one stream. The domain of the rank that dies and the other one go on."""
     machines = Machines(start, tmp_path, proxy, proxy.target, "--kv-domains", "2", "--max-num-seqs", "1")
