@@ -283,7 +283,7 @@ class Lead(Supervisor):
                 if not self._is_complete:
                     return
                 if more := self._also_lost(actors):
-                    lost = (*actors, *more)
+                    lost = (*actors, *more)  # no request is suspected: those of the first death are already
                     await self._begin(lost, self._reason, self._epoch + 1, self._device_epoch + 1, is_planned=True)
                     return
             self._begin_elsewhere(actors, self._reason)

@@ -8,9 +8,8 @@ never exceeds a budget.
 Models are loaded one at a time, in the order in which they were asked for. If memory is short, the models that were
 used least recently are unloaded: at once if they are idle, and after `PATIENCE_S` also if they are busy. Loads for
 which another model must go take at most `LOAD_SHARE` of the time, after a burst of `LOAD_BURST_S`: however requests
-alternate, most of the time is spent on answers. If nobody waits any more for the model that others went
-for, the next load of any model counts. Requests wait meanwhile, and all that wait for a model are answered
-when it is loaded.
+alternate, most of the time is spent on answers. If nobody waits any more for the model that others went for, the next
+load of any model counts instead. Requests wait meanwhile, and all that wait for a model are answered when it is loaded.
 """
 
 import math

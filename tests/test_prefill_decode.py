@@ -281,7 +281,7 @@ def test_all_groups_leave_during_the_passes_over_a_prompt(
 def test_all_groups_leave_after_each_chunk_where_no_pass_can_be_followed(
     checkpoint: Path, pair: Pair, grown: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU."""
+    """On a GPU recorded steps are one launch, and no layer of theirs can leave before their end."""
     monkeypatch.setattr("pagewire.engine.kv_connector.p2p_worker.layer_stops", lambda cache: {})
     kept: list[int] = []
     keep = BlockStore.keep

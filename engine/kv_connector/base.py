@@ -56,9 +56,7 @@ class ConnectorFacts(Struct, frozen=True, kw_only=True):
     rank: int = 0  # of the worker half, which has this rank's part of each page; the core half acts as rank 0 does
     rank_bytes: tuple[int, ...] = ()  # `block_bytes` of each rank, by rank; empty: there is one
     may_refuse: bool = True  # the engine is starting: what the operator must mend may end it
-    hosts: tuple[
-        str, ...
-    ] = ()  # where others reach each rank, by rank, "": on the core's machine; empty: all are there
+    hosts: tuple[str, ...] = ()  # of each rank, by rank; "": the core's machine; empty: all ranks are there
 
     @classmethod
     def of(

@@ -50,7 +50,7 @@ class Peer:
         return self._links if self._is_known else ()
 
     def check(self) -> None:
-        """As `Link.check`, of each rank."""
+        """Asks the peer, and each of its ranks that is known by then, as `Link.check` does. Raises ConfigError."""
         welcome = self._door.check()
         if welcome is not None:
             self._learn(welcome)

@@ -147,7 +147,7 @@ class History:
         self._ends: dict[int, str] = {}
 
     def _config(self, policy: PolicyName, kinds: Sequence[str]) -> EngineConfig:
-        """As which a trace knows the engine."""
+        """The configuration that a trace of this history begins with."""
         model = ModelFacts(
             path="", name="m", max_position=MAX_LEN, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
         )

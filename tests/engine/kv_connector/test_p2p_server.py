@@ -126,7 +126,7 @@ def test_blocks_are_sent_as_they_come(store: BlockStore, asker: Asker) -> None:
 
 
 def test_what_is_there_does_not_wait_for_what_is_asked_for_before_it(store: BlockStore, asker: Asker) -> None:
-    """As the end of a window before full attention."""
+    """A model with a window asks for the end of it before the blocks of full attention, which come first."""
     store.expect(7, KEYS)
     asker.want(names=b"".join([*KEYS[8:], *KEYS[:8]]))
     assert asker.hear() == Coming(1, 0, 10)
