@@ -52,7 +52,7 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
     for what in ("sleep", "wake_up"):
         assert httpx.post(f"{server.url}/{what}", headers=ADMIN, timeout=60).status_code == 200
     assert complete(server, PROMPTS) == greedy, "the devices have lost all KV"
-    assert server.metric("pagewire:external_prefix_cache_hits_total") > 0
+    until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 0, "the hits of tiers are reported")
     assert server.metric("pagewire:kv_tier_failed_blocks_total") == 0
     tokens = server.metric("pagewire:expert_tokens_total")
     until(lambda: server.metric("pagewire:expert_tokens_total") > 0, f"both ranks report their load, {tokens}")
@@ -63,8 +63,13 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
         beside = clients.submit(stream, server, PROMPTS[3], max_tokens=200)
         assert stream(server, PROMPTS[3], workers[1].kill, max_tokens=200) == long
         assert beside.result() == long
-    after = {worker.pid for worker in server.of_kind("worker")}
-    assert len(after) == 2 and after.isdisjoint(worker.pid for worker in workers)
+    before = {worker.pid for worker in workers}
+
+    def are_replaced() -> bool:
+        after = {worker.pid for worker in server.of_kind("worker")}
+        return len(after) == 2 and after.isdisjoint(before)
+
+    until(are_replaced, "both ranks are replaced", 60)
     assert server.children()["core"].pid == core
     assert complete(server, PROMPTS) == greedy
     assert server.stop() == 0, server.log.read_text()

@@ -13,7 +13,7 @@ from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
-NUM_TOKENS = 1500
+NUM_TOKENS = 3000
 
 
 def ask(server: Server, answers: list[tuple[int, bytes]], *, is_stream: bool) -> None:

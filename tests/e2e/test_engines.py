@@ -61,7 +61,7 @@ async def killed_beneath(server: Server, victim: str, asked: Sequence[tuple[str,
 
 def die_and_go_on(server: Server, victims: Sequence[str]) -> None:
     """Kills these under streams: every stream is the same as without, and only those of one engine are resumed."""
-    asked = bodies(8, 60)
+    asked = bodies(8, 300)
     expected = asyncio.run(read_streams(server.url, asked, [0]))
     assert not any(told.error for told in expected), expected
     num_events = sum(len(text) for told in expected for text in told.texts) // 8
@@ -145,7 +145,7 @@ def test_any_process_of_an_engine_may_die_and_engines_restart_in_turn(start: Sta
         raise AssertionError(server.log.read_text())
 
     os.kill(server.process.pid, signal.SIGHUP)
-    assert asyncio.run(served_until_restarted()) > 2
+    assert asyncio.run(served_until_restarted()) > 1
     wait_until_all_take_requests(server)
     assert not old & pids(server, "core")
     server.children()["api"].kill()

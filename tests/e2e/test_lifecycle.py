@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -132,7 +133,7 @@ def test_a_second_signal_of_either_kind_stops_at_once(start: Start) -> None:
     idle.close()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(5) == 130
-    until(lambda: not any(child.is_running() for child in children), "all processes have ended", 2.0)
+    until(lambda: not any(child.is_running() for child in children), "all processes have ended")
     thread.join(10)
 
 
@@ -141,7 +142,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     children = list(server.children().values())
     assert len(children) == len(ACTORS)
     server.process.kill()
-    until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all processes have ended", 2.0)
+    until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all processes have ended")
 
 
 def test_a_signal_ends_a_start_of_which_some_processes_do_not_run_yet(start: Start) -> None:
@@ -162,8 +163,11 @@ def test_the_death_of_a_process_ends_the_start_with_a_message(start: Start) -> N
     assert "was killed by SIGKILL" in server.log.read_text()
 
 
-def test_a_start_timeout_names_the_late_process(start: Start) -> None:
-    server = start("--start-timeout-s", "1")
+def test_a_start_timeout_names_the_late_process(start: Start, tmp_path: Path) -> None:
+    late = 'import sys, time\nif "pagewire.procs.template" in sys.orig_argv:\n    time.sleep(20)\n'
+    (tmp_path / "sitecustomize.py").write_text(late)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    server = start("--start-timeout-s", "1", environment={"PYTHONPATH": path})
     code = server.process.wait(30)
     log = server.log.read_text()
     assert code == 1 and "worker" in log and "not ready in time (1 s" in log
@@ -250,7 +254,7 @@ def test_two_launches_serve_together_over_tcp(start: Start, tmp_path: Path) -> N
     launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--key-file", str(tmp_path / "key"), "--address", *addresses]
     engine = start("--actors", "worker,core,grammar", *common, command=launch)
-    until(lambda: (tmp_path / "key").exists(), "the key is made")
+    until(lambda: (tmp_path / "key").exists(), "the key is made", 60)
     frontend = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
     until(lambda: set(engine.children()) == {"worker", "core", "grammar"}, "the worker is forked")
     assert set(frontend.children()) == {"tokenizer", "detokenizer", "api"}

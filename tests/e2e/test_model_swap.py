@@ -20,7 +20,7 @@ from pagewire.tools.servers import ROOT, Server
 Start = Callable[..., Server]
 FLAGS = ("--enable-model-swap", "--admin-api-key", "admin", "--kv-cache-memory", "64M")
 ADMIN = {"Authorization": "Bearer admin"}
-LONG = {"prompt": "Count", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
+LONG = {"prompt": "Count", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 def read_stream(url: str, lines: list[str]) -> None:

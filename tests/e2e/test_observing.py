@@ -104,7 +104,7 @@ def test_a_stream_ends_with_its_timings(server: Server) -> None:
 def test_disconnects_and_refusals_are_counted_by_reason(server: Server) -> None:
     before = samples(server)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True, "ignore_eos": True,
-                      "max_tokens": 400}, timeout=60) as response:  # fmt: skip
+                      "max_tokens": 7000}, timeout=60) as response:  # fmt: skip
         next(response.iter_lines())
     too_long = {"prompt": "word " * 50_000, "max_tokens": 1}
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400

@@ -21,7 +21,7 @@ def test_streams_continue_after_kill_9_of_a_whole_engine(on_default: str, start:
     router = start("--engines", urls, "--no-access-log", command=ROUTE)
     for process in (*engines, router):
         process.wait_ready()
-    requests = bodies(16, 80)
+    requests = bodies(16, 200)
     expected = asyncio.run(read_streams(engines[0].url, requests, [0]))
     assert not any(stream.error for stream in expected) and len({tuple(stream.texts) for stream in expected}) > 8
     wait_until_all_ready(router, 2)

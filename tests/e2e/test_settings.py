@@ -351,7 +351,7 @@ def test_changes_survive_processes_and_servers_and_files_are_read_again(
     lines: list[str] = []
 
     def read() -> None:
-        ask = {**body(1), "max_tokens": 1500}
+        ask = {**body(1), "max_tokens": 7000}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, headers=LOAD, timeout=120) as answer:
             lines.extend(answer.iter_lines())
 

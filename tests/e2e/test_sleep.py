@@ -12,7 +12,7 @@ from pagewire.tools.servers import Server
 pytestmark = pytest.mark.e2e
 
 ADMIN = {"authorization": "Bearer of-the-administrator"}
-ASK = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+ASK = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
 
 def test_a_stream_pauses_while_the_engine_sleeps(start: Callable[..., Server]) -> None:

@@ -136,7 +136,7 @@ def test_stages_may_run_in_two_launches(start: Callable[..., Server], tmp_path: 
     launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--pipeline-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
     first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
-    until(lambda: (tmp_path / "key").exists(), "the key is made")
+    until(lambda: (tmp_path / "key").exists(), "the key is made", 60)
     second = start("--actors", "worker-1", *common, command=launch)
     first.wait_ready()
     assert set(second.children()) == {"worker-1"}

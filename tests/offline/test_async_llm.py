@@ -84,7 +84,7 @@ def test_async_llm_gives_the_outputs_of_llm(model: str) -> None:
             async for _ in endless:
                 break
             await endless.aclose()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while (await llm.snapshot()).num_running:
                     pass
             with pytest.raises(RequestError, match="maximum context length"):

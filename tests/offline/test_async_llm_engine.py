@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_requests_stream_abort_and_give_the_tokens_of_llm(tmp_path: Path) -> None:
-    checkpoints.make_checkpoint(tmp_path, "llama")
+    # So long that not all of `endless` can have come before its reader first runs.
+    checkpoints.make_checkpoint(tmp_path, "llama", max_position_embeddings=16_384)
     vocabulary.add_tokenizer(tmp_path)
     options = {"dtype": "float32", "threads": 1, "kv_cache_memory": "32M"}
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -48,7 +49,7 @@ def test_requests_stream_abort_and_give_the_tokens_of_llm(tmp_path: Path) -> Non
                     await engine.abort("d")
             assert seen[-1].finished and seen[-1].outputs[0].finish_reason == "abort"
             with pytest.raises(RequestError, match="maximum context length"):
-                await anext(engine.generate("x" * 5000, greedy, request_id="long"))
+                await anext(engine.generate("x" * 50_000, greedy, request_id="long"))
             await engine.check_health()
             assert (await engine.get_tokenizer()).decode(expected.outputs[0].token_ids, skip_special_tokens=True)
         finally:

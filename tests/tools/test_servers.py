@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from pagewire.tools.servers import Server, ServerError, end, free_port, is_alive
 
@@ -62,6 +63,7 @@ def test_the_error_of_a_server_that_exits_at_start_has_its_log(tmp_path: Path) -
 
 def test_a_server_that_does_not_become_ready_is_killed(tmp_path: Path) -> None:
     server = Server(tmp_path, command=command("import time; print('slow', flush=True); time.sleep(60)"))
+    until(lambda: "slow" in server.log.read_text(), "the program runs", 60)
     with pytest.raises(ServerError, match=r"(?s)not ready within 0.5 s;.*slow"):
         server.wait_ready(timeout_s=0.5)
     server.close()
