@@ -1,7 +1,9 @@
 """Peers with other keys are named; those that hold the key, and those that are none of ours, are not."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,23 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
 
 
 def test_a_peer_with_another_key_is_named(guarded: Guarded, tmp_path: Path) -> None:
-    stranger = ZmqContext(read_keys(tmp_path / "theirs"))
-    stranger.dealer(guarded.router.address)
-    until(lambda: "127.0.0.1" in guarded.refused(), "the stranger is refused")
-    stranger.close()
+    async def first_refused() -> list[str]:
+        """A peer has its name only as long as its connection, so each is looked at as soon as it comes."""
+        loop = asyncio.get_running_loop()
+        refused: asyncio.Future[list[str]] = loop.create_future()
+
+        def look() -> None:
+            if (hosts := guarded.refusals.look()) and not refused.done():
+                refused.set_result(hosts)
+
+        guarded.refusals.subscribe(loop, look)
+        async with asyncio.timeout(60):
+            return await refused
+
+    with closing(ZmqContext(read_keys(tmp_path / "theirs"))) as stranger:
+        stranger.dealer(guarded.router.address)
+        assert asyncio.run(first_refused())[0] == "127.0.0.1"
+        guarded.refusals.close()
 
 
 def test_friends_and_programs_that_speak_something_else_are_not_named(guarded: Guarded, tmp_path: Path) -> None:
