@@ -1,7 +1,9 @@
 """The GPU verification and the tuner: smoke runs, verdicts, the report, and the tuner's table."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -264,6 +266,28 @@ def test_the_most_valuable_parts_come_first() -> None:
 def test_no_two_parts_have_the_same_name_or_program() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert len({(part.module, part.function, part.model) for part in PARTS}) == len(PARTS)
+
+
+# Natively run tests
+
+_ON_CPU = ("EagerQueue", "thread_ranks", "domain_ranks")  # with these a step runs in the memory of a CPU,
+_CHOOSES = re.compile(r"torch\.cuda\.is_available\(\)|\bON_GPU\b")
+_WITHOUT_KERNELS = {"test_recordings.py"}  # and launches none
+
+
+def runs_on_cpu(source: str) -> bool:
+    """Whether a module imports what runs steps on a CPU, and nothing in it depends on whether there is a GPU."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.name for node in imports for name in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module is not None}
+    return bool(names & set(_ON_CPU)) and _CHOOSES.search(source) is None
+
+
+def test_tests_of_the_gpus_step_take_a_gpu_or_are_left_out_where_there_is_one() -> None:
+    """There, nothing interprets the kernels, which cannot be launched on tensors of a CPU."""
+    files = sorted((ROOT / "tests" / "engine" / "gpu").glob("*.py"))
+    found = {file.name for file in files if runs_on_cpu(file.read_text())}
+    assert found == _WITHOUT_KERNELS, "skip them, or choose the queue, by torch.cuda.is_available()"
 
 
 # Computations of the parts
