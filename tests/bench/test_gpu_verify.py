@@ -145,6 +145,48 @@ def test_a_part_can_report_why_it_is_skipped(tmp_path: Path) -> None:
     assert outcome.skipped == "there is no room" and outcome.verdict(smoke=False) == "missed"
 
 
+# Ranks
+
+
+def ranks_of(*programs: str) -> list[subprocess.Popen[bytes]]:
+    """A process for each; `hang` does not end."""
+    hang = "import time; time.sleep(600)"
+    return [subprocess.Popen([sys.executable, "-c", hang if each == "hang" else each]) for each in programs]
+
+
+@pytest.mark.parametrize(
+    ("programs", "codes"),
+    [
+        (("hang", "raise SystemExit(3)"), r"\[None, 3\];"),
+        (("hang", "import os; os.kill(os.getpid(), 9)", "hang"), r"\[None, -9, None\];"),
+    ],
+)
+def test_a_rank_that_fails_ends_those_that_wait_for_it(programs: tuple[str, ...], codes: str) -> None:
+    from pagewire.bench.gpu.ranks import wait_for
+
+    ranks = ranks_of(*programs)
+    with pytest.raises(RuntimeError, match=f"the ranks ended with {codes} None: it still ran"):
+        wait_for(ranks, 60.0)
+    assert all(rank.returncode is not None for rank in ranks), "none is left behind"
+
+
+def test_ranks_that_hang_are_ended_with_a_reason() -> None:
+    from pagewire.bench.gpu.ranks import wait_for
+
+    ranks = ranks_of("hang", "hang")
+    with pytest.raises(RuntimeError, match=r"\[None, None\] after 0 s"):
+        wait_for(ranks, 0.2)
+    assert all(rank.returncode is not None for rank in ranks)
+    wait_for(ranks_of("", ""), 300.0)
+
+
+def test_ranks_that_hang_leave_time_to_say_so() -> None:
+    from pagewire.bench.gpu import ranks
+
+    limits = [verify._PATIENCE * part.seconds for part in PARTS if part.module in ("stages", "domains")]
+    assert len(limits) == 2 and 0.7 * min(limits) > ranks._LIMIT_S
+
+
 # Verdicts
 
 
