@@ -17,7 +17,7 @@ from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 
-LENGTH, PAGES = 33, [4, 5, 6]
+PAGES = [4, 5, 6]
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def followed_prompt(engine: Runner, address: str) -> list[bool]:
         during.append(num_waits == 1)  # the runner waits for the device before a pass and behind it
         grow(self, *args)  # type: ignore[arg-type]  # as they came
 
-    request = prompt(1, LENGTH)
-    keys = request.block_keys(2, 16)
+    request = prompt(1, length_for(engine))
+    keys = request.block_keys(2, engine._config.block_size)
     core.available(request, [])
     engine.launch(empty_plan(1, core.build_connector_meta()))
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
@@ -61,7 +61,7 @@ def followed_prompt(engine: Runner, address: str) -> list[bool]:
         core.filling(request, held)
         engine._device.synchronize, BlockStore.grow = waited, grown  # type: ignore[assignment,method-assign]
         try:
-            engine.launch(prompt_plan(2, core.build_connector_meta()))
+            engine.launch(prompt_plan(2, engine, core.build_connector_meta()))
         finally:
             engine._device.synchronize, BlockStore.grow = synchronize, grow  # type: ignore[method-assign]
         got = [bytearray(), bytearray()]
@@ -81,18 +81,24 @@ def followed_prompt(engine: Runner, address: str) -> list[bool]:
         core.filled(request, held)
         engine.launch(empty_plan(3, core.build_connector_meta()))
         take(facts.block_bytes)
-        assert [bytes(one) for one in got] == [page.numpy().tobytes() for page in cache.storage[PAGES[:2]]]
+        assert [bytes(one) for one in got] == [page.numpy().tobytes() for page in cache.storage[PAGES[:2]].cpu()]
     core.close()
     *before, last = during
     assert not last
     return before
 
 
-def prompt_plan(step: int, kv: bytes = b"") -> StepPlan:
+def length_for(engine: Runner) -> int:
+    """Two blocks and a position."""
+    return 2 * engine._config.block_size + 1
+
+
+def prompt_plan(step: int, engine: Runner, kv: bytes = b"") -> StepPlan:
     """Computes the prompt."""
-    ids = ids_to_bytes(list(range(5, 5 + LENGTH)))
-    opened = RowOpen(0, ids, LENGTH, 0, ids_to_bytes(PAGES), Sampling(temperature=0))
-    return StepPlan(step, (opened,), b"", b"", ids_to_bytes([0]), ids_to_bytes([LENGTH]), b"\1", kv=kv)
+    length = length_for(engine)
+    ids = ids_to_bytes(list(range(5, 5 + length)))
+    opened = RowOpen(0, ids, length, 0, ids_to_bytes(PAGES), Sampling(temperature=0))
+    return StepPlan(step, (opened,), b"", b"", ids_to_bytes([0]), ids_to_bytes([length]), b"\1", kv=kv)
 
 
 def empty_plan(step: int, kv: bytes) -> StepPlan:

@@ -16,7 +16,6 @@ from pagewire.engine.checkpoint.spec import model_facts, read_spec
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import GroupTable, RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
-BLOCK_SIZE = 16
 GREEDY = Sampling(temperature=0)
 
 
@@ -43,6 +42,7 @@ class Driver:
 
     def __init__(self, runner: Runner, num_blocks: int) -> None:
         self.runner = runner
+        self._block_size = runner._config.block_size
         self.free_blocks = list(range(num_blocks))
         self.groups = [shape.pages for shape in runner.groups if shape.kind != "state"]
         self.state_pages = sum(shape.pages for shape in runner.groups if shape.kind == "state")
@@ -87,7 +87,7 @@ class Driver:
                 if count <= 0 or request.sampled == request.max_new:
                     continue
                 while request.positions < request.planned + count:
-                    request.positions += BLOCK_SIZE
+                    request.positions += self._block_size
                     for group, pages in enumerate(self.groups):
                         block = self._take(rng, pages)
                         request.blocks += block

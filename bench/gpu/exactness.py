@@ -16,6 +16,8 @@ from .setting import ROOT, Setting
 
 _LENGTHS = (1, 15, 16, 17, 45, 130, 300)
 _WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+_STACKED = "gpt_oss"  # whose experts are one tensor: a part of each expert's matrix is loaded at a time
+_NUM_PAGES = 400
 _MAX_ERROR = 1.25  # of transformers' own
 
 
@@ -23,6 +25,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     sys.path.insert(0, str(ROOT / "tests"))
     checkpoints: Any = importlib.import_module("checkpoints")
     driving: Any = importlib.import_module("runner_driver")
+    families: Any = importlib.import_module("families")
     rng = np.random.default_rng(0)
     lengths, num_new = setting.choose((_LENGTHS, 16), (_LENGTHS[:3], 2))
 
@@ -32,15 +35,18 @@ def measure(setting: Setting) -> Iterator[Figure]:
     def serve(folder: Any, requests: list[Any], **flags: object) -> None:
         config = driving.engine_config(folder, max_num_batched_tokens=setting.choose(128, 32), max_num_seqs=4, **flags)
         runner = Runner.load(config, queue=setting.open_queue() if setting.smoke else None)
-        runner.open_cache(96)
-        driving.Driver(runner, 96).run(
+        runner.open_cache(_NUM_PAGES)
+        driving.Driver(runner, _NUM_PAGES).run(
             requests, chunk=setting.choose(50, 20), budget=config.max_num_batched_tokens, rows=4
         )
 
     kinds = setting.choose(("llama", "qwen2-sliding", "qwen3"), ("qwen3",))
     layers = {"num_hidden_layers": setting.choose(3, 1)}
-    for kind in kinds:
-        folder = checkpoints.make_checkpoint(setting.scratch / kind, kind, **layers)
+    for kind in (*kinds, _STACKED):
+        if kind == _STACKED:
+            folder = families.make_family(setting.scratch / kind, kind)
+        else:
+            folder = checkpoints.make_checkpoint(setting.scratch / kind, kind, **layers)
         prompts = [prompt(length) for length in lengths]
         expected = checkpoints.reference_greedy(folder, prompts, num_new)
         requests = [driving.Request(prompt, max_new=num_new) for prompt in prompts]

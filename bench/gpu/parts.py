@@ -50,7 +50,7 @@ PARTS = (
     Part(name="steps-0.6b", title="Steps of Qwen3-0.6B", module="steps", model="qwen3-0.6b", seconds=30, needs=_TEXT),
     Part(name="steps-8b", title="Steps of Llama-3.1-8B", module="steps", model="llama-3.1-8b", seconds=45, needs=_TEXT),
     Part(name="tests", title="Tests of kernels and step", module="kernel_tests", seconds=120,
-         needs=("pytest", "transformers", "safetensors"), interprets=False),
+         needs=("pytest", "hypothesis", "transformers", *_HTTP), interprets=False),
     Part(name="products", title="Products", module="products", seconds=40),
     Part(name="offline-0.6b", title="Qwen3-0.6B without HTTP", module="throughput", model="qwen3-0.6b", seconds=45,
          needs=_TEXT, interprets=False),

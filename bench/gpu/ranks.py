@@ -4,7 +4,8 @@ and Triton's interpreter."""
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from ...ipc.messages import StepPlan
 from .setting import ROOT, Setting
 
 DEPTH = 2  # plans of one rank that are in flight, and one more with two stages
-_TIMEOUT_S = 300.0
+_LIMIT_S = 80.0  # less than a part has, which would be ended without a reason
+_SMOKE_LIMIT_S = 300.0
+_POLL_S = 0.05
 
 
 def run_ranks(module: str, folder: Path, setting: Setting, *flags: str, num: int = 2) -> None:
@@ -23,14 +26,23 @@ def run_ranks(module: str, folder: Path, setting: Setting, *flags: str, num: int
     as its arguments. Raises RuntimeError if one fails."""
     command = [sys.executable, "-m", module, str(folder), str(setting.scratch), *flags, *["--smoke"] * setting.smoke]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(num)]
+    wait_for(ranks, setting.choose(_LIMIT_S, _SMOKE_LIMIT_S))
+
+
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Returns when all have ended. Raises RuntimeError as soon as one has failed, because the others may wait for it
+    for ever, and after limit_s; it ends those that are left."""
+    end = time.monotonic() + limit_s
     try:
-        codes = [rank.wait(_TIMEOUT_S) for rank in ranks]
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < end:
+            time.sleep(_POLL_S)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}")
+    if any(code != 0 for code in codes):
+        waited = f" after {limit_s:.0f} s" if time.monotonic() >= end else ""
+        raise RuntimeError(f"the ranks ended with {codes}{waited}; None: it still ran")
 
 
 def interpret_kernels() -> None:

@@ -25,7 +25,7 @@ site, wheels, *flags = sys.argv[1:]
 # What pagewire, its tests and the benchmarks need and a GPU machine may lack, with what that needs in turn.
 PACKAGES = """msgspec numpy safetensors tokenizers huggingface-hub jinja2 markupsafe transformers tqdm regex pyyaml
 pyzmq uvloop starlette anyio idna sniffio httptools uvicorn click h11 prometheus-client setproctitle psutil pytest
-pluggy iniconfig pygments packaging pytest-xdist execnet""".split()
+pluggy iniconfig pygments packaging pytest-xdist execnet hypothesis sortedcontainers""".split()
 
 def has(package):
     try:

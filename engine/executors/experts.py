@@ -67,8 +67,8 @@ class OwnExperts:
         return slots.where(positions[:, None] % turns == turn, -1)
 
     def take_load(self) -> Tensor:
-        """[experts] int64 on the CPU: how many assignments each has had on this rank since the last call. A GPU ends
-        the step that runs first; what it counts meanwhile may be lost."""
+        """[experts] int64 on the CPU: how many assignments each has had on this rank since the last call, in all
+        steps that have been launched: on a GPU it is behind them in their stream, and so waits for them."""
         self.flush_load()
         found = self.moved.cpu().clone()
         self.moved.zero_()

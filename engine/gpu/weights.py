@@ -112,8 +112,7 @@ class Loaded:
         return None if vector is None else self.vectors[vector.key]
 
     def keeps(self, matrix: Matrix) -> bool:
-        is_head = matrix.key == "head_project"  # a part of the vocabulary's product
-        return self._keeps and matrix.use in ("product", "gated", "router") and not is_head
+        return self._keeps and may_stay(matrix)
 
     def takes(self, matrix: Matrix) -> torch.dtype | None:
         return None
@@ -149,6 +148,12 @@ class Loaded:
             self._note(matrix)
         except ValueError as e:
             raise CheckpointError(f"The parts of {matrix.key} cannot be fused: {e}.") from None
+
+
+def may_stay(matrix: Matrix) -> bool:
+    """Whether there are kernels for a matrix as a checkpoint stores it."""
+    is_head = matrix.key == "head_project"  # a part of the vocabulary's product
+    return matrix.use in ("product", "gated", "router") and not is_head
 
 
 def room_of(program: Program) -> dict[str, int]:

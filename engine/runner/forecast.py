@@ -19,6 +19,7 @@ from ..checkpoint.quantization import GgufScheme, Scheme
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device
 from ..executors.weights import shape_of as shape_of_target
+from ..gpu.weights import may_stay
 from ..models.program import Matrix, Mixture
 from ..parallel.rank import RankInfo
 from ..weights.loader import Found, kept_matrices
@@ -88,17 +89,18 @@ def _weight_bytes(config: EngineConfig, served: Served) -> int:
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if program is None or backend is None:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize
-    if served.executor == "Triton" and served.is_kept:
+    mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
+    is_triton = served.executor == "Triton"
+    if is_triton and served.is_kept and not mixtures:
         return files // config.tensor_parallel_size
     kept: dict[str, int] = {}
     if served.is_kept and served.found is not None:
         keys = kept_matrices(program, served.found)
-        matrices = [matrix for matrix in program.matrices if matrix.key in keys]
+        matrices = [each for each in program.matrices if each.key in keys and (may_stay(each) or not is_triton)]
         with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
             kept = {each.key: _kept_bytes(each, spec.scheme, reader, served.found, backend) for each in matrices}
     vectors = sum(math.prod(shape_of_target(vector)) for vector in program.vectors) * dtype.itemsize
     total = vectors + sum(_matrix_bytes(config, backend, matrix, kept) for matrix in program.matrices)
-    mixtures = [op.args for op in program.ops if isinstance(op.args, Mixture)]
     replicas = sum(
         _matrix_bytes(config, backend, matrix, kept) * args.num_replicas // matrix.experts
         for args in mixtures

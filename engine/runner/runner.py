@@ -580,7 +580,7 @@ class Runner:
 
     def take_expert_load(self) -> dict[int, bytes]:
         """Layer → how many tokens each expert had on this rank since the last call, int64; empty: every rank has all
-        experts, or there are none. A GPU ends the step that runs first."""
+        experts, or there are none. On a GPU it waits for the steps that have been launched."""
         with torch.inference_mode():
             return {layer: own.take_load().numpy().tobytes() for layer, own in self._model.own_experts.items()}
 

@@ -23,7 +23,8 @@ class CopyWorker(Protocol):
     """Fills tensors. Used by one thread."""
 
     def fill(self, target: Tensor, source: Tensor) -> None:
-        """target = source, cast; done when `wait` returns. source: on the CPU, of the same shape."""
+        """target = source, cast; done when `wait` returns. target: of any strides. source: on the CPU, of the same
+        shape."""
 
     def wait(self) -> None:
         """Returns when all targets are filled."""
@@ -50,7 +51,13 @@ class StagedCopy:
         self._num_bytes = len(buffers[0])
 
     def fill(self, target: Tensor, source: Tensor) -> None:
-        assert target.is_contiguous() and target.shape == source.shape, (target.shape, source.shape)
+        assert target.shape == source.shape, (target.shape, source.shape)
+        if not target.is_contiguous() or (target.dim() > 2 and not source.is_contiguous()):
+            # Stacked experts: gates are a part of each expert's rows, and transposed ones would be copied on the host
+            # as a whole by `reshape`.
+            for to, part in zip(target, source, strict=True):
+                self.fill(to, part)
+            return
         size = self._num_bytes // target.element_size()
         for to, part in zip(torch.split(target.view(-1), size), torch.split(source.reshape(-1), size), strict=True):
             buffer, wait = self._buffers.popleft()

@@ -1,7 +1,9 @@
 """The GPU verification and the tuner: smoke runs, verdicts, the report, and the tuner's table."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -143,6 +145,48 @@ def test_a_part_can_report_why_it_is_skipped(tmp_path: Path) -> None:
     assert outcome.skipped == "there is no room" and outcome.verdict(smoke=False) == "missed"
 
 
+# Ranks
+
+
+def ranks_of(*programs: str) -> list[subprocess.Popen[bytes]]:
+    """A process for each; `hang` does not end."""
+    hang = "import time; time.sleep(600)"
+    return [subprocess.Popen([sys.executable, "-c", hang if each == "hang" else each]) for each in programs]
+
+
+@pytest.mark.parametrize(
+    ("programs", "codes"),
+    [
+        (("hang", "raise SystemExit(3)"), r"\[None, 3\];"),
+        (("hang", "import os; os.kill(os.getpid(), 9)", "hang"), r"\[None, -9, None\];"),
+    ],
+)
+def test_a_rank_that_fails_ends_those_that_wait_for_it(programs: tuple[str, ...], codes: str) -> None:
+    from pagewire.bench.gpu.ranks import wait_for
+
+    ranks = ranks_of(*programs)
+    with pytest.raises(RuntimeError, match=f"the ranks ended with {codes} None: it still ran"):
+        wait_for(ranks, 60.0)
+    assert all(rank.returncode is not None for rank in ranks), "none is left behind"
+
+
+def test_ranks_that_hang_are_ended_with_a_reason() -> None:
+    from pagewire.bench.gpu.ranks import wait_for
+
+    ranks = ranks_of("hang", "hang")
+    with pytest.raises(RuntimeError, match=r"\[None, None\] after 0 s"):
+        wait_for(ranks, 0.2)
+    assert all(rank.returncode is not None for rank in ranks)
+    wait_for(ranks_of("", ""), 300.0)
+
+
+def test_ranks_that_hang_leave_time_to_say_so() -> None:
+    from pagewire.bench.gpu import ranks
+
+    limits = [verify._PATIENCE * part.seconds for part in PARTS if part.module in ("stages", "domains")]
+    assert len(limits) == 2 and 0.7 * min(limits) > ranks._LIMIT_S
+
+
 # Verdicts
 
 
@@ -264,6 +308,28 @@ def test_the_most_valuable_parts_come_first() -> None:
 def test_no_two_parts_have_the_same_name_or_program() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert len({(part.module, part.function, part.model) for part in PARTS}) == len(PARTS)
+
+
+# Natively run tests
+
+_ON_CPU = ("EagerQueue", "thread_ranks", "domain_ranks")  # with these a step runs in the memory of a CPU,
+_CHOOSES = re.compile(r"torch\.cuda\.is_available\(\)|\bON_GPU\b")
+_WITHOUT_KERNELS = {"test_recordings.py"}  # and launches none
+
+
+def runs_on_cpu(source: str) -> bool:
+    """Whether a module imports what runs steps on a CPU, and nothing in it depends on whether there is a GPU."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.name for node in imports for name in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module is not None}
+    return bool(names & set(_ON_CPU)) and _CHOOSES.search(source) is None
+
+
+def test_tests_of_the_gpus_step_take_a_gpu_or_are_left_out_where_there_is_one() -> None:
+    """There, nothing interprets the kernels, which cannot be launched on tensors of a CPU."""
+    files = sorted((ROOT / "tests" / "engine" / "gpu").glob("*.py"))
+    found = {file.name for file in files if runs_on_cpu(file.read_text())}
+    assert found == _WITHOUT_KERNELS, "skip them, or choose the queue, by torch.cuda.is_available()"
 
 
 # Computations of the parts

@@ -40,12 +40,15 @@ def driver() -> Callable[..., Driver]:
     """folder, and flags → a driver of a GPU runner with an open cache."""
 
     def start(
-        folder: Path, *, kv_cache_dtype: str = "auto", attention_backend: AttentionBackend = "auto", **flags: Any
-    ) -> Driver:
+        folder: Path, *, kv_cache_dtype: str = "auto", attention_backend: AttentionBackend = "auto",
+        block_size: int | None = None, **flags: Any,
+    ) -> Driver:  # fmt: skip
         with machine(COMPILED):  # `resolve` sees a CPU, for which --deterministic needs the C kernels
             config = engine_config(folder, **flags)
         # `resolve` would refuse these for a CPU.
         config = structs.replace(config, attention_backend=attention_backend)
+        if block_size is not None:
+            config = structs.replace(config, block_size=block_size)
         if kv_cache_dtype != "auto":
             config = structs.replace(config, kv_cache_dtype=kv_cache_dtype)
         runner = Runner.load(config, queue=None if ON_GPU else EagerQueue(torch.device("cpu")))

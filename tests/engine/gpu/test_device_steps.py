@@ -17,6 +17,7 @@ from pagewire.ipc.messages import PassReads, RowOpen, Sampling, StepPlan, bytes_
 from pagewire.kernels.triton.copy_pages import copy_pages
 
 GREEDY = Sampling(temperature=0)
+launches = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched on a CPU's memory")
 
 
 class Mark:
@@ -162,7 +163,7 @@ def steps(checkpoint):
     def make(*, num_states=0, attention=None, domain=None, **flags):
         """num_states: of a row, each in a page of its own. attention: a backend other than Triton. domain: of the
         rank."""
-        config = engine_config(checkpoint("llama"), **flags)
+        config = engine_config(checkpoint("llama"), device="cpu", **flags)  # blocks of 16 positions
         states = (StateTile((1, config.block_size * 2)),) * num_states
         shape = KvShape(layers=(Tile(1, 1, 1),), dtype=torch.float32, states=states)
         assert shape.groups(config.block_size).state_pages == num_states
@@ -505,6 +506,7 @@ def test_a_packet_says_which_states_rows_read_write_and_keep(steps):
     assert not queue.waits
 
 
+@launches
 def test_the_state_of_accepted_draft_tokens_is_copied_without_waiting(steps):
     ours, decoder, _, queue = steps(
         num_states=2, max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1, speculative="ngram,tokens=3"
@@ -531,6 +533,7 @@ def test_the_state_of_accepted_draft_tokens_is_copied_without_waiting(steps):
     assert changed.nonzero()[:, 0].tolist() == [21, 31]
 
 
+@launches
 def test_pages_are_copied_in_queue_order(steps):
     ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
     cache = ours._cache

@@ -33,6 +33,15 @@ def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver):
     assert [request.output for request in requests] == expected
 
 
+def test_blocks_may_have_the_64_positions_of_a_gpus(checkpoint, driver):
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    prompts = _prompts("blocks")[2:]
+    served = driver(folder, block_size=64, max_model_len=64, **SMALL)
+    requests = [Request(prompt, max_new=4) for prompt in prompts]
+    served.run(requests, chunk=20, budget=32, rows=3)
+    assert [request.output for request in requests] == checkpoints.reference_greedy(folder, prompts, 4)
+
+
 def test_pooled_vectors_are_those_of_transformers(checkpoint, driver):
     """A prompt in two chunks with mean pooling beside a prompt with last-token pooling."""
     folder = checkpoint("qwen3", num_hidden_layers=2)

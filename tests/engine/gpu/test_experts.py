@@ -1,4 +1,4 @@
-"""Ranks with whole experts on the Triton kernels give the tokens of one rank."""
+"""Ranks with whole experts on the Triton kernels give the tokens of one rank. The ranks are threads."""
 
 from functools import partial
 from pathlib import Path
@@ -7,11 +7,14 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
 from runner_driver import GREEDY, Request
 from thread_ranks import tokens_of
 
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import PlaceExperts, Sampling
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 
 
 def requests(max_new: int = 3) -> list[Request]:

@@ -80,10 +80,12 @@ def test_the_next_turn_begins_with_the_state_at_the_end_of_the_last(folder: Path
 
 def test_requests_go_on_after_they_were_preempted(folder: Path) -> None:
     """With pages for three requests that begin, and not for three that end."""
-    prompts = prompts_of(4, 13, 14, 12)
     whole = Loop(folder, queue=QUEUE, **SMALL)
+    size = whole.runner._config.block_size
+    prompts = prompts_of(4, size - 3, size - 2, size - 4)
     num_pages = 3 * (whole.scheduler.pool.groups.state_pages + 1) + 2
-    loop = Loop(folder, queue=QUEUE, num_pages=num_pages, **SMALL)
+    flags = SMALL | {"max_num_batched_tokens": 4 * size}  # all begin in one step
+    loop = Loop(folder, queue=QUEUE, num_pages=num_pages, **flags)
     found = loop.serve([greedy(rid, prompt, 8) for rid, prompt in enumerate(prompts)])
     assert loop.scheduler.counters.num_preemptions > 0
     assert [found[rid] for rid in range(3)] == checkpoints.reference_greedy(folder, prompts, 8)

@@ -17,9 +17,9 @@ def test_layers_of_a_prompt_leave_a_step_that_is_launched_kernel_by_kernel(
 ) -> None:
     """Those of a step that may be recorded leave behind it."""
     monkeypatch.setattr(shapes, "MAX_RECORDED", 4 if not is_recorded else shapes.MAX_RECORDED)
-    flags = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    flags = {"max_num_seqs": 2, "max_num_batched_tokens": 160}  # blocks of a GPU have 64 positions
     alone = driver(checkpoint("llama"), **flags).runner
-    alone.launch(prompt_plan(2))
+    alone.launch(prompt_plan(2, alone))
     with socket_address() as address:
         engine = driver(checkpoint("llama"), kv_connector=(f"p2p,serve={address},size=1M",), **flags).runner
         assert followed_prompt(engine, address) == [not is_recorded] * 2

@@ -8,9 +8,11 @@ from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
 
+QUEUE = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))
+
 
 def _load(folder, **flags):
-    return Runner.load(engine_config(folder, **flags), queue=EagerQueue(torch.device("cpu")))
+    return Runner.load(engine_config(folder, **flags), queue=QUEUE)
 
 
 def test_the_memory_note_names_every_part(checkpoint):

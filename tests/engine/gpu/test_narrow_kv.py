@@ -4,10 +4,15 @@ import random
 
 import checkpoints
 import numpy as np
+import pytest
+import torch
 from runner_driver import Request, arrays
 
 from pagewire.ipc.messages import Sampling
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="the type is one of sm_89"
+)
 PROMPT = [random.Random(3).randrange(3, checkpoints.VOCAB_SIZE) for _ in range(21)]
 
 

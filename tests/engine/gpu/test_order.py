@@ -501,12 +501,17 @@ def calls_of(loop: Loop, requests: list[Enqueue]) -> tuple[dict[int, Any], list[
         return loop.serve(requests), calls
 
 
+def load_of(runner: Runner) -> int:
+    """How many assignments the experts of a rank have had since the last call."""
+    return sum(int(np.frombuffer(load, np.int64).sum()) for load in runner.take_expert_load().values())
+
+
 def on_two_ranks(
     config: EngineConfig, policies: tuple[str, str], num_pages: int, calls: Sequence[Sequence[StepPlan | None]],
-    moves: Mapping[int, PlaceExperts] | None = None,
+    moves: Mapping[int, PlaceExperts] | None = None, loads: list[int] | None = None,
 ) -> list[list[StepResult]]:  # fmt: skip
     """The results of each rank, which repeats calls in a thread of its own. calls: of each rank. moves: before which
-    steps experts move."""
+    steps experts move. loads: takes what the experts have had, before each other step and at the end."""
     meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
 
     def serve_rank(rank: int) -> list[StepResult]:
@@ -522,7 +527,11 @@ def on_two_ranks(
                         continue
                     if moves is not None and (move := moves.get(plan.step)) is not None:
                         assert runner.place_experts(move)
+                    if loads is not None and plan.step % 2:
+                        loads.append(load_of(runner))
                     runner.launch(plan)
+                if loads is not None:
+                    loads.append(load_of(runner))
                 assert isinstance(runner._steps, DeviceSteps) and runner._steps.num_recorded > 0
                 return found
         except BaseException:
@@ -581,7 +590,11 @@ def test_two_domains_are_ordered(checkpoint: Any) -> None:
     steps = [plan.step for plan in calls if plan is not None]
     slots = [((0, 1, 2, 3, 4), (4, 5, 6, 7, 0)), ((0, 1, 2, 3, 5), (4, 5, 6, 7, 1))]
     moves = {step: PlaceExperts(1, each) for step, each in zip(steps[2:4], slots, strict=True)}
-    first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle), moves)
+    loads: list[int] = []
+    first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle), moves, loads)
+    computed = sum(sum(bytes_to_ids(plan.counts).tolist()) for plan in calls if plan is not None)
+    assert sum(loads) == 3 * computed, "what steps in flight count is not lost"
+    assert sum(map(bool, loads)) > 4
     found = [token for result in first for token in bytes_to_ids(result.ids)]
     assert sorted(found) == sorted(token for ids in tokens.values() for token in ids)
     assert len(second) == len(first) and not any(result.ids for result in second)

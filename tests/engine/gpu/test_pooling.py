@@ -42,7 +42,7 @@ def _vectors(runner: Runner) -> dict[int, bytes]:
 
 def test_vectors_are_those_of_the_cpu_runner(checkpoint: Callable[..., Path], driver: Callable[..., Driver]) -> None:
     folder = checkpoint("llama", num_hidden_layers=1)
-    theirs = Runner.load(engine_config(folder, **SMALL))
+    theirs = Runner.load(engine_config(folder, device="cpu", **SMALL))
     theirs.open_cache(16)
     ours, expected = _vectors(driver(folder, **SMALL).runner), _vectors(theirs)
     for row in range(4):

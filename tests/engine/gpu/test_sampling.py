@@ -16,7 +16,7 @@ LAYERS = {"num_hidden_layers": 1}
 
 
 def _cpu_driver(folder) -> Driver:
-    runner = Runner.load(engine_config(folder, **SMALL))
+    runner = Runner.load(engine_config(folder, device="cpu", **SMALL))
     runner.open_cache(96)
     return Driver(runner, 96)
 

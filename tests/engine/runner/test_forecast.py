@@ -9,12 +9,15 @@ import gguf_files
 import msgspec
 import pooling_checkpoints
 import pytest
+import torch
 import vocabulary
 from quantized_checkpoints import quantize_checkpoint
 
 from pagewire.config.config import EngineConfig
-from pagewire.engine.runner.forecast import forecast
+from pagewire.engine.gpu.weights import Loaded, room_of
+from pagewire.engine.runner.forecast import PlannedGpu, forecast
 from pagewire.engine.runner.runner import Runner
+from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.open import open_checkpoint
 
 
@@ -62,6 +65,29 @@ def test_quantized_checkpoints(
     sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
     folder, _ = quantize_checkpoint(checkpoint(family, **sizes_of), tmp_path, kind)
     check(resolved(folder, dtype="float32", cpu_kernels=cpu_kernels, kv_cache_memory=1 << 20))
+
+
+DEALT: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_replicas": 1}
+
+
+@pytest.mark.parametrize("flags", [{}, {"tensor_parallel_size": 2}, DEALT])
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "fp8-channel"), ("qwen3_moe", "awq")])
+def test_experts_of_a_quantized_checkpoint_are_widened_on_a_gpu(
+    family: str, kind: str, flags: dict[str, Any], checkpoint: Checkpoint, resolved: Resolved, tmp_path: Path
+) -> None:
+    """And the slots of replicas have memory. The weights are loaded as on a GPU, to the host."""
+    sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    sizes_of |= {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    folder, _ = quantize_checkpoint(checkpoint(family, **sizes_of), tmp_path, kind)
+    config = resolved(folder, kv_cache_memory=1 << 20, **flags)
+    of_gpu = {"kernels": None, "dtype": "bfloat16", "arithmetic": "bfloat16", "kv_cache_dtype": "bfloat16"}
+    found = forecast(msgspec.structs.replace(config, **of_gpu), PlannedGpu(1 << 30, 90))
+    served = found.served
+    assert served.executor == "Triton" and served.is_kept and served.program is not None and served.found is not None
+    sink = Loaded(dtype=served.dtype, device=torch.device("cpu"), keeps=True, room=room_of(served.program))
+    with open_checkpoint(folder) as reader:
+        load_weights(reader, served.program, served.found, sink, scheme=served.spec.scheme)
+    assert found.memory.weights == pytest.approx(sink.num_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])

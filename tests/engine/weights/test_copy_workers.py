@@ -5,9 +5,11 @@ import threading
 from contextlib import contextmanager
 
 import checkpoints
+import families
 import programs
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy
 
@@ -46,6 +48,42 @@ def test_a_strided_source_is_copied_and_cast():
     assert torch.equal(target, source.bfloat16())
 
 
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("is_source_contiguous", [False, True])
+def test_a_part_of_each_matrix_of_a_stack_is_filled(is_source_contiguous, rows):
+    """As gates and ups that are one tensor are. rows: a part is less, or more, than a buffer has room for."""
+    source = torch.randn(5, 6, rows).transpose(1, 2) if not is_source_contiguous else torch.randn(5, rows, 6)
+    memory = torch.full((5, rows + 2, 6), torch.nan, dtype=torch.bfloat16)
+    worker = late_worker()
+    worker.fill(memory[:, 1 : 1 + rows], source)
+    worker.wait()
+    assert torch.equal(memory[:, 1 : 1 + rows], source.bfloat16())
+    assert memory[:, [0, -1]].isnan().all(), "other rows are not written"
+
+
+class _Copied(TorchFunctionMode):
+    """Notes the most numbers that `reshape` and `contiguous` copied at once."""
+
+    most = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ in ("reshape", "contiguous") and result.data_ptr() != args[0].data_ptr():
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_of_a_transposed_stack_one_matrix_is_copied_at_a_time():
+    """There may be no memory for a copy of all experts of a layer beside those of other workers."""
+    source = torch.randn(5, 6, 40).transpose(1, 2)
+    target = torch.empty(source.shape)
+    worker = late_worker()
+    with _Copied() as copied:
+        worker.fill(target, source)
+        worker.wait()
+    assert torch.equal(target, source) and copied.most <= 6 * 40
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_of_jobs_are_taken_in_order(workers):
     """Three workers finish each three jobs in reverse order."""
@@ -71,9 +109,13 @@ def test_results_of_jobs_are_taken_in_order(workers):
         assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
+STACKED = ("gpt_oss", "llama4_text")  # gates and ups of all experts are one tensor: in turn, and one after the other
+
+
+@pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe", *STACKED])
 def test_workers_load_the_same_weights_as_a_direct_copy(kind, tmp_path, monkeypatch):
-    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    make = families.make_family if kind in STACKED else checkpoints.make_checkpoint
+    folder = make(tmp_path, kind)
 
     @contextmanager
     def late_workers(device):

@@ -15,19 +15,27 @@ from pagewire.kernels.triton import scans
 from pagewire.kernels.triton.scans import StateTable, fill_states, states_size
 
 NAMES = [name for name in CASES if "many" not in name] if not torch.cuda.is_available() else list(CASES)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PADDING = 2  # rows that a launch has and its table has not
 
 
 def device_scans(is_long):
-    """The scans of Triton, with the arguments of the reference."""
+    """The scans of Triton, with the arguments of the reference, which may lie on the host."""
 
     def padded(rows):
         table = StateTable.of(rows, is_long=is_long)
         return replace(table, num_rows=table.num_rows + PADDING)
 
+    def moved(arg):
+        return arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg
+
     def taking_rows(scan):
         def run(*args):
-            return scan(*(padded(arg) if isinstance(arg, StateRows) else arg for arg in args))
+            (rows,) = [arg for arg in args if isinstance(arg, StateRows)]
+            there = on(rows, rows.memory.to(DEVICE))
+            out = scan(*(padded(there) if arg is rows else moved(arg) for arg in args)).cpu()
+            rows.memory.copy_(there.memory)
+            return out
 
         return run
 
@@ -56,7 +64,7 @@ def test_a_step_equals_the_reference(name, tool):
     rows = StateRows.of(pages.memory, counts, read, written, keeps)
     x = torch.randn(sum(counts), case.width) * 2
     mine, theirs = pages.memory.clone(), pages.memory.clone()
-    out = case.run(device_scans(is_long=tool == "chunks"), x, on(rows, mine), pages.tiles)
+    out = case.run(device_scans(is_long=tool == "chunks"), x.to(DEVICE), on(rows, mine), pages.tiles)
     expected = case.run(reference_scans, x, on(rows, theirs), pages.tiles)
     assert_close(out, expected)
     for at in [*(pages for pages in written if pages[0] >= 0), *(pages for _, _, pages in keeps)]:
@@ -77,7 +85,7 @@ def test_a_program_of_the_first_pass_takes_several_chunks_if_there_are_many():
     assert StateTable.of(rows, is_long=True).place[scans._HEADER + 3] == 20 > 1 + PADDING + 20 // scans.CHUNK
     x = torch.randn(20, case.width)
     mine, theirs = pages.memory.clone(), pages.memory.clone()
-    out = case.run(device_scans(is_long=True), x, on(rows, mine), pages.tiles)
+    out = case.run(device_scans(is_long=True), x.to(DEVICE), on(rows, mine), pages.tiles)
     assert_close(out, case.run(reference_scans, x, on(rows, theirs), pages.tiles))
     for _, _, at in keeps:
         assert_close(*(pages.tiles.load(memory, at, (case.units, *case.unit_shape)) for memory in (mine, theirs)))
