@@ -21,6 +21,7 @@ class _Sample(NamedTuple):
 class _Stage:
     def __init__(self) -> None:
         self.seconds = StageSeconds(0.0)
+        self.waited_s = 0.0  # for a plan; never less than before
         self.samples: deque[_Sample] = deque([_Sample(0.0, 0.0, 0.0)])  # when it has reported
 
     def report(self, seconds: StageSeconds, now: float, in_flight_s: float) -> None:
@@ -28,15 +29,12 @@ class _Stage:
         self.seconds = StageSeconds(
             old.busy + seconds.busy, old.input + seconds.input, old.ids + seconds.ids, old.output + seconds.output
         )
-        samples.append(_Sample(now, self.seconds.busy, in_flight_s))
+        # A step or a wait counts at its end, and the time in flight at once: a long one may take back what was left.
+        spent = self.seconds
+        self.waited_s = max(self.waited_s, in_flight_s - spent.busy - spent.input - spent.ids - spent.output)
+        samples.append(_Sample(now, spent.busy, in_flight_s))
         while len(samples) > 2 and samples[1].at <= now - _WINDOW_S:
             samples.popleft()
-
-    @property
-    def waited_s(self) -> float:
-        """For a plan."""
-        spent = self.seconds
-        return max(0.0, self.samples[-1].in_flight_s - spent.busy - spent.input - spent.ids - spent.output)
 
 
 class PipelineTimes:
