@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..ipc.messages import StageSeconds, StageSnapshot
 
 _WINDOW_S = 10.0  # of the bubble ratio
+_LEAST_BUSY_S = 1.0  # of a window of the last stage, by which others are measured: they report at other times
 
 
 class _Sample(NamedTuple):
@@ -58,9 +59,9 @@ class PipelineTimes:
 
     def slowest(self) -> float:
         """The busiest stage's busy time in the last ten seconds or more, in relation to that of the last stage; 1 if
-        there are no reports."""
+        that was busy for less than a second, of which a report more or less is a large part."""
         busy = [stage.samples[-1].busy_s - stage.samples[0].busy_s for stage in self._stages]
-        return max(busy) / busy[-1] if busy[-1] > 0 else 1.0
+        return max(busy) / busy[-1] if busy[-1] >= _LEAST_BUSY_S else 1.0
 
     def report(self) -> tuple[tuple[StageSnapshot, ...], float]:
         """(the stages' totals, the share of their time that was lost in the last ten seconds or more of their reports,

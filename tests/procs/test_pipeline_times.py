@@ -53,3 +53,20 @@ def test_the_bubble_is_that_of_the_last_ten_seconds() -> None:
         elif second == 20:
             assert ratio == pytest.approx(1 - (5 * 1.0 + 5 * 1.5) / 20)
     assert ratio == pytest.approx(0.25) and times.slowest() == pytest.approx(2.0)
+
+
+def test_what_the_last_stage_says_after_a_break_is_no_measure() -> None:
+    """The first one has reported the first steps after it, and the last one a single one."""
+    times = PipelineTimes(2)
+    times.note(0.0, is_in_flight=True)
+    for second in range(20):  # hardly anything to do
+        times.take(0, StageSeconds(0.001), float(second))
+        times.take(1, StageSeconds(0.001), second + 0.25)
+    times.take(0, StageSeconds(0.45), 20.0)
+    times.take(1, StageSeconds(0.01), 20.25)
+    assert times.slowest() == 1.0
+    for half in range(1, 4):
+        assert times.slowest() == 1.0
+        times.take(0, StageSeconds(0.45), 20.0 + half / 2)
+        times.take(1, StageSeconds(0.4), 20.25 + half / 2)
+    assert times.slowest() == pytest.approx(1.8 / 1.21, rel=0.02)
