@@ -210,6 +210,10 @@ class Domains:
             scheduler.is_paused = value
 
     @property
+    def has_prompts(self) -> bool:
+        return any(scheduler.has_prompts for scheduler in self._schedulers)
+
+    @property
     def num_waiting(self) -> int:
         return sum(scheduler.num_waiting for scheduler in self._schedulers)
 
