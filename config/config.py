@@ -154,7 +154,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc(
             "engine",
             "slots of each rank and layer for further copies of experts that many tokens choose, with "
-            "--enable-expert-parallel; the copies follow what is measured",
+            "--enable-expert-parallel; the copies follow what is measured, and are read while steps go on",
             ge=0,
         ),
     ] = 0

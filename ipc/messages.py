@@ -533,12 +533,28 @@ class ExpertLoad(Struct, frozen=True, array_like=True, tag=True):
     sent_bytes: int = 0  # that other ranks have read from this one
 
 
-class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
-    """core → workers, to all between the same two plans: from the next plan on the ranks have these experts of a
-    layer."""
+class ReadExperts(Struct, frozen=True, array_like=True, tag=True):
+    """core → workers: the ranks read what they lack of these experts of a layer, while steps go on. Each says in its
+    `WorkerUsage` when it has. What was read before is dropped."""
 
+    number: int  # of this message, from 1
     layer: int
     slots: tuple[tuple[int, ...], ...]  # of each rank: the expert of each slot; -1: none
+
+
+class ExpertsRead(Struct, frozen=True, array_like=True):
+    """What came of a `ReadExperts`."""
+
+    number: int
+    problem: str = ""  # why the rank could not read them
+
+
+class PlaceExperts(Struct, frozen=True, array_like=True, tag=True):
+    """core → workers, to all between the same two plans, once all have read these experts: from the next plan on the
+    ranks have them."""
+
+    layer: int
+    slots: tuple[tuple[int, ...], ...]  # as in `ReadExperts`
 
 
 class ProcessUsage(Struct, frozen=True, array_like=True):
@@ -561,8 +577,8 @@ class StageSeconds(Struct, frozen=True, array_like=True):
 
 
 class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core, about once a second, and twice if there are several stages: what the rank takes of its machine and
-    its device."""
+    """worker → core, about once a second, and twice if there are several stages or a `ReadExperts` has ended: what the
+    rank takes of its machine and its device."""
 
     rank: int
     process: ProcessUsage
@@ -572,6 +588,7 @@ class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
     gpu: dict[str, float] = {}  # what NVML says of the device, by its name in /metrics
     available_bytes: int = 0  # of the host's memory, that its machine or cgroup can still give; 0: unknown
     stage: StageSeconds | None = None  # since the last report, if there are several stages
+    read: ExpertsRead | None = None  # the last `ReadExperts`, from its end until the experts are placed
 
 
 # ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1105,7 +1122,7 @@ ToCore = (
 ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop | Settings
 ToWorker = (
     OpenCache | StepPlan | LateMasks | Hidden | SampledIds | Sleep | Wake | Ping | Reset | Leave | Stop | PlaceExperts
-    | Settings
+    | Settings | ReadExperts
 )  # fmt: skip
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop | Settings
 ToApi = (

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -46,6 +47,13 @@ class Storage:
     ops_into: "Callable[[Memory], Ops]"  # the same table; its matrices are packed to that memory
 
 
+def use_one_thread() -> None:
+    """Torch's functions use no other thread if this one calls them. Nor do they in threads that begin later, until some
+    thread sets another number."""
+    torch.get_num_threads()  # a thread's first call takes the number that was set last, by whichever thread
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """One implementation of every operation. `reference.py` specifies what each computes."""
@@ -59,6 +67,8 @@ class Ops:
     write_kv: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     storage: Storage | None = None  # None: its matrices cannot be stored
+    compute_alone: Callable[[], None] = use_one_thread
+    """From now on the calls of this thread do not wait for those of others, and share their work with none."""
 
 
 def reference_ops(*, quantization: str | None = None) -> Ops:

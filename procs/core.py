@@ -41,6 +41,7 @@ from ..ipc.messages import (
     Opened,
     Ping,
     PlaceExperts,
+    ReadExperts,
     Reset,
     Settings,
     Sleep,
@@ -111,7 +112,7 @@ class CoreActor:
         self._transfers = RankTransfers(config.num_ranks // config.kv_domains)
         self._failed_kernels: tuple[str, ...] = ()  # of any rank
         self._expert_loads = ExpertLoads(config.num_ranks, config.pipeline_parallel_size)
-        self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas)
+        self._balancer = Balancer(config.tensor_parallel_size, config.expert_replicas, config.pipeline_parallel_size)
         self._asks_again = False  # a call of `_advance` is due
         self._was_busy = False  # a sequence ran or waited after the last `_advance`
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
@@ -174,6 +175,9 @@ class CoreActor:
         stage, number = divmod(usage.rank, self._config.tensor_parallel_size)
         if self._pipeline_times is not None and usage.stage is not None and number == 0:
             self._pipeline_times.take(stage, usage.stage, time.monotonic())
+        if usage.read is not None and (change := self._balancer.hear(usage.rank, usage.read)) is not None:
+            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
+            self._tell_workers(change)
 
     def _note_times(self, result: StepResult, now: float) -> None:
         """now: when it came (monotonic s)."""
@@ -404,6 +408,7 @@ class CoreActor:
         self._early.clear()
         has_lost_workers = reset.device_epoch != self._device_epoch
         self._device_epoch = reset.device_epoch
+        self._balancer.drop()  # what it has sent may be void
         if has_lost_workers:
             self._offers.clear()
             self._usages.clear()
@@ -453,6 +458,8 @@ class CoreActor:
             self._record(trace.Late(lateness))
             scheduler.set_lateness(lateness)
         self._sleep.pause(scheduler)
+        if scheduler.is_paused:
+            self._balancer.drop()  # ranks that sleep forget what they have read
         while self._has_workers and not self._sleep.is_asleep and self._plan(scheduler):
             pass
         if self._has_workers:
@@ -523,7 +530,9 @@ class CoreActor:
         elif scheduler.late():
             self._watch()
 
-    def _tell_workers(self, message: OpenCache | StepPlan | LateMasks | Sleep | Wake | PlaceExperts) -> None:
+    def _tell_workers(
+        self, message: OpenCache | StepPlan | LateMasks | Sleep | Wake | ReadExperts | PlaceExperts
+    ) -> None:
         for name in self._workers:
             self._post(name, message)
 
@@ -543,11 +552,18 @@ class CoreActor:
             self._record(trace.Mended())
             log.error("rows and KV blocks did not add up and were counted again: %s", flaw)
         snapshot = self._tell_counters(scheduler)
-        if self._has_workers and not scheduler.is_paused and (change := self._balancer.next(self._expert_loads)):
-            log.info("layer %d: the ranks get the experts %s", change.layer, change.slots)
-            self._tell_workers(change)
+        self._begin_move(scheduler)
         for cancel in () if self._clients is None else self._clients.beat(snapshot):
             self._cancel(cancel)
+
+    def _begin_move(self, scheduler: AnyScheduler) -> None:
+        """Has the ranks read experts that relieve the busiest of them, if it is time to. They say in `WorkerUsage` when
+        they have."""
+        if not self._has_workers or scheduler.is_paused:
+            return
+        is_quiet = not scheduler.has_prompts
+        if (move := self._balancer.next(self._expert_loads, time.monotonic(), is_quiet=is_quiet)) is not None:
+            self._tell_workers(move)
 
     def _worker_snapshots(self, scheduler: AnyScheduler) -> tuple[WorkerSnapshot, ...]:
         """What the ranks have reported, and what of the KV cache's memory is in use."""

@@ -26,6 +26,7 @@ from ..ipc.messages import (
     Message,
     OpenCache,
     PlaceExperts,
+    ReadExperts,
     SampledIds,
     Sleep,
     Slept,
@@ -204,7 +205,7 @@ class Inline:
 
     def _do(self, worker: Worker, message: Message) -> None:
         match message:
-            case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds() | PlaceExperts():
+            case StepPlan() | LateMasks() | Sleep() | Wake() | Hidden() | SampledIds() | ReadExperts() | PlaceExperts():
                 worker.take(message)
             case OpenCache():
                 self.facts = worker.open(message)

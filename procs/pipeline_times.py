@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..ipc.messages import StageSeconds, StageSnapshot
 
 _WINDOW_S = 10.0  # of the bubble ratio
+_LEAST_BUSY_S = 1.0  # of a window of the last stage, by which others are measured: they report at other times
 
 
 class _Sample(NamedTuple):
@@ -21,6 +22,7 @@ class _Sample(NamedTuple):
 class _Stage:
     def __init__(self) -> None:
         self.seconds = StageSeconds(0.0)
+        self.waited_s = 0.0  # for a plan; never less than before
         self.samples: deque[_Sample] = deque([_Sample(0.0, 0.0, 0.0)])  # when it has reported
 
     def report(self, seconds: StageSeconds, now: float, in_flight_s: float) -> None:
@@ -28,15 +30,12 @@ class _Stage:
         self.seconds = StageSeconds(
             old.busy + seconds.busy, old.input + seconds.input, old.ids + seconds.ids, old.output + seconds.output
         )
-        samples.append(_Sample(now, self.seconds.busy, in_flight_s))
+        # A step or a wait counts at its end, and the time in flight at once: a long one may take back what was left.
+        spent = self.seconds
+        self.waited_s = max(self.waited_s, in_flight_s - spent.busy - spent.input - spent.ids - spent.output)
+        samples.append(_Sample(now, spent.busy, in_flight_s))
         while len(samples) > 2 and samples[1].at <= now - _WINDOW_S:
             samples.popleft()
-
-    @property
-    def waited_s(self) -> float:
-        """For a plan."""
-        spent = self.seconds
-        return max(0.0, self.samples[-1].in_flight_s - spent.busy - spent.input - spent.ids - spent.output)
 
 
 class PipelineTimes:
@@ -60,9 +59,9 @@ class PipelineTimes:
 
     def slowest(self) -> float:
         """The busiest stage's busy time in the last ten seconds or more, in relation to that of the last stage; 1 if
-        there are no reports."""
+        that was busy for less than a second, of which a report more or less is a large part."""
         busy = [stage.samples[-1].busy_s - stage.samples[0].busy_s for stage in self._stages]
-        return max(busy) / busy[-1] if busy[-1] > 0 else 1.0
+        return max(busy) / busy[-1] if busy[-1] >= _LEAST_BUSY_S else 1.0
 
     def report(self) -> tuple[tuple[StageSnapshot, ...], float]:
         """(the stages' totals, the share of their time that was lost in the last ten seconds or more of their reports,

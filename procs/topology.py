@@ -23,7 +23,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("api", "core"): (m.Sleep, m.Wake),
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
-    ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake, m.PlaceExperts),
+    ("core", "worker"): (m.OpenCache, m.StepPlan, m.LateMasks, m.Sleep, m.Wake, m.ReadExperts, m.PlaceExperts),
     ("worker", "worker"): (m.Hidden, m.SampledIds),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept, m.ExpertLoad, m.WorkerUsage),
     ("core", "grammar"): (m.Constrain, m.Sampled),

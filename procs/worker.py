@@ -22,6 +22,7 @@ from ..ipc.channel import Inbox
 from ..ipc.messages import (
     CacheOffer,
     ExpertLoad,
+    ExpertsRead,
     Facts,
     Hidden,
     LateMasks,
@@ -29,6 +30,7 @@ from ..ipc.messages import (
     OpenCache,
     Ping,
     PlaceExperts,
+    ReadExperts,
     Reset,
     SampledIds,
     Settings,
@@ -88,6 +90,7 @@ class Worker:
         is_first = rank_info.stage == 0 or not config.stages_by_mail
         self._queue = StageQueue(is_first=is_first, knows_ids=self._knows_ids)
         self._reported_at = -_USAGE_S  # when it last said what it takes (monotonic s)
+        self._told_read: ExpertsRead | None = None  # what it last said of `ReadExperts`
         self._num_reported = 0  # of these plans, those whose experts' load was reported
         self._num_seen = 0  # of these plans, those at the last `rest`
         self._sent_bytes = 0  # of the reports
@@ -174,6 +177,8 @@ class Worker:
                     self._sleep()
                 case Wake():
                     self._wake()
+                case ReadExperts() as wanted:
+                    runner.read_experts(wanted)
                 case PlaceExperts() as placement:
                     self.answer(wait=True)  # steps in flight end with the experts that they began with
                     runner.place_experts(placement)
@@ -228,17 +233,19 @@ class Worker:
         self._num_seen = self._num_answered
 
     def _report_usage(self) -> None:
-        """Tells the core what the rank takes of its machine, about once a second, and where a stage spends its time."""
-        now = time.monotonic()
-        if now - self._reported_at < _USAGE_S and self._config.pipeline_parallel_size == 1:
+        """Tells the core what the rank takes of its machine, about once a second, and where a stage spends its time.
+        That it has read experts is told at once."""
+        now, runner = time.monotonic(), self._started()
+        read = runner.experts_read
+        is_due = now - self._reported_at >= _USAGE_S or self._config.pipeline_parallel_size > 1
+        if not is_due and (read is None or read == self._told_read):
             return
-        self._reported_at = now
-        runner = self._started()
+        self._reported_at, self._told_read = now, read
         device = runner.device_report()
         usage = WorkerUsage(
             self._rank_info.rank, process_usage(), runner.memory_by_kind(), device.bandwidth, device.source,
             dict(device.gpu), available_bytes(),
-            self._times.take() if self._config.stages_by_mail else runner.take_stage_seconds(),
+            self._times.take() if self._config.stages_by_mail else runner.take_stage_seconds(), read,
         )  # fmt: skip
         self._post("core", usage)
 
@@ -330,7 +337,7 @@ def _take(
     worker: Worker, message: ToWorker, post: Post, on_ready: Callable[[Facts], None], on_ping: Callable[[], None]
 ) -> None:
     match message:
-        case StepPlan() | LateMasks() | Sleep() | Wake() | PlaceExperts() | Hidden() | SampledIds():
+        case StepPlan() | LateMasks() | Sleep() | Wake() | ReadExperts() | PlaceExperts() | Hidden() | SampledIds():
             worker.take(message)
         case OpenCache():
             on_ready(worker.open(message))

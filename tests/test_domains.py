@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from domain_ranks import DomainRanks
 from engine_loop import Loop
+from expert_moves import move_experts
 from fakes import enqueue
 from msgspec.structs import replace
 from redis_server import needs_redis, redis_server
@@ -21,7 +22,7 @@ from waiting import until
 
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Enqueue, PlaceExperts, Sampling, bytes_to_ids
+from pagewire.ipc.messages import Enqueue, Sampling, bytes_to_ids
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +179,7 @@ def test_replicas_that_move_between_domains_change_no_token(how: dict[str, Any],
     def move(runner: Runner, step: int) -> None:
         if step in moves:
             for layer in runner.take_expert_load():
-                assert runner.place_experts(PlaceExperts(layer, moves[step]))
+                assert move_experts(runner, layer, moves[step])
         if step == 12:
             load = next(iter(runner.take_expert_load().values()))
             loads[len(loads)] = np.frombuffer(load, np.int64)[1]

@@ -1,7 +1,10 @@
 """Ranks with whole experts (`--enable-expert-parallel`) give the tokens of one rank: every kind of routing, files with
 an expert a tensor or all in one, and every format of quantized experts."""
 
+import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,18 @@ import gguf_files
 import numpy as np
 import pytest
 import quantized_checkpoints
+import torch
+from expert_moves import move_experts
 from runner_driver import GREEDY, Request, engine_config
 from thread_ranks import tokens_of
+from waiting import until
 
 from pagewire.engine.runner import loading
 from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.weights.loader import load_targets
 from pagewire.errors import CheckpointError, ConfigError
-from pagewire.ipc.messages import PlaceExperts, Sampling
+from pagewire.ipc.messages import ExpertsRead, PlaceExperts, ReadExperts, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +162,7 @@ def test_replicas_that_move_under_running_requests_change_no_token(family: str, 
     def move(runner: Runner, step: int) -> None:
         if step in MOVES:
             for layer in runner.take_expert_load():
-                assert runner.place_experts(PlaceExperts(layer, MOVES[step]))
+                assert move_experts(runner, layer, MOVES[step])
 
     def count(runner: Runner) -> None:
         (load, *_) = runner.take_expert_load().values()
@@ -165,6 +171,97 @@ def test_replicas_that_move_under_running_requests_change_no_token(family: str, 
     found = tokens_of(folder, requests, size=2, between=move, at_end=count, expert_replicas=1, **flags, **DEALT)
     assert found == expected
     assert all(computed), "both ranks have computed expert 1 since the last move"
+
+
+def hold_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Replicas are read once the event is set."""
+    may_read = threading.Event()
+
+    def wait_and_load(*args: Any, **more: Any) -> None:
+        assert threading.current_thread().name.startswith("experts"), "a step waits for it"
+        assert torch.get_num_threads() == 1, "it takes turns with steps"
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) >= 10, "it takes their processor"
+        assert may_read.wait(100)
+        load_targets(*args, **more)
+
+    monkeypatch.setattr(loading, "load_targets", wait_and_load)
+    return may_read
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_steps_go_on_while_replicas_are_read(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those between are computed by the experts that were there. Ranks switch only if all of them have read the same,
+    whatever was read before."""
+    folder = families.make_family(tmp_path, "gpt_oss")
+    flags: dict[str, Any] = {"dtype": "float32", "cpu_kernels": kernels}
+    expected = tokens_of(folder, requests, **flags)
+    may_read = hold_reads(monkeypatch)
+    others, slots = ((0, 1, 2), (2, 3, 1)), ((0, 1, 3), (2, 3, 0))
+    seen: list[tuple[int, ExpertsRead | None]] = []
+    counts: list[int] = []
+
+    def replicas(runner: Runner) -> int:
+        """Tokens that those of this rank have had since the last call."""
+        load = np.frombuffer(runner.take_expert_load()[0], np.int64)
+        return int(load[2:].sum() if runner._rank == 0 else load[:2].sum())
+
+    def move(runner: Runner, step: int) -> None:
+        match step:
+            case 1:
+                torch.set_num_threads(2)
+                runner.read_experts(ReadExperts(1, 0, others))
+                assert torch.get_num_threads() == 2, "steps have as many as before"
+                with ThreadPoolExecutor(1) as thread:
+                    assert thread.submit(torch.get_num_threads).result() == 2
+            case 2:
+                runner.read_experts(ReadExperts(2, 0, slots))
+            case 4:
+                seen.append((runner.num_pending, runner.experts_read))
+                assert not runner.place_experts(PlaceExperts(0, slots)), "nobody has read it"
+                runner.read_experts(ReadExperts(3, 0, slots))
+            case 6:  # both ranks have asserted that it goes on
+                torch.set_num_threads(1)
+                may_read.set()
+                found = until(lambda: runner.experts_read, "it is read", timeout_s=100)
+                seen.append((runner.num_pending, found))
+                assert not runner.place_experts(PlaceExperts(0, slots if runner._rank else others))
+                assert runner.experts_read is None and not replicas(runner)
+                assert move_experts(runner, 0, slots) and runner.experts_read is None
+
+    def count(runner: Runner) -> None:
+        counts.append(replicas(runner))
+
+    found = tokens_of(folder, requests, size=2, between=move, at_end=count, expert_replicas=1, **flags, **DEALT)
+    assert found == expected and all(counts), "both replicas have had tokens since the switch"
+    assert sorted(seen, key=str) == sorted([(1, None), (1, ExpertsRead(3))] * 2, key=str), "steps are in flight"
+    assert "layer 0 keeps its experts: a rank has not read its replicas" in caplog.text
+
+
+def test_experts_that_were_read_are_forgotten_with_the_core_and_in_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = families.make_family(tmp_path, "gpt_oss")
+    may_read = hold_reads(monkeypatch)
+    before = set(threading.enumerate())
+    ended: list[int] = []
+
+    def forget(runner: Runner) -> None:
+        ends = [(runner.forget, True), (runner.forget, False), (runner.sleep, False), (runner.close, False)]
+        for number, (end, is_held) in enumerate(ends):
+            may_read.clear() if is_held else may_read.set()
+            runner.read_experts(ReadExperts(number, 0, ((0, 1, 3), (2, 3, 0))))
+            if not is_held:
+                assert until(lambda: runner.experts_read, "it is read", timeout_s=100) == ExpertsRead(number)
+            end()
+            assert runner.experts_read is None
+        ended.append(runner._rank)
+
+    flags: dict[str, Any] = {"dtype": "float32", "expert_replicas": 1}
+    tokens_of(folder, requests, size=2, at_end=forget, **flags, **DEALT)
+    assert sorted(ended) == [0, 1]
+    assert not any(thread.name.startswith("experts") for thread in {*threading.enumerate()} - before)
 
 
 def test_a_replica_that_a_rank_cannot_read_changes_nothing(
@@ -180,12 +277,18 @@ def test_a_replica_that_a_rank_cannot_read_changes_nothing(
         load_targets(reader, targets, *args, **more)
 
     monkeypatch.setattr(loading, "load_targets", broken)
+    told: list[ExpertsRead | None] = []
 
     def move(runner: Runner, step: int) -> None:
         if step in (2, 5):
             more = (7, 0) if step == 2 else (6, 0)
-            moved.append(runner.place_experts(PlaceExperts(0, ((*range(4), more[0]), (*range(4, 8), more[1])))))
+            slots = ((*range(4), more[0]), (*range(4, 8), more[1]))
+            runner.read_experts(ReadExperts(step, 0, slots))
+            told.append(until(lambda: runner.experts_read, "it is read, or cannot be", timeout_s=100))
+            moved.append(runner.place_experts(PlaceExperts(0, slots)))
 
     found = tokens_of(folder, requests, size=2, between=move, expert_replicas=1, dtype="float32", **DEALT)
     assert found == expected
-    assert sorted(moved) == [False, False, True, True] and "layer 0 keeps its experts" in caplog.text
+    assert sorted(moved) == [False, False, True, True] and "layer 0 keeps its experts: expert 7 cannot" in caplog.text
+    assert told.count(ExpertsRead(2, "expert 7 cannot be read.")) == 1 and told.count(ExpertsRead(2)) == 1
+    assert told.count(ExpertsRead(5)) == 2

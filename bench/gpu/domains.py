@@ -4,6 +4,7 @@ have parts, or whole ones that they send tokens for, and then copies of the othe
 no two ranks on one device, so it needs two GPUs; a smoke run takes gloo."""
 
 import argparse
+import time
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -17,7 +18,7 @@ from msgspec import structs
 from ...config.config import EngineConfig
 from ...engine.parallel.rank import RankInfo
 from ...engine.runner.runner import Runner
-from ...ipc.messages import PlaceExperts, RowOpen, Sampling, StepPlan, ids_to_bytes
+from ...ipc.messages import PlaceExperts, ReadExperts, RowOpen, Sampling, StepPlan, ids_to_bytes
 from .figures import Figure, SkippedError
 from .ranks import DEPTH, from_tests, interpret_kernels, run_ranks, serve
 from .setting import Setting
@@ -137,6 +138,9 @@ def main() -> None:
 
     def move(step: int) -> None:
         if "expert_replicas" in _FORMS[given.form] and step in _MOVES:
+            runner.read_experts(ReadExperts(step, 1, _MOVES[step]))
+            while runner.experts_read is None:
+                time.sleep(0.001)
             assert runner.place_experts(PlaceExperts(1, _MOVES[step])), "a rank could not read an expert"
 
     ids = serve(runner, plans[given.rank], move)

@@ -28,7 +28,7 @@ from ...ipc.messages import (
     Transferred,
 )
 from .admission import Queued
-from .block_hash import block_key
+from .block_hash import block_key, regime_key
 from .constraints import Constraints
 from .output_buffer import Item
 from .planner import Lateness
@@ -79,8 +79,10 @@ class Domains:
     def _choose(self, message: Enqueue) -> Scheduler:
         """The domain that has the fewest positions to compute until it has those of this request, too; the first of
         equals. What only its own tiers have counts as computed."""
-        ids = message.prompt_ids + message.resume_ids
-        keys = self._keys(ids, self._first.root_of(message)) if self._first.prefix.enabled else []
+        first, ids, keys = self._first, message.prompt_ids + message.resume_ids, list[bytes]()
+        if first.prefix.enabled:
+            regime = int(len(ids) // 4 > first.regime_limit)  # as `Request`
+            keys = self._keys(ids, regime_key(first.root_of(message), regime))
 
         def num_positions(scheduler: Scheduler) -> int:
             return scheduler.backlog - scheduler.num_found(keys)
@@ -206,6 +208,10 @@ class Domains:
     def is_paused(self, value: bool) -> None:
         for scheduler in self._schedulers:
             scheduler.is_paused = value
+
+    @property
+    def has_prompts(self) -> bool:
+        return any(scheduler.has_prompts for scheduler in self._schedulers)
 
     @property
     def num_waiting(self) -> int:

@@ -1,12 +1,12 @@
 """Which experts the ranks have: dealt at start, and further copies of those that many tokens choose.
 
-Pure arithmetic on counts. `Balancer` looks at the ranks' reports and says which layer to change next; the ranks read
-the weights and switch between two plans (`engine/runner/expert_replicas.py`).
+Pure arithmetic on counts. `Balancer` looks at the ranks' reports and says which layer to change next: the ranks read
+the weights while steps go on, and switch between two plans (`engine/executors/expert_replicas.py`).
 """
 
 from collections.abc import Sequence
 
-from ...ipc.messages import PlaceExperts
+from ...ipc.messages import ExpertsRead, PlaceExperts, ReadExperts
 from .expert_loads import ExpertLoads
 
 Slots = tuple[tuple[int, ...], ...]
@@ -15,6 +15,7 @@ Slots = tuple[tuple[int, ...], ...]
 _LEAST_IMBALANCE = 1.3  # of the busiest rank to the mean, from which replicas are worth their weights
 _LEAST_GAIN = 0.05  # of the busiest rank's tokens
 _LEAST_TOKENS = 32  # for each expert of a layer in a window; fewer say little
+_PATIENCE_S = 10.0  # with a quiet moment to come, in which a read takes nobody's time
 
 
 def deal(num_experts: int, ranks: int) -> Slots:
@@ -68,20 +69,38 @@ def _totals(load: Sequence[int], slots: Sequence[Sequence[int]]) -> list[float]:
 
 
 class Balancer:
-    """What the ranks have now, and what they should have."""
+    """What the ranks have now, what they should have, and the move between, of one layer at a time."""
 
-    def __init__(self, num_ranks: int, num_spares: int) -> None:
-        """num_spares: slots for replicas, of each rank and layer."""
+    def __init__(self, num_ranks: int, num_spares: int, num_stages: int = 1) -> None:
+        """num_ranks: of a stage. num_spares: slots for replicas, of each rank and layer."""
         self._num_ranks, self._num_spares = num_ranks, num_spares
+        self._num_all = num_ranks * num_stages
         self._slots: dict[int, Slots] = {}  # by layer, those that differ from what was dealt
         self._seen: dict[int, int] = {}  # layer → the window that was looked at last
+        self._number = 0  # of the last move
+        self._move: ReadExperts | None = None  # under way: the ranks read
+        self._ready: set[int] = set()  # ranks that have read it
+        self._waits_since: float | None = None  # the last quiet moment, or the last move's beginning (monotonic s)
 
     def forget(self) -> None:
-        """The ranks were replaced: they have what is dealt."""
+        """The ranks were replaced: they have what is dealt, and no move is under way."""
         self._slots.clear()
+        self.drop()
 
-    def next(self, loads: ExpertLoads) -> PlaceExperts | None:
-        """The next layer to change, of those that are used least evenly; each is looked at once in a window."""
+    def drop(self) -> None:
+        """Gives up the move under way, if there is one: the ranks do not switch. Its layer has its next turn in the
+        next window."""
+        self._move = None
+        self._ready.clear()
+
+    def next(self, loads: ExpertLoads, now: float, *, is_quiet: bool) -> ReadExperts | None:
+        """Begins to change the next layer, of those that are used least evenly; each is looked at once in a window. It
+        waits for a quiet moment, but not for ever: call it about twice a second, with a monotonic clock. None: nothing
+        is to be changed now, or a move is under way."""
+        if is_quiet or self._waits_since is None:
+            self._waits_since = now
+        if self._move is not None or not (is_quiet or now - self._waits_since >= _PATIENCE_S):
+            return None
         for layer, imbalance in sorted(loads.imbalance.items(), key=lambda item: (-item[1], item[0])):
             if not self._num_spares or imbalance < _LEAST_IMBALANCE:
                 return None
@@ -89,9 +108,27 @@ class Balancer:
                 continue
             self._seen[layer] = loads.num_windows
             if (slots := self._better(layer, loads.of_experts(layer))) is not None:
-                self._slots[layer] = slots
-                return PlaceExperts(layer, slots)
+                self._waits_since = now
+                self._number += 1
+                self._move = ReadExperts(self._number, layer, slots)
+                return self._move
         return None
+
+    def hear(self, rank: int, read: ExpertsRead) -> PlaceExperts | None:
+        """What a rank, of whichever stage, has come to with a move. Returns the switch once all of them have read the
+        one under way. If one could not, the move is dropped."""
+        move = self._move
+        if move is None or read.number != move.number:
+            return None
+        if read.problem:
+            self.drop()
+            return None
+        self._ready.add(rank)
+        if len(self._ready) < self._num_all:
+            return None
+        self.drop()
+        self._slots[move.layer] = move.slots
+        return PlaceExperts(move.layer, move.slots)
 
     def _better(self, layer: int, load: list[int]) -> Slots | None:
         """None: the ranks have what is best, or nearly."""

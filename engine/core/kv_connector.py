@@ -212,5 +212,6 @@ class ChunkConnector(Protocol):
         window perhaps not the first ones. They stay until the next plan, whose metadata can have them read."""
 
     def spoiled(self, request: KvRequest) -> None:
-        """What passes have computed of it is bad, and it ends or starts again. `filled` and `ended` are not called for
-        these blocks."""
+        """What passes have computed of it is bad, and it ends or starts again; or it ends while it waits for a row, for
+        the first time or again. `filled` and `ended` are not called for the blocks of which `filling` was called last.
+        The connector may not know it."""

@@ -123,6 +123,8 @@ class RequestTable:
         """Ends a request: it has finished, was cancelled or failed. Its terminal message goes out."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
+            if self.chunks is not None:
+                self.chunks.spoiled(request)  # without a row it is not `ended`; it may have had one, or asked for one
         else:
             self._has_ended = True
             self.num_leaving -= request.state is State.LEAVING

@@ -449,6 +449,11 @@ class Scheduler:
         return len(requests) + sum([request.num_total - request.num_planned for request in requests.values()])
 
     @property
+    def has_prompts(self) -> bool:
+        """A request waits until its prompt is computed."""
+        return any(request.num_computed < request.num_prompt for request in self.table.requests.values())
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no row."""
         return len(self.table.waiting)

@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...kernels.ops import use_one_thread
 from ...kernels.triton.moe import MoeWorkspace, experts
 from ...kernels.triton.moe import route as route_in_triton
-from ..executors.expert_replicas import Put, ReadInto
+from ..executors.expert_replicas import Put
 from ..executors.experts import own_experts, route
 from ..models.description import Router
 from ..models.program import Mixture
@@ -109,10 +110,12 @@ class DeviceSlots:
     def __init__(self, experts: Mapping[int, Experts], dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
 
-    def prepare(self, layer: int, args: Mixture, slot: int, read: ReadInto) -> Put:
+    def prepare(self, layer: int, args: Mixture, slot: int) -> tuple[Loaded, Put]:
         loaded = Loaded(dtype=self._dtype, device=torch.device("cpu"), keeps=False)
-        read(loaded)
-        return partial(self._experts[layer].put, slot, loaded)
+        return loaded, partial(self._experts[layer].put, slot, loaded)
+
+    def begin_thread(self) -> None:
+        use_one_thread()
 
 
 def _has_kernel(router: Router, args: Mixture) -> bool:

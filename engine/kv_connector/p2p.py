@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .p2p_worker import P2pWorker
 
 _MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
-_MAX_EXPECTED = 4096  # announced requests; one that fails, or is cancelled before it starts, is never named again
+_MAX_EXPECTED = 4096  # announced requests that have not ended
 _ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
 _MAX_PEERS = 64  # that are connected because requests name them; the one that was used longest ago goes first
 
@@ -153,7 +153,11 @@ class P2pCore:
         """Nothing more comes of what was announced."""
         if request.rid in self._expected:
             del self._expected[request.rid]
-            self._spoiled.append(request.rid)
+            # The worker half withdraws announcements before it reads new ones, so it must not hear of this one.
+            told = [one for one in self._coming if one.rid != request.rid]
+            if len(told) == len(self._coming):
+                self._spoiled.append(request.rid)
+            self._coming = told
         self._fills = [one for one in self._fills if one.rid != request.rid]
 
     def available(self, request: KvRequest, items: Sequence[Item]) -> Sequence[bool] | None:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...ipc.messages import Hidden, PlaceExperts, Sleep, StageSeconds, StepPlan, Wake
+from ...ipc.messages import Hidden, PlaceExperts, ReadExperts, Sleep, StageSeconds, StepPlan, Wake
 
-Task = StepPlan | Sleep | Wake | PlaceExperts
+Task = StepPlan | Sleep | Wake | ReadExperts | PlaceExperts
 
 
 class Due(NamedTuple):

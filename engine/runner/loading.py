@@ -1,6 +1,6 @@
 """From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ from ..device.base import Device
 from ..device.queue import Queue
 from ..executors.base import Model
 from ..executors.by_layer import ByLayer
-from ..executors.expert_replicas import ExpertReplicas, HostSlots
+from ..executors.expert_replicas import ExpertReplicas, HostSlots, Wanted
 from ..executors.experts import OwnExperts
 from ..executors.native import NativeModel
 from ..executors.reference import Reference, ReferenceModel
 from ..executors.vocabulary import Vocabulary
 from ..executors.weights import Options, Packing, fill_dummy
 from ..gpu.rules import largest_group
-from ..models.program import Matrix, Vector
 from ..parallel.collectives import Alone, Group
 from ..parallel.domains import Domain
 from ..parallel.rank import RankInfo
@@ -360,11 +359,12 @@ def _on_device(
     )
 
 
-def _read(config: EngineConfig, served: Served, targets: Sequence[Matrix | Vector], sink: Sink) -> None:
-    """Gives some weights of the checkpoint to the sink."""
+def _read(config: EngineConfig, served: Served, wanted: Iterable[Wanted]) -> None:
+    """Gives some weights of the checkpoint to sinks."""
     assert served.found is not None
     with open_checkpoint(Path(config.model.path), config.model.adapter) as reader:
-        load_targets(reader, targets, served.found, sink, scheme=served.spec.scheme)
+        for targets, sink in wanted:
+            load_targets(reader, targets, served.found, sink, scheme=served.spec.scheme)
 
 
 def _fill(config: EngineConfig, served: Served, progress: Callable[[int, int], None] | None, sink: Sink) -> None:

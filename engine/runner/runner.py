@@ -20,11 +20,13 @@ from ...config.config import EngineConfig
 from ...config.machine import cache_folder
 from ...errors import StartError
 from ...ipc.messages import (
+    ExpertsRead,
     GroupShape,
     Hidden,
     LateMasks,
     PassReads,
     PlaceExperts,
+    ReadExperts,
     SampledIds,
     StageSeconds,
     StepPlan,
@@ -41,6 +43,7 @@ from ..device.queue import Mark, Queue
 from ..device.report import DeviceReport
 from ..device.sleep import Parked, storages_of
 from ..executors.base import DescribedModel
+from ..executors.expert_replicas import ExpertReplicas
 from ..extension import load_extension
 from ..kv_connector.base import ConnectorFacts, LayerConnector, WorkerConnector
 from ..kv_connector.registry import of_domain, worker_connector
@@ -128,6 +131,7 @@ class Runner:
         self._late: dict[int, dict[int, bytes]] = {}  # step → late row → mask; empty: anything
         self._is_faulted = False  # until a plan whose `after_fault` is set
         self._unfaulted_at = 0  # the last step of such a plan
+        self._read_number = 0  # of the last `ReadExperts`
 
     @classmethod
     def load(
@@ -462,8 +466,10 @@ class Runner:
         return None
 
     def forget(self) -> None:
-        """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
+        """Discards the launched plans, the transfers under way and experts that were not placed. Rows are forgotten
+        when a request takes them."""
         self._is_faulted = False
+        self._drop_read()
         with torch.inference_mode():
             if self._waiting is not None:
                 self._waiting = None
@@ -514,6 +520,7 @@ class Runner:
         assert cache is not None and not self._order, "sleep before open_cache, or with plans pending"
         num_bytes = self._num_pages * self._memory.page_bytes
         self._is_asleep = True
+        self._drop_read()
         self._opened().forget_addresses()
         cache.drop()
         if not self._keeps_weights:
@@ -589,16 +596,38 @@ class Runner:
         """That other ranks have read from this one so far, one after the other; 0 on GPUs."""
         return self._group.sent_bytes
 
+    def read_experts(self, message: ReadExperts) -> None:
+        """Begins to read, on a thread of its own, what this rank lacks of these experts. What was read before and not
+        placed is dropped."""
+        self._replicas().read(message.layer, message.slots)
+        self._read_number = message.number
+
+    @property
+    def experts_read(self) -> ExpertsRead | None:
+        """What came of the last `read_experts`. None: it goes on, or there was none, or the experts were placed."""
+        replicas = self._model.replicas
+        problem = None if replicas is None else replicas.problem
+        return None if problem is None else ExpertsRead(self._read_number, problem)
+
     def place_experts(self, message: PlaceExperts) -> bool:
         """From the next `launch` on the ranks have these experts. All ranks call it between the same plans. False: a
-        rank could not read their weights, and nothing changes on any."""
+        rank has not read their weights, and nothing changes on any."""
+        with torch.inference_mode():
+            return self._replicas().place(message.layer, message.slots)
+
+    def _replicas(self) -> ExpertReplicas:
         replicas = self._model.replicas
         assert replicas is not None, "no room for replicas"
-        with torch.inference_mode():
-            return replicas.place(message.layer, message.slots)
+        return replicas
+
+    def _drop_read(self) -> None:
+        if self._model.replicas is not None:
+            self._model.replicas.drop()
 
     def close(self) -> None:
-        """Closes the KV connector and the runner plugin."""
+        """Closes the KV connector and the runner plugin, and ends the thread that reads experts."""
+        if self._model.replicas is not None:
+            self._model.replicas.close()
         if isinstance(self._model, HostModel) and self._model.plugin is not None:
             self._model.plugin.close()
         if self._connector is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..grouped_weight import GroupedWeight, form
-from ..ops import Matrix, Ops, Storage
+from ..ops import Matrix, Ops, Storage, use_one_thread
 from ..quantized_weight import StoredWeight, concatenate
 from ..stored import OWN_MEMORY, Memory, Stored
 from ..superblock_weight import SuperblockWeight
@@ -66,6 +66,10 @@ def native_ops(
     def restored(parts: Stored) -> Matrix:
         return classes[parts.kind].restored(kernels, parts)
 
+    def compute_alone() -> None:
+        use_one_thread()
+        kernels.threads()
+
     return Ops(
         matrix=matrix,
         gated=partial(matrix, is_gated=True),
@@ -79,6 +83,7 @@ def native_ops(
             restored=restored,
             ops_into=lambda memory: native_ops(kernels, quantization=quantization, rounds=rounds, memory=memory),
         ),
+        compute_alone=compute_alone,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from pagewire.ipc.messages import (
     Constrain,
     Constrained,
     Constraint,
+    ExpertLoad,
+    ExpertsRead,
     GroupShape,
     LateMasks,
     Masks,
@@ -34,10 +37,14 @@ from pagewire.ipc.messages import (
     OpenCache,
     PassReads,
     Ping,
+    PlaceExperts,
     ProcessUsage,
+    ReadExperts,
     Reset,
     Sampled,
     Settings,
+    Sleep,
+    Slept,
     Snapshot,
     StageSeconds,
     StepPlan,
@@ -45,6 +52,7 @@ from pagewire.ipc.messages import (
     StopHit,
     ToCore,
     TokenBatch,
+    Wake,
     WorkerSnapshot,
     WorkerUsage,
     bytes_to_ids,
@@ -496,3 +504,116 @@ def test_a_step_of_stages_on_gpus_takes_as_long_as_the_slowest_one() -> None:
     core.handle([WorkerUsage(rank, ProcessUsage(), {}, stage=StageSeconds(3.0 - rank)) for rank in (0, 1)])
     core.handle([result])
     assert found == [4.0, 6.0]
+
+
+class _ExpertRanks:
+    """A core and two ranks with room for a replica in each layer, of which the first has nearly all to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("pagewire.procs.core.time.monotonic", lambda: self.now)
+        self.core = CoreActor(
+            config_of(tensor_parallel_size=2, enable_expert_parallel=True, expert_replicas=1, device="cpu")
+        )
+        self.posted: dict[str, list[Message]] = {name: [] for name in workers(2)}
+        self.core.start(lambda receiver, message: self.posted.get(receiver, []).append(message))
+        self.core.handle([CacheOffer(rank, 30) for rank in (0, 1)])
+        self.report()
+
+    def report(self) -> None:
+        """A window of all ranks."""
+        self.now += 1
+        tokens = ([400, 20, 20, 20], [0, 0, 0, 0])
+        loads = [{0: array("q", own).tobytes()} for own in tokens]
+        self.core.handle([ExpertLoad(rank, int(self.now), loads[rank]) for rank in (0, 1)])
+
+    def told(self) -> list[StepPlan | ReadExperts | PlaceExperts]:
+        """Since the last call, both ranks the same."""
+        first, second = (
+            [each for each in own if isinstance(each, StepPlan | ReadExperts | PlaceExperts)]
+            for own in self.posted.values()
+        )
+        assert first == second
+        for own in self.posted.values():
+            own.clear()
+        return first
+
+    def begin(self) -> ReadExperts:
+        """A move, at a quiet moment."""
+        self.core.handle([Ping()])
+        (read,) = self.told()
+        assert isinstance(read, ReadExperts) and (read.layer, read.slots) == (0, ((0, 1, 2), (2, 3, 0)))
+        return read
+
+    def say(self, rank: int, read: ReadExperts, problem: str = "") -> None:
+        self.core.handle([WorkerUsage(rank, ProcessUsage(), {}, read=ExpertsRead(read.number, problem))])
+
+
+def test_experts_are_read_when_no_prompt_waits_and_switched_once_all_ranks_have_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = _ExpertRanks(monkeypatch)
+    core, worker = ranks.core, FakeWorker(num_blocks=30, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    core.handle([enqueue(1, list(range(80)), max_tokens=9, ignore_eos=True), Ping()])  # its prompt takes two steps
+    plans = [each for each in ranks.told() if isinstance(each, StepPlan)]
+    while core.scheduler.has_prompts:
+        core.handle([Ping(), worker.run(plans.pop(0))])
+        told = ranks.told()
+        assert all(isinstance(each, StepPlan) for each in told), "none begins while a prompt waits"
+        plans += [each for each in told if isinstance(each, StepPlan)]
+    read = ranks.begin()
+    for rank in (0, 1):
+        assert not ranks.told()
+        core.handle([Ping()])
+        ranks.say(rank, read)
+    assert ranks.told() == [PlaceExperts(read.layer, read.slots)]
+    core.handle([worker.run(plans.pop(0))])
+    ranks.report()
+    core.handle([Ping()])
+    assert all(isinstance(each, StepPlan) for each in ranks.told()), "they have what is best"
+
+
+def test_experts_are_read_after_ten_seconds_although_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _ExpertRanks(monkeypatch)
+    ranks.core.handle([enqueue(1, list(range(80)), max_tokens=9, ignore_eos=True), Ping()])
+    assert all(isinstance(each, StepPlan) for each in ranks.told())
+    ranks.now += 9.5
+    ranks.core.handle([Ping()])
+    assert not ranks.told()
+    ranks.now += 0.5
+    ranks.begin()
+
+
+@pytest.mark.parametrize("why", ["died", "slept", "could not read"])
+def test_a_move_that_is_given_up_changes_nothing_and_is_tried_again(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _ExpertRanks(monkeypatch)
+    read = ranks.begin()
+    ranks.say(0, read)
+    match why:
+        case "died":
+            ranks.core.handle([Reset(2, 2, ("worker-1",), "It died.")])
+            ranks.core.handle([CacheOffer(rank, 30) for rank in (0, 1)])
+        case "slept":
+            ranks.core.handle([Sleep()])
+            ranks.core.handle([Slept(True, 1, rank=rank) for rank in (0, 1)])
+            ranks.core.handle([Wake()])
+            ranks.core.handle([Slept(False, rank=rank) for rank in (0, 1)])
+        case _:
+            ranks.say(1, read, "The disk is gone.")
+    ranks.say(0, read)
+    ranks.say(1, read)
+    ranks.core.handle([Ping()])
+    assert not ranks.told(), "it has had its turn in this window"
+    ranks.report()
+    again = ranks.begin()
+    assert again.number > read.number
+    for rank in (0, 1):
+        ranks.say(rank, read)
+    assert not ranks.told()
+    for rank in (0, 1):
+        ranks.say(rank, again)
+    assert ranks.told() == [PlaceExperts(0, read.slots)]
+    ranks.core.handle([Reset(3, 3, ("worker",), "It died.")])
+    ranks.core.handle([CacheOffer(rank, 30) for rank in (0, 1)])
+    ranks.report()
+    assert ranks.begin().slots == read.slots, "new ranks have what was dealt"

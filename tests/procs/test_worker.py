@@ -18,11 +18,13 @@ from pagewire.engine.steps.host_steps import HostSteps
 from pagewire.ipc.channel import MemoryChannel
 from pagewire.ipc.messages import (
     CacheOffer,
+    ExpertsRead,
     Facts,
     LateMasks,
     OpenCache,
     Ping,
     PlaceExperts,
+    ReadExperts,
     Reset,
     RowOpen,
     Sampling,
@@ -188,13 +190,37 @@ def test_experts_move_between_the_same_plans_although_one_waits(
 
     monkeypatch.setattr(Runner, "launch", launched)
     monkeypatch.setattr(Runner, "place_experts", lambda self, message: order.append("experts"))
+    monkeypatch.setattr(Runner, "read_experts", lambda self, message: order.append("the next ones"))
+    moves = PlaceExperts(0, ()), ReadExperts(2, 1, ())  # reading would drop what is to be placed
     with running(tmp_path) as (inbox, posted):
-        for message in (_plan(1), _plan(2, late=False), PlaceExperts(0, ()), _plan(3, late=False), _masks(1, 30)):
+        for message in (_plan(1), _plan(2, late=False), *moves, _plan(3, late=False), _masks(1, 30)):
             inbox.send(message)
         for step in (1, 2, 3):
             result = posted.get(timeout=TIMEOUT_S)
             assert isinstance(result, StepResult) and result.step == step
-    assert order == [1, 2, "experts", 3]
+    assert order == [1, 2, "experts", "the next ones", 3]
+
+
+def test_that_experts_are_read_is_told_with_the_next_ping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make_checkpoint(tmp_path, "llama")
+    config = prepare(make_config(model=str(tmp_path), threads=1, max_num_seqs=4))
+    now = 100.0
+    read: ExpertsRead | None = None
+    monkeypatch.setattr("pagewire.procs.worker.time.monotonic", lambda: now)
+    monkeypatch.setattr(Runner, "experts_read", property(lambda self: read))
+    posted: list[object] = []
+    worker = Worker(config)
+    worker.start(lambda _, message: posted.append(message))
+    worker.open(OpenCache(8))
+    first, second = ExpertsRead(1), ExpertsRead(2, "It is gone.")
+    told: list[list[ExpertsRead | None]] = []
+    for at, found in ((100.0, None), (100.5, first), (100.6, first), (101.1, second), (102.0, second), (102.5, None)):
+        now, read = at, found
+        posted.clear()
+        worker.rest()
+        told.append([message.read for message in posted if isinstance(message, WorkerUsage)])
+    worker.close()
+    assert told == [[None], [first], [], [second], [second], []]
 
 
 @pytest.mark.slow

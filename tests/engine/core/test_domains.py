@@ -396,6 +396,18 @@ def test_a_request_follows_its_prefix_unless_that_domain_has_more_to_do() -> Non
     assert _add(core, 8, [*prompt, 5]) == 0
 
 
+@pytest.mark.parametrize("num_ids", [15, 16, 17])
+def test_a_request_follows_the_prefix_that_its_own_regime_has(num_ids: int) -> None:
+    """Of 16 ids and of more, the same tokens have other KV, and neither is of use for the other."""
+    core, ranks = make(regime_limit=16), [Rank(number, 64, 8, 32) for number in range(2)]
+    prompt = list(range(24))
+    assert _add(core, 1, [9] * 4, max_tokens=1) == 0 and _add(core, 2, prompt, max_tokens=1) == 1
+    _run(core, ranks)
+    assert _add(core, 3, [*prompt[: num_ids - 1], 60], max_tokens=1) == (num_ids > 16)
+    _run(core, ranks)
+    assert core.counters.num_cached_tokens == (16 if num_ids > 16 else 0)
+
+
 def test_a_request_follows_its_prefix_to_the_tiers_of_a_domain(tmp_path: Path) -> None:
     """The blocks may be in several tiers. What is common is everywhere, so nobody follows it."""
     facts = facts_of(PLAIN, BLOCK_SIZE)

@@ -2,12 +2,13 @@
 
 import random
 from array import array
+from collections.abc import Callable
 
 import pytest
 
 from pagewire.engine.core.expert_loads import ExpertLoads
 from pagewire.engine.core.expert_placement import Balancer, Slots, deal, place
-from pagewire.ipc.messages import ExpertLoad, PlaceExperts
+from pagewire.ipc.messages import ExpertLoad, ExpertsRead, PlaceExperts, ReadExperts
 
 
 @pytest.mark.parametrize(("num", "ranks"), [(8, 3), (4, 4), (7, 2), (60, 8), (5, 1)])
@@ -70,24 +71,96 @@ def take(loads: ExpertLoads, number: int, layers: list[list[int]]) -> None:
         loads.take(ExpertLoad(rank, number, {i: array("q", each).tobytes() for i, each in enumerate(tokens)}))
 
 
+def begin(balancer: Balancer, loads: ExpertLoads, now: float = 0.0, *, is_quiet: bool = True) -> ReadExperts | None:
+    return balancer.next(loads, now, is_quiet=is_quiet)
+
+
+def move(balancer: Balancer, loads: ExpertLoads) -> PlaceExperts | None:
+    """At a quiet moment, and both ranks read it."""
+    if (read := begin(balancer, loads)) is None:
+        return None
+    assert balancer.hear(0, ExpertsRead(read.number)) is None
+    placed = balancer.hear(1, ExpertsRead(read.number))
+    assert placed == PlaceExperts(read.layer, read.slots)
+    return placed
+
+
 def test_one_layer_after_the_other_and_once_in_a_window() -> None:
     balancer = Balancer(2, 1)
     loads = loads_of([[400, 20, 20, 20], [100, 100, 100, 100], [300, 300, 20, 20]])
     first, second = PlaceExperts(0, ((0, 1, 2), (2, 3, 0))), PlaceExperts(2, ((0, 1, -1), (2, 3, 0)))
-    assert [balancer.next(loads) for _ in range(3)] == [second, first, None]
+    assert [move(balancer, loads) for _ in range(3)] == [second, first, None]
     take(loads, 1, [[400, 20, 20, 20], [100, 100, 100, 100], [20, 300, 20, 20]])
-    assert balancer.next(loads) == PlaceExperts(2, ((0, 1, 2), (2, 3, 1))), "what is hot now"
-    assert balancer.next(loads) is None, "the other layer has what is best"
+    assert move(balancer, loads) == PlaceExperts(2, ((0, 1, 2), (2, 3, 1))), "what is hot now"
+    assert move(balancer, loads) is None, "the other layer has what is best"
     balancer.forget()
     take(loads, 2, [[400, 20, 20, 20], [100, 100, 100, 100], [100, 100, 100, 100]])
-    assert balancer.next(loads) == first
+    assert move(balancer, loads) == first
 
 
 def test_a_rank_has_no_more_slots_than_experts_that_it_lacks() -> None:
-    assert Balancer(2, 9).next(loads_of([[400, 20, 20, 20]])) == PlaceExperts(0, ((0, 1, 2, -1), (2, 3, 0, -1)))
+    expected = PlaceExperts(0, ((0, 1, 2, -1), (2, 3, 0, -1)))
+    assert move(Balancer(2, 9), loads_of([[400, 20, 20, 20]])) == expected
 
 
 def test_few_tokens_and_small_gains_change_nothing() -> None:
-    assert Balancer(2, 1).next(loads_of([[40, 0, 0, 0]])) is None
-    assert Balancer(2, 1).next(loads_of([[110, 100, 90, 80]])) is None
-    assert Balancer(2, 0).next(loads_of([[400, 20, 20, 20]])) is None
+    assert begin(Balancer(2, 1), loads_of([[40, 0, 0, 0]])) is None
+    assert begin(Balancer(2, 1), loads_of([[110, 100, 90, 80]])) is None
+    assert begin(Balancer(2, 0), loads_of([[400, 20, 20, 20]])) is None
+
+
+TWO_LAYERS = [[400, 20, 20, 20], [300, 20, 20, 20]]
+
+
+def test_the_ranks_of_all_stages_have_read_before_any_switches_and_no_other_move_is_under_way() -> None:
+    balancer, loads = Balancer(2, 1, num_stages=2), loads_of(TWO_LAYERS)
+    read = begin(balancer, loads)
+    assert read is not None
+    for rank in (3, 1, 1, 0):
+        assert balancer.hear(rank, ExpertsRead(read.number)) is None and begin(balancer, loads) is None
+    assert balancer.hear(2, ExpertsRead(read.number)) == PlaceExperts(read.layer, read.slots)
+    assert balancer.hear(2, ExpertsRead(read.number)) is None, "ranks repeat it"
+    after = begin(balancer, loads)
+    assert after is not None and after.layer == 1 and after.number > read.number
+    assert balancer.hear(2, ExpertsRead(read.number)) is None, "of the move before"
+
+
+def test_a_move_that_a_rank_cannot_read_is_dropped_until_the_next_window() -> None:
+    balancer, loads = Balancer(2, 1), loads_of(TWO_LAYERS)
+    read = begin(balancer, loads)
+    assert read is not None and read.layer == 0
+    assert balancer.hear(0, ExpertsRead(read.number)) is None
+    assert balancer.hear(1, ExpertsRead(read.number, "The disk is gone.")) is None
+    assert balancer.hear(1, ExpertsRead(read.number)) is None, "it is over"
+    other = move(balancer, loads)
+    assert other is not None and other.layer == 1 and begin(balancer, loads) is None
+    take(loads, 1, TWO_LAYERS)
+    assert move(balancer, loads) == PlaceExperts(read.layer, read.slots), "the ranks still have what was dealt"
+
+
+@pytest.mark.parametrize("how", [Balancer.drop, Balancer.forget])
+def test_what_was_read_before_the_move_was_given_up_does_not_count(how: Callable[[Balancer], None]) -> None:
+    balancer, loads = Balancer(2, 1), loads_of(TWO_LAYERS)
+    read = begin(balancer, loads)
+    assert read is not None and balancer.hear(0, ExpertsRead(read.number)) is None
+    how(balancer)
+    assert balancer.hear(1, ExpertsRead(read.number)) is None
+    take(loads, 1, TWO_LAYERS)
+    again = begin(balancer, loads)
+    assert again is not None and (again.layer, again.slots) == (read.layer, read.slots)
+    assert balancer.hear(1, ExpertsRead(again.number)) is None, "rank 0 has not read it again"
+
+
+def test_a_move_waits_for_a_quiet_moment_but_not_for_ever() -> None:
+    balancer, loads = Balancer(2, 1), loads_of(TWO_LAYERS)
+    assert all(begin(balancer, loads, now, is_quiet=False) is None for now in (100.0, 105.0))
+    assert Balancer(2, 1).next(loads, 105.0, is_quiet=True) is not None
+    read = begin(balancer, loads, 110.0, is_quiet=False)
+    assert read is not None, "it was patient for ten seconds"
+    for rank in range(2):
+        balancer.hear(rank, ExpertsRead(read.number))
+    assert begin(balancer, loads, 115.0, is_quiet=False) is None, "each move is"
+    take(loads, 1, [[100, 100, 100, 100]] * 2)
+    assert begin(balancer, loads, 118.0) is None, "a quiet moment, and nothing to do"
+    take(loads, 2, TWO_LAYERS)
+    assert begin(balancer, loads, 127.0, is_quiet=False) is None and begin(balancer, loads, 128.0, is_quiet=False)

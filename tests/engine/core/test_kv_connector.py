@@ -9,6 +9,7 @@ from fakes import enqueue
 from msgspec.structs import replace
 
 from pagewire.engine.core.kv_connector import Evicted, Held, Item, KvEvent, KvRequest
+from pagewire.engine.core.request import State
 from pagewire.ipc.messages import RowFailure, TierSnapshot, Transferred
 
 from .test_oom_recovery import SIZE, Engine
@@ -86,6 +87,26 @@ def test_each_block_of_a_prompt_is_told_of_before_the_plan_that_fills_it(depth: 
         assert set(places) >= set(range(num - 1)) and (fault_every or len({*places}) == len(places))
         assert told.items() <= chunks.good.get(rid, {}).items()
     assert not chunks.spoilt
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_request_that_ends_while_it_waits_is_spoiled(has_run: bool) -> None:
+    """It has been asked about, and a chunk of it may have been told of, but `ended` is not called without a row."""
+    chunks = Chunks()
+    engine = Engine(depth=1, connector=chunks)
+    engine.scheduler.add(enqueue(1, list(range(50)), max_tokens=4, seed=1, ignore_eos=True))
+    engine.scheduler.add(enqueue(2, list(range(50, 63)), max_tokens=4, seed=2, ignore_eos=True))
+    if has_run:
+        assert engine.plan() and 1 in chunks.told
+        request = engine.scheduler.requests[1]
+        engine.scheduler.table.preempt(request)
+        states = [request.state]
+        engine.apply()
+        assert [*states, request.state] == [State.LEAVING, State.WAITING] and not chunks.spoilt
+    engine.scheduler.cancel(1)
+    assert chunks.spoilt == [1]
+    engine.serve()
+    assert chunks.spoilt == [1] and chunks.good[2] and 2 in engine.ends
 
 
 @pytest.mark.parametrize("by", ["numbers", "plugin"])

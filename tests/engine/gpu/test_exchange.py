@@ -12,6 +12,7 @@ import pytest
 import torch
 from domain_ranks import DomainRanks
 from engine_loop import Loop
+from expert_moves import move_experts
 from fakes import enqueue
 from family_kinds import FEW_EXPERTS, LATENT_ON_GPU, make_kind
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ from pagewire.engine.gpu.packet import Packet
 from pagewire.engine.gpu.shapes import StepShape
 from pagewire.engine.gpu.state import RowState
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Enqueue, PlaceExperts, Sampling
+from pagewire.ipc.messages import Enqueue, Sampling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
@@ -78,7 +79,7 @@ class Ranks(DomainRanks):
             self.loads[runner._rank] = self.loads.get(runner._rank, 0) + int(dealt[1 - runner._rank].sum())
             if step in self.moves:
                 self.loads[runner._rank] = 0
-                assert runner.place_experts(PlaceExperts(layer, self.moves[step]))
+                assert move_experts(runner, layer, self.moves[step])
         if runner._rank in self.shapes:
             return
         seen = self.shapes[runner._rank] = []

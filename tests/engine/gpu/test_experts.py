@@ -8,11 +8,12 @@ import families
 import numpy as np
 import pytest
 import torch
+from expert_moves import move_experts
 from runner_driver import GREEDY, Request
 from thread_ranks import tokens_of
 
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import PlaceExperts, Sampling
+from pagewire.ipc.messages import Sampling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted")
 
@@ -58,7 +59,7 @@ def test_replicas_that_move_under_running_requests_change_no_token(family: str, 
     def move(runner: Runner, step: int) -> None:
         if step in MOVES:
             for layer in runner.take_expert_load():
-                assert runner.place_experts(PlaceExperts(layer, MOVES[step]))
+                assert move_experts(runner, layer, MOVES[step])
 
     def count(runner: Runner) -> None:
         loads = [np.frombuffer(load, np.int64)[1] for load in runner.take_expert_load().values()]

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from defaults import COMPILED, machine
+from expert_moves import move_experts
 from family_kinds import EXPERTS, make_kind
 from keepers import KeptDevice, RunningKeeper, running_keeper
 from msgspec import structs
@@ -35,7 +36,6 @@ from pagewire.engine.runner import runner as runner_module
 from pagewire.engine.runner.kernel_checks import machine_key
 from pagewire.engine.runner.runner import Runner
 from pagewire.engine.weights.segment import Index, SegmentWriter, is_open
-from pagewire.ipc.messages import PlaceExperts
 from pagewire.procs.weight_memory import close_segments, new_segment
 
 pytestmark = pytest.mark.skipif(
@@ -178,7 +178,7 @@ def test_replicas_of_experts_do_not_spoil_what_is_kept(
     flags: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_replicas": 1}
     first = load(folder, place, **flags)
     expected = weights_of(first)
-    assert first.place_experts(PlaceExperts(0, ((0, 1, 3), (2, 3, 0))))
+    assert move_experts(first, 0, ((0, 1, 3), (2, 3, 0)))
     assert not are_equal(weights_of(first), expected)
     checkpoints.damage(folder)
     second = load(folder, place, **flags)

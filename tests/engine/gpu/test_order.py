@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from engine_loop import Loop
+from expert_moves import move_experts
 from fakes import enqueue
 from keepers import running_keeper
 from msgspec import structs
@@ -57,7 +58,6 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import (
     Constraint,
     Enqueue,
-    PlaceExperts,
     RowOpen,
     Sampling,
     StepPlan,
@@ -508,10 +508,10 @@ def load_of(runner: Runner) -> int:
 
 def on_two_ranks(
     config: EngineConfig, policies: tuple[str, str], num_pages: int, calls: Sequence[Sequence[StepPlan | None]],
-    moves: Mapping[int, PlaceExperts] | None = None, loads: list[int] | None = None,
+    moves: Mapping[int, tuple[tuple[int, ...], ...]] | None = None, loads: list[int] | None = None,
 ) -> list[list[StepResult]]:  # fmt: skip
     """The results of each rank, which repeats calls in a thread of its own. calls: of each rank. moves: before which
-    steps experts move. loads: takes what the experts have had, before each other step and at the end."""
+    steps experts of layer 1 move. loads: takes what the experts have had, before each other step and at the end."""
     meeting, devices = Meeting(2), [OrderDevice(policy, seed=3) for policy in policies]
 
     def serve_rank(rank: int) -> list[StepResult]:
@@ -526,7 +526,7 @@ def on_two_ranks(
                         found.append(runner.collect())
                         continue
                     if moves is not None and (move := moves.get(plan.step)) is not None:
-                        assert runner.place_experts(move)
+                        assert move_experts(runner, 1, move)
                     if loads is not None and plan.step % 2:
                         loads.append(load_of(runner))
                     runner.launch(plan)
@@ -589,7 +589,7 @@ def test_two_domains_are_ordered(checkpoint: Any) -> None:
     config = engine_config(folder, pipeline_depth=2, **how, **SMALL)
     steps = [plan.step for plan in calls if plan is not None]
     slots = [((0, 1, 2, 3, 4), (4, 5, 6, 7, 0)), ((0, 1, 2, 3, 5), (4, 5, 6, 7, 1))]
-    moves = {step: PlaceExperts(1, each) for step, each in zip(steps[2:4], slots, strict=True)}
+    moves = dict(zip(steps[2:4], slots, strict=True))
     loads: list[int] = []
     first, second = on_two_ranks(config, ("random", "late"), loop.runner.offer(), (own, idle), moves, loads)
     computed = sum(sum(bytes_to_ids(plan.counts).tolist()) for plan in calls if plan is not None)

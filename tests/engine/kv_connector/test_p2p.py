@@ -100,6 +100,23 @@ def test_an_early_lookup_waits_for_blocks_being_computed(folder, instance):
     assert not prefill.worker._store._coming and not prefill.worker._store._num_coming and not prefill.core._expected
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_announcement_is_withdrawn_if_its_request_ends_while_it_waits(is_sent, folder, instance):
+    prefill = instance(serve=f"{folder}/kv")
+    waiting, other = prompt(2, 30), prompt(3, 30, seed=3)
+    for request in (waiting, other):
+        prefill.core.get_num_new_matched_tokens(request, 0)
+    store = prefill.worker._store
+    if is_sent:
+        prefill.step()
+        assert set(store._coming) == {2, 3}
+    prefill.core.spoiled(waiting)
+    prefill.step()
+    assert set(store._coming) == {3} and set(prefill.core._expected) == {3}
+    prefill.serve(other, list(range(8)))
+    assert not store._coming and not store._num_coming and not prefill.core._expected
+
+
 @pytest.mark.parametrize("end", ["cancelled", "never"])
 def test_a_request_stops_waiting_for_announced_blocks_that_never_come(end, folder, instance):
     prefill, decode = (
