@@ -102,9 +102,10 @@ test-ray: $(VENV)/.dev
 	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in serve serve.frontend serve.engines serve.route serve.startup serve.metrics engine.offline engine.invariance \
-		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
-		engine.embeddings engine.sums engine.stages engine.tokenizer; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+	for bench in serve serve.frontend serve.engines serve.route serve.choice serve.roles serve.startup serve.metrics \
+		engine.offline engine.invariance engine.scheduler engine.long_prompt engine.policies engine.kv_tiers \
+		engine.accuracy engine.speculation engine.embeddings engine.sums engine.stages engine.parallel \
+		engine.tokenizer; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
 stress: $(VENV)/.dev
 	for program in hostile hostile_models overload abuse leak chaos; do \
