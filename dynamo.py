@@ -1,13 +1,11 @@
 """`python -m pagewire.dynamo` is the worker for NVIDIA Dynamo, `client/dynamo.py`."""
 
 import sys
-from pathlib import Path
+from pkgutil import extend_path
 
-if __name__ == "__main__":
-    # Started in a checkout's root, `import dynamo` would find this file instead of Dynamo's package.
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
-
+if __name__ == "dynamo":  # in the root of a checkout `import dynamo` finds this file before Dynamo's package
+    __path__: list[str] = extend_path([], __name__)
+elif __name__ == "__main__":
     from .client.dynamo import main
 
     sys.exit(main())

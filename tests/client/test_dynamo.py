@@ -84,8 +84,8 @@ def test_without_the_package_it_says_what_to_install(
 
 
 def test_started_in_the_root_of_a_checkout_it_finds_the_package_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "dynamo").mkdir()
-    (tmp_path / "dynamo" / "__init__.py").write_text("raise ImportError('found here')")
+    (tmp_path / "dynamo" / "common").mkdir(parents=True)  # as in Dynamo's package, without __init__.py
+    (tmp_path / "dynamo" / "common" / "__init__.py").write_text("raise ImportError('found here')")
     environment = interpreter.environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path), environment["PYTHONPATH"]])
     ran = subprocess.run(
