@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-webui test-browser test-dynamo test-deploy test-ray lint types bench stress kernels grid docs dist wheels clean
+.PHONY: help serve check test test-long test-clients test-agents test-webui test-browser test-dynamo test-deploy test-nixl test-ray lint types bench stress kernels grid docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
 	@echo "make test-dynamo   install Dynamo's packages (80 MB) and run the tests with them"
 	@echo "make test-deploy   install helm and Kubernetes' schemas (40 MB), and check the Helm chart with them"
+	@echo "make test-nixl     install NIXL (460 MB) and run the tests with it"
 	@echo "make test-ray      install Ray (250 MB), and run the tests with clusters of several nodes on this machine"
 	@echo "make bench         run the benchmarks and write bench/results/"
 	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
@@ -97,14 +98,19 @@ test-deploy: $(VENV)/.dev
 	$(PIP) install -r tests/requirements-deploy.txt
 	$(BIN)/python -m pytest -rs tests/test_chart.py $(ARGS)
 
+test-nixl: $(VENV)/.dev
+	$(PIP) install -e '.[dev,nixl]'
+	$(BIN)/python -m pytest -m "" -k nixl -rs tests/engine/kv_connector tests/e2e/test_roles.py $(ARGS)
+
 test-ray: $(VENV)/.dev
 	$(PIP) install -e '.[dev,ray]'
 	$(BIN)/python -P -m pytest -m ray -rs tests/ray_cluster $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in serve serve.frontend serve.engines serve.route serve.startup serve.metrics engine.offline engine.invariance \
-		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
-		engine.embeddings engine.sums engine.stages engine.tokenizer; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+	for bench in serve serve.frontend serve.engines serve.route serve.choice serve.roles serve.startup serve.metrics \
+		engine.offline engine.invariance engine.scheduler engine.long_prompt engine.policies engine.kv_tiers \
+		engine.accuracy engine.speculation engine.embeddings engine.sums engine.stages engine.parallel \
+		engine.tokenizer; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
 stress: $(VENV)/.dev
 	for program in hostile hostile_models overload abuse leak chaos; do \

@@ -1,4 +1,4 @@
-"""A worker of NVIDIA Dynamo in front of a running engine: `python -m pagewire.client.dynamo --engine ADDRESS`.
+"""A worker of NVIDIA Dynamo in front of a running engine: `python -m pagewire.dynamo --engine ADDRESS`.
 
 Dynamo's frontend tokenizes, routes and detokenizes. This worker passes token ids to the core of an engine that was
 started with `--client-address`, and its tokens back. It needs the package `ai-dynamo`, which registers it and serves
@@ -212,7 +212,7 @@ class Relay:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m pagewire.client.dynamo", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m pagewire.dynamo", description=__doc__.partition("\n")[0])
     made.add_argument("--engine", required=True, help="the engine's --client-address")
     made.add_argument("--key-file", help="the engine's --client-key-file, for tcp:// addresses")
     made.add_argument("--model", required=True, help="the model's folder: Dynamo's frontend reads its tokenizer")
@@ -266,7 +266,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pagewire: {error}", file=sys.stderr)
         return exit_code(error)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -46,6 +46,7 @@ from .log_lines import escaped, set_log_level, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .process_usage import process_usage
+from .progress_bar import progress_bar
 from .topology import ACTORS, index, kind, link, workers
 
 _TELL_S = 0.25  # between two reports of how much of the weights is read
@@ -142,7 +143,8 @@ def run_worker(
             input_fd=launch.input_fd,
             output_fd=launch.output_fd,
         )
-        draw = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
+        has_bar = launch.progress and rank_info.rank == 0
+        draw = progress_bar(stack, "loading weights", delay_s=1.0) if has_bar else None
         told_at = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -162,23 +164,6 @@ def run_worker(
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
 
         run(worker, inbox, post, on_ready, pong)  # type: ignore[arg-type]  # the inbox's decoder knows only ToWorker
-
-
-def _progress_bar(stack: contextlib.ExitStack) -> Callable[[int, int], None]:
-    """A progress bar of the weights, shown if loading takes longer than a second."""
-    from tqdm import tqdm
-
-    bar = stack.enter_context(
-        tqdm(desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1.0)
-    )
-
-    def progress(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
-
-    return progress
 
 
 async def run_actor(

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,6 +44,7 @@ from ..ipc.zmq_channel import Keys, ZmqContext
 from .lead_link import LeadLink
 from .machine import listen, num_gpus, unused_address, versions_here
 from .model_copy import Interrupted, ModelCopy
+from .progress_bar import progress_bar
 from .reach import Reach
 from .supervisor import Child, Supervisor
 from .topology import RENDEZVOUS, receivers
@@ -262,20 +264,24 @@ class _Membership:
         if of.model is not None or not address:
             raise ConfigError(f"{wrong}; copy the lead's there, or name another folder with --model.")
         of.say(f"{wrong}; {of.name} copies the model from the lead.")
-        copy = ModelCopy(
-            address,
-            of.keys,
-            model,
-            cache=cache_folder() / "models",
-            is_over=lambda: self._is_over,
-            on_progress=self._on_progress,
-        )
-        found = copy.run()
+        with contextlib.ExitStack() as stack:
+            draw = progress_bar(stack, "copying the model") if sys.stderr.isatty() else None
+            copy = ModelCopy(
+                address,
+                of.keys,
+                model,
+                cache=cache_folder() / "models",
+                is_over=lambda: self._is_over,
+                on_progress=partial(self._on_progress, draw),
+            )
+            found = copy.run()
         of.say(f"{of.name} has the model in {found.path}.")
         return found
 
-    def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Called on the copy's thread."""
+    def _on_progress(self, draw: Callable[[int, int], None] | None, done_bytes: int, total_bytes: int) -> None:
+        """Called on the copy's thread. `draw`: shows it on the terminal; None: the log tells each tenth."""
+        if draw is not None:
+            draw(done_bytes, total_bytes)
         is_done, now = done_bytes == total_bytes, time.monotonic()
         if not is_done and now < self._said_at + _PROGRESS_S:
             return
@@ -284,7 +290,8 @@ class _Membership:
         num_tenths = 10 * done_bytes // max(1, total_bytes)
         if num_tenths > self._num_tenths:
             self._num_tenths = num_tenths
-            self._of.say(f"{self._of.name} has copied {10 * num_tenths} % of {total_bytes / 1e9:.2f} GB.")
+            if draw is None:
+                self._of.say(f"{self._of.name} has copied {10 * num_tenths} % of {total_bytes / 1e9:.2f} GB.")
 
     def _prepared(self, prepared: _Prepared) -> "_Outcome | None":
         if prepared.config is None:

@@ -43,43 +43,53 @@ class Agreement:
     """Says once when engines differ, and once when they no longer do."""
 
     def __init__(self) -> None:
-        # What has been said: the values of a trait that differ, by (names of the models, trait).
+        # What has been said: the values of a trait that differ, by (model, trait).
         self._told: dict[tuple[str, str], frozenset[str]] = {}
 
     def compare(self, servers: Sequence[Server]) -> dict[str, str]:
         """Logs what is new. URL → a sentence, of each engine that differs from most of those that serve its model."""
         found = _differences(servers)
+        told = {key: frozenset(value for value, _ in by_value) for key, by_value in found.items()}
+        news = {key: by_value for key, by_value in found.items() if self._told.get(key) != told[key]}
+        for (trait, by_value), models in _alike(news).items():
+            each = ", ".join(f"{value} ({_some(urls)})" for value, urls in by_value)
+            log.warning("the engines of %s differ in their %s: %s", models, trait, each)
+        for (trait, _), models in _alike({key: () for key in self._told if key not in found}).items():
+            log.warning("the engines of %s no longer differ in their %s", models, trait)
+        self._told = told
         warnings: dict[str, list[str]] = {}
-        for (models, trait), urls_of in found.items():
-            if self._told.get((models, trait)) != urls_of.keys():
-                each = ", ".join(f"{value} ({_some(urls)})" for value, urls in urls_of.items())
-                log.warning("the engines of %s differ in their %s: %s", models, trait, each)
-            (usual, (witness, *_)), *others = urls_of.items()
+        for (trait, by_value), models in _alike(found).items():
+            (usual, (witness, *_)), *others = by_value
             for value, url in [(value, url) for value, urls in others for url in urls]:
                 sentence = f"It serves {models} with {trait} {value}, and {witness} with {usual}."
                 warnings.setdefault(url, []).append(sentence)
-        for models, trait in self._told.keys() - found.keys():
-            log.warning("the engines of %s no longer differ in their %s", models, trait)
-        self._told = {key: frozenset(urls_of) for key, urls_of in found.items()}
         return {url: " ".join(sentences) for url, sentences in warnings.items()}
 
 
-def _differences(servers: Sequence[Server]) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """(names of models, trait) → URLs by the trait's value, of which there are several, the commonest first."""
+_ByValue = tuple[tuple[str, tuple[str, ...]], ...]
+"""The values of a trait, each with the URLs of its engines, the commonest first."""
+
+
+def _differences(servers: Sequence[Server]) -> dict[tuple[str, str], _ByValue]:
+    """By (model, trait), of each trait with several values."""
     urls_of: dict[tuple[str, str], dict[str, list[str]]] = {}
     for server in servers:
         for model, offer in server.offers.items():
             for trait, value in offer.traits.items():
                 urls_of.setdefault((model, trait), {}).setdefault(value, []).append(server.url)
-    models_with: dict[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], list[str]] = {}
-    for (model, trait), by_value in urls_of.items():
-        if len(by_value) > 1:
-            ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
-            models_with.setdefault((trait, tuple((v, tuple(urls)) for v, urls in ordered)), []).append(model)
     return {
-        (", ".join(models), trait): {value: list(urls) for value, urls in ordered}
-        for (trait, ordered), models in models_with.items()
+        key: tuple((value, tuple(urls)) for value, urls in sorted(by_value.items(), key=lambda item: -len(item[1])))
+        for key, by_value in urls_of.items()
+        if len(by_value) > 1
     }
+
+
+def _alike(differences: Mapping[tuple[str, str], _ByValue]) -> dict[tuple[str, _ByValue], str]:
+    """The models that share a sentence, joined, by (trait, its values)."""
+    models: dict[tuple[str, _ByValue], list[str]] = {}
+    for (model, trait), by_value in differences.items():
+        models.setdefault((trait, by_value), []).append(model)
+    return {key: ", ".join(names) for key, names in models.items()}
 
 
 def _some(urls: Sequence[str]) -> str:

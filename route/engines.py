@@ -151,7 +151,7 @@ class Engine(Member):
             if report is not None:
                 self._take(report)
             self._measure_pace()
-            if self._load.refusal is not None:
+            if self._load.refusal is not None and status not in (401, 403):  # its /ready takes any key, or none
                 self.eject(self._load.refusal)
             elif status == 200:
                 self._admit()

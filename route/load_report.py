@@ -18,7 +18,7 @@ MAX_KEYS = 8  # that are tried, so that the first check of a router with very ma
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0
 _MOST_DOUBLINGS = 6
-_REFUSALS = (401, 403)
+_REFUSED = 401  # 403 is of an engine that takes no requests by this name, with no key
 
 
 class ModelReport(Struct, frozen=True):
@@ -55,6 +55,7 @@ class LoadReader:
         self._url = url
         self._clock = clock
         self._keys: Sequence[str | None] = keys[:MAX_KEYS] or [None]
+        self._num_keys = len(keys)
         self._is_taken = False  # whether the engine takes `key`
         self._try_at = 0.0  # when all keys are tried
         self._num_tries = 0  # with refused keys, in a row
@@ -69,7 +70,7 @@ class LoadReader:
         if not self._is_taken:
             return None
         status, body = await self._get(self.key)
-        if status in _REFUSALS:  # its keys have changed
+        if status == _REFUSED:  # its keys have changed
             return await self._try()
         return self._report(status, body)
 
@@ -80,7 +81,7 @@ class LoadReader:
     async def _try(self) -> LoadReport | None:
         """Asks with every key."""
         answers = [(key, *await self._get(key)) for key in self._keys]
-        taken = [answer for answer in answers if answer[1] not in _REFUSALS]
+        taken = [answer for answer in answers if answer[1] != _REFUSED]
         num_refused = len(answers) - len(taken)
         self._is_taken, self.refusal, self.concern, self._try_at = bool(taken), None, None, math.inf
         if num_refused:
@@ -89,23 +90,30 @@ class LoadReader:
         else:
             self._num_tries = 0
         if not taken:
-            self._refused(answers[0][1])
+            self._refused()
             return None
         self.key, status, body = taken[0]
         report = self._report(status, body)
         if num_refused:
-            self.concern = (
-                f"It refuses {num_refused} of this router's {len(answers)} API keys; give both the same keys."
-            )
+            self.concern = f"It refuses {num_refused} of {self._tried()}; give both the same keys."
         return report
 
-    def _refused(self, status: int) -> None:
+    def _tried(self) -> str:
+        few = f"this router's {self._num_keys} API keys"
+        return few if self._num_keys == len(self._keys) else f"the first {len(self._keys)} of {few}"
+
+    def _refused(self) -> None:
+        """It has refused every key that was tried."""
         if self._keys == [None]:
             self.concern = "It asks for an API key, and this router has none, so its load and its models are unknown."
+        elif self._num_keys > len(self._keys):  # it may take one of the others
+            self.concern = (
+                f"It refuses {self._tried()}, so its load and its models are unknown; give both the same keys."
+            )
         elif len(self._keys) == 1:
-            self.refusal = f"It refuses this router's API key (status {status}); give both the same --api-key."
+            self.refusal = f"It refuses this router's API key (status {_REFUSED}); give both the same --api-key."
         else:
-            self.refusal = f"It refuses all API keys of this router (status {status}); give both the same keys."
+            self.refusal = f"It refuses all API keys of this router (status {_REFUSED}); give both the same keys."
 
     def _report(self, status: int, body: bytes) -> LoadReport | None:
         if status == 200:

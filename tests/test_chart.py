@@ -141,7 +141,15 @@ def test_without_values_the_objects_are_those_of_the_manifest() -> None:
         assert without(manifest, "metadata.labels", "spec.type") == without(written[kind], "metadata.labels"), kind
 
 
-@pytest.mark.parametrize("values", [[], ALL, ["disruptionBudget=null", "models.existingClaim=mine", "env[0].name=A"]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        ALL,
+        ["disruptionBudget=null", "models.existingClaim=mine", "env[0].name=A"],
+        ["apiKeySecret=null", "serviceMonitor.enabled=true"],
+    ],
+)
 def test_every_object_is_valid(values: list[str]) -> None:
     validate: Any = importlib.import_module("kubernetes_validate")
     for manifest in rendered(*values):
@@ -274,7 +282,10 @@ def test_the_lines_of_the_operations_document_work(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("values", [[], ["multiNode.enabled=true"], ["apiKeySecret.name="], ["apiKeySecret.key=a.b"]])
+@pytest.mark.parametrize(
+    "values",
+    [[], ["multiNode.enabled=true"], ["apiKeySecret.name="], ["apiKeySecret=null"], ["apiKeySecret.key=a.b"]],
+)
 def test_the_notes_say_how_to_ask(values: list[str], tmp_path: Path) -> None:
     """`helm template` leaves notes out, so a copy of the chart has them as an object."""
     shutil.copytree(CHART, tmp_path / "chart")
@@ -293,7 +304,7 @@ def test_the_notes_say_how_to_ask(values: list[str], tmp_path: Path) -> None:
         else "rollout status"
     )
     assert wait in commands[0] and "port-forward service/pagewire 8000:80 " in commands[1]
-    has_key = "apiKeySecret.name=" not in values
+    has_key = not {"apiKeySecret.name=", "apiKeySecret=null"} & {*values}
     assert (len(commands), "Bearer $KEY" in commands[-1], "No key is set" in notes) == (
         3 + has_key,
         has_key,

@@ -84,6 +84,7 @@ ROOMS: dict[str, str] = {
         "api.ollama api"
     ),
     "client": "errors config ipc procs",
+    "dynamo": "client",
     "route": "errors version config api.engines api.http api.gateway api.output api procs",
     "commands": (
         "errors config ipc engine.checkpoint engine.text engine.runner kernels.cpu kernels.triton api.batches procs"

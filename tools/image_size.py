@@ -1,13 +1,14 @@
 """How large the CPU image of deploy/Dockerfile is, computed from the packages that are installed here.
 
 `python -m pagewire.tools.image_size` prints the size of each package that pagewire needs, without the extras and
-without `UNUSED`. The Dockerfile calls it with `--remove`, which deletes `UNUSED`. The base image is not here, so its
-size is an estimate.
+without `UNUSED`, and fails if all of it is above `--most-mb`. The Dockerfile calls it with `--remove`, which deletes
+`UNUSED`. The base image is not here, so its size is an estimate.
 """
 
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -60,6 +61,9 @@ def remove_unused(names: Iterable[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--remove", action="store_true", help="delete UNUSED from this environment")
+    parser.add_argument(
+        "--most-mb", type=float, default=BUDGET_MB, help="what the image may have (default: %(default)s)"
+    )
     given = parser.parse_args()
     sizes = packages()
     if given.remove:
@@ -67,7 +71,13 @@ def main() -> None:
     for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]):
         print(f"{size / 1e6:8.1f} MB  {name}")
     total = BASE_MB + sum(sizes.values()) / 1e6
-    print(f"{total:8.1f} MB  with the base image of {BASE_MB} MB; the budget is {BUDGET_MB} MB")
+    print(f"{total:8.1f} MB  with the base image of {BASE_MB} MB; the budget is {BUDGET_MB} MB", flush=True)
+    if total > given.most_mb:
+        sys.exit(
+            f"The image would have {total:,.0f} MB, and may have {given.most_mb:,.0f}: give docker build "
+            "--build-arg PIP_FLAGS='--extra-index-url ADDRESS' with the address of torch's CPU builds, which the page "
+            '"Get started" of PyTorch\'s site shows for CPU; or --build-arg MOST_MB=20000 for an image with CUDA.'
+        )
 
 
 if __name__ == "__main__":

@@ -10,13 +10,19 @@ from pathlib import Path
 from ...config.model_files import open_file, read_file
 from ...errors import ConfigError
 from .gguf import is_gguf, read_gguf
+from .purpose import MODULES, SENTENCE_CONFIG, SENTENCE_LENGTH, part_configs
 from .source import ADAPTER_CONFIG
 
+VOCABULARIES = ("*.model", "vocab.json", "vocab.txt")
+"""One of these makes a tokenizer where there is no tokenizer.json; transformers reads it, and what is beside it."""
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _CONFIGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.json", "chat_template.jinja",
+    "config.json", "generation_config.json", MODULES, SENTENCE_CONFIG, SENTENCE_LENGTH,
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    *VOCABULARIES, "merges.txt", "tiktoken*",
+    "chat_template.json", "chat_template.jinja", MORE_TEMPLATES,
 )  # fmt: skip
-"""Files beside the weights that change prompts or answers."""
+"""Patterns of the files beside the weights that change prompts or answers; parts of modules.json have one more each."""
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _NUM_SAMPLES = 64  # of all weights, evenly spaced: a fine-tune changes more than what lies between two of them
 _SAMPLE_BYTES = 64
@@ -34,17 +40,19 @@ def weight_files(folder: Path, adapter: Path | None = None) -> list[tuple[Path, 
 
 
 def files_digest(folder: Path, adapter: Path | None = None) -> str:
-    """A hex SHA-256 over the config and tokenizer files, and the size, header and samples of each file of weights; and
-    the same of an adapter. Raises ConfigError for files that cannot be read."""
+    """A hex SHA-256 over the configs, tokenizer and chat templates, and the size, header and samples of each file of
+    weights; and the same of an adapter. Raises ConfigError for files that cannot be read."""
     digest = sha256()
-    configs = [] if is_gguf(folder) else [folder / name for name in _CONFIGS]
-    if adapter is not None:
-        configs.append(adapter / ADAPTER_CONFIG)
+    configs: list[tuple[str, Path]] = []
+    if not is_gguf(folder):
+        found = {path for pattern in _CONFIGS for path in folder.glob(pattern)} | {*part_configs(folder)}
+        configs = [(os.path.relpath(path, folder), path) for path in sorted(found) if path.is_file()]
+    if adapter is not None and (config := adapter / ADAPTER_CONFIG).exists():
+        configs.append((config.name, config))
     try:
-        for path in configs:
-            if path.exists():
-                data = read_file(path)
-                digest.update(f"{path.name} {len(data)} ".encode() + data)
+        for name, path in configs:
+            data = read_file(path)
+            digest.update(f"{name} {len(data)} ".encode() + data)
         files = weight_files(folder, adapter)
         sizes = [path.stat().st_size for path, _ in files]
         start, total = 0, sum(sizes)

@@ -15,6 +15,9 @@ from ...config.model_files import read_json, read_object
 from ...errors import ConfigError
 from ..models.families import pages
 
+MODULES = "modules.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"  # with the prompts
+SENTENCE_LENGTH = "sentence_bert_config.json"
 _CLASSIFIER = "ForSequenceClassification"
 _BARE = ("Model", "ForMaskedLM")  # endings of architectures without a head, or without one for generating
 # Parts of names of architectures that generate although they end in "Model".
@@ -54,7 +57,7 @@ def is_generative(architecture: str) -> bool:
 
 def generates(folder: Path, architecture: str) -> bool:
     """Whether the checkpoint is for text: its class is generative, and it is not saved as an embedding model."""
-    return is_generative(architecture) and not (folder / "modules.json").exists()
+    return is_generative(architecture) and not (folder / MODULES).exists()
 
 
 def read_purpose(folder: Path, config: _Fields, *, hidden_size: int, is_described: bool) -> Purpose:
@@ -88,7 +91,7 @@ def max_length(folder: Path, declared: int, config: _Fields) -> int:
     if config.get("model_type") in _OFFSET_POSITIONS:
         pad = config.get("pad_token_id", 1)
         declared -= (pad if isinstance(pad, int) else 1) + 1
-    file = folder / "sentence_bert_config.json"
+    file = folder / SENTENCE_LENGTH
     longest = (read_object(file) or {}).get("max_seq_length")
     if longest is None:
         return declared
@@ -143,12 +146,23 @@ def _classifier(folder: Path, config: _Fields) -> Purpose:
     return Purpose(tasks=("classify",), is_encoder=True, is_normalized=False, size=num, labels=labels)
 
 
+def part_configs(folder: Path) -> list[Path]:
+    """The configs of the parts in modules.json, such as that of pooling. They may not exist. Raises ConfigError."""
+    return [folder / module.path / "config.json" for module in _listed(folder) or ()]
+
+
+def _listed(folder: Path) -> list[_Module] | None:
+    try:
+        return read_json(folder / MODULES, list[_Module])
+    except FileNotFoundError:
+        return None
+
+
 def _modules(folder: Path) -> dict[str, str] | None:
     """Kind of module → its folder; None if sentence-transformers did not write the checkpoint."""
-    file = folder / "modules.json"
-    try:
-        modules = read_json(file, list[_Module])
-    except FileNotFoundError:
+    file = folder / MODULES
+    modules = _listed(folder)
+    if modules is None:
         return None
     parts = {module.type.rpartition(".")[2]: module.path for module in modules}
     known = ["Transformer", "Pooling", "Normalize"]
@@ -175,7 +189,7 @@ def _pooling(folder: Path, parts: Mapping[str, str]) -> Literal["last", "mean", 
 
 
 def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    file = folder / "config_sentence_transformers.json"
+    file = folder / SENTENCE_CONFIG
     config = read_object(file) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):

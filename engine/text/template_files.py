@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...config.model_files import read_object, read_text
 from ...errors import ConfigError
+from ..checkpoint.files_digest import MORE_TEMPLATES
 from ..checkpoint.gguf import Metadata, is_gguf, read_gguf
 
 _MAX_CHARS = 1 << 20  # of a template; the longest that are known have a twentieth
@@ -34,7 +35,7 @@ def _read(folder: Path, operators: str | None) -> dict[str, str]:
             raise ConfigError(f"There is no chat template {operators}.") from None
     if is_gguf(folder):
         return _of_gguf(read_gguf(folder, has_vocabulary=False).metadata)
-    more = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    more = {path.stem: read_text(path) for path in sorted(folder.glob(MORE_TEMPLATES))}
     with suppress(FileNotFoundError):
         return {"default": read_text(folder / "chat_template.jinja"), **more}
     for name in ("chat_template.json", "tokenizer_config.json"):

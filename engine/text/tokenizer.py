@@ -20,6 +20,7 @@ import tokenizers
 
 from ...config.model_files import read_file, read_object
 from ...errors import ConfigError, PagewireError, RequestError
+from ..checkpoint.files_digest import VOCABULARIES
 from ..checkpoint.gguf import is_gguf
 from .gguf_tokenizer import gguf_tokenizer
 
@@ -407,7 +408,7 @@ def _load_gguf(path: Path) -> Tokenizer:
 
 def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tokenizer:
     """For checkpoints without tokenizer.json: transformers builds the same kind of object from older files."""
-    if not any(folder.glob("*.model")) and not any((folder / name).is_file() for name in ("vocab.json", "vocab.txt")):
+    if not any(path.is_file() for name in VOCABULARIES for path in folder.glob(name)):
         raise ConfigError(f"{folder} has no tokenizer: there is no tokenizer.json in it.")
     from transformers import AutoTokenizer  # seconds of import, so only here
 

@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import json
+import os
 import struct
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +20,10 @@ from pagewire.ipc.client_messages import Welcome
 from pagewire.ipc.messages import Constraint, RowLogprobs, Tokens, Usage, ids_to_bytes
 from pagewire.procs import interpreter
 
-DEMO = Path(__file__).resolve().parents[2] / "demo_model"
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "demo_model"
+IN_THE_ROOT = (sys.executable, "-m", "pagewire.dynamo")
+"""With the working folder as ROOT `import dynamo` would find our module of that name first."""
 
 
 def test_a_request_becomes_sampling_and_limits() -> None:
@@ -76,6 +81,19 @@ def test_without_the_package_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "dynamo", None)
     assert main(["--engine", "ipc:///x", "--model", "m"]) == 2
     assert "pip install ai-dynamo" in capsys.readouterr().err
+
+
+def test_started_in_the_root_of_a_checkout_it_finds_the_package_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "dynamo" / "common").mkdir(parents=True)  # as in Dynamo's package, without __init__.py
+    (tmp_path / "dynamo" / "common" / "__init__.py").write_text("raise ImportError('found here')")
+    environment = interpreter.environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path), environment["PYTHONPATH"]])
+    ran = subprocess.run(
+        [*IN_THE_ROOT, "--engine", "ipc:///x", "--model", "m"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr == "pagewire: Dynamo is not installed (found here); run pip install ai-dynamo.\n"
 
 
 class Context:
@@ -160,7 +178,7 @@ def test_dynamos_runtime_finds_the_worker_and_gets_the_tokens_of_the_engine(tmp_
         async with await EngineClient.start(str(DEMO), client_address=address, threads=1) as client:
             (expected,) = await client.generate(prompt, *asked_of(_request(prompt))[1:3]).ids()
             worker = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND, "pagewire.client.dynamo", "--engine", address, "--model", str(DEMO),
+                *interpreter.COMMAND, "pagewire.dynamo", "--engine", address, "--model", str(DEMO),
                 "--discovery-backend", "file", "--event-plane", "zmq",
                 env=environment, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
@@ -187,8 +205,8 @@ def test_the_worker_ends_with_a_sentence_if_the_engine_is_not_as_it_was_told(tmp
     async def work() -> tuple[bytes, int | None]:
         async with await EngineClient.start(str(DEMO), client_address=address, threads=1):
             worker = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND, "pagewire.client.dynamo", "--engine", address, "--model", str(DEMO),
-                "--discovery-backend", "file", "--event-plane", "zmq", "--block-size", "64",
+                *IN_THE_ROOT, "--engine", address, "--model", str(DEMO),
+                "--discovery-backend", "file", "--event-plane", "zmq", "--block-size", "64", cwd=ROOT,
                 env=interpreter.environment() | {"DYN_FILE_KV": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             _, said = await worker.communicate()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -220,11 +221,12 @@ def test_a_machine_without_the_key_file_of_the_kv_is_refused(tmp_path: Path) -> 
     assert not keys.exists()
 
 
-@pytest.mark.parametrize("how", ["missing", "other"])
+@pytest.mark.parametrize(("how", "is_terminal"), [("missing", False), ("missing", True), ("other", False)])
 def test_a_machine_without_the_model_copies_it_before_it_takes_actors(
-    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
 
     async def scenario(lead: PlayedLead, follower: Follower) -> None:
         model = lead.engine.model
@@ -254,6 +256,7 @@ def test_a_machine_without_the_model_copies_it_before_it_takes_actors(
     why = "none does not exist there" if how == "missing" else "are not the lead's (fingerprint "
     assert why in said and "; b copies the model from the lead." in said
     (copied,) = (tmp_path / "cache" / "pagewire" / "models").glob("pagewire-demo-*/model")
+    assert ("copying the model: " in said, "b has copied 100 % of " in said) == (is_terminal, not is_terminal)
     assert f"b has the model in {copied}." in said and (copied / "config.json").stat().st_mtime == 1
 
 

@@ -43,6 +43,32 @@ def test_models_that_differ_alike_share_a_sentence(caplog: pytest.LogCaptureFixt
     assert found == {"b": "It serves m, n with pagewire version 1.1, and a with 1.0."} and len(said(caplog)) == 1
 
 
+def test_an_engine_that_joins_with_some_of_the_models_is_no_news_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agreement, new = Agreement(), Offer("aa", 128, "1.1")
+    both = servers(e1={"m": SAME, "n": SAME}, e2={"m": new, "n": new})
+    agreement.compare(both)
+    assert said(caplog) == ["the engines of m, n differ in their pagewire version: 1.0 (e1), 1.1 (e2)"]
+    found = agreement.compare([*both, *servers(e3={"m": SAME})])
+    assert said(caplog) == [], "both models differ as before"
+    assert found == {
+        "e2": "It serves m with pagewire version 1.1, and e1 with 1.0. "
+        "It serves n with pagewire version 1.1, and e1 with 1.0."
+    }
+    agreement.compare(servers(e1={"m": SAME, "n": SAME}, e2={"m": SAME, "n": new}, e3={"m": SAME}))
+    assert said(caplog) == ["the engines of m no longer differ in their pagewire version"]
+    agreement.compare(servers(e1={"m": SAME, "n": SAME}, e2={"m": SAME, "n": SAME}))
+    assert said(caplog) == ["the engines of n no longer differ in their pagewire version"]
+
+
+def test_models_that_agree_again_at_once_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    agreement, new = Agreement(), Offer("aa", 128, "1.1")
+    agreement.compare(servers(a={"m": SAME, "n": SAME}, b={"m": new, "n": new}))
+    agreement.compare(servers(a={"m": new, "n": new}, b={"m": new, "n": new}))
+    assert said(caplog)[1:] == ["the engines of m, n no longer differ in their pagewire version"]
+
+
 def test_an_upgrade_of_many_engines_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     agreement, new = Agreement(), Offer("aa", 128, "1.1")
     for num_new in range(6):

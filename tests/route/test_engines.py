@@ -15,6 +15,7 @@ from harness import FakeEngine
 from waiting import until
 
 from pagewire.route import engines
+from pagewire.route.load_report import MAX_KEYS
 
 from .routed import Behind, Routed
 
@@ -153,6 +154,51 @@ def test_an_engine_that_refuses_one_of_several_keys_has_a_warning(
     assert states(router)[engine.address]["warning"] == sentence
     assert lines(caplog, sentence) == [f"engine {engine.address}: {sentence}"]
     assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key="b").status == 200
+
+
+def test_an_engine_that_has_only_a_key_that_is_not_tried_gets_requests(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tuple(f"{i}" for i in range(MAX_KEYS + 1))
+    engine = stack.enter_context(Behind(FakeEngine(PIECES), api_keys=keys[-1:]))
+    router = stack.enter_context(Routed(engine, wait=False, api_keys=keys))
+    until(lambda: states(router)[engine.address]["ready"], "it is ready")
+    check_again(router)
+    state = states(router)[engine.address]
+    assert state["warning"].startswith("It refuses the first 8 of this router's 9 API keys, so ")
+    assert len(lines(caplog, state["warning"])) == 1
+    assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key=keys[-1]).status == 200
+
+
+@pytest.mark.parametrize("keys", [(), ("a",)])
+def test_an_engine_that_does_not_answer_to_this_name_says_so_itself(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
+    behind = stack.enter_context(Behind(FakeEngine(PIECES)))
+    resolve = socket.getaddrinfo
+
+    def resolve_here(host: Any, *arguments: Any, **options: Any) -> Any:
+        return resolve("127.0.0.1" if host == "engine.example" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+    url = f"http://engine.example:{behind.port}"
+    router = stack.enter_context(Routed(url, wait=False, api_keys=keys))
+    until(lambda: lines(caplog, url), "it has its line")
+    check_again(router)
+    (line,) = lines(caplog, url)
+    assert line.startswith(f"engine {url} is not ready: A server without keys that listens on loopback answers to ")
+
+
+def test_a_ready_that_asks_for_a_key_has_its_own_sentence(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    foreign = stack.enter_context(Foreign())
+    thread = threading.Thread(target=foreign.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    stack.callback(foreign.shutdown)
+    foreign.answers = {"/ready": (401, b'{"error": {"message": "Who is there?"}}'), "/load": (401, b"")}
+    router = stack.enter_context(Routed(foreign.url, wait=False, api_keys=("a",)))
+    until(lambda: lines(caplog, foreign.url), "it has its line")
+    check_again(router)
+    assert lines(caplog, foreign.url) == [f"engine {foreign.url} is not ready: Who is there?"]
 
 
 def test_a_router_without_a_key_passes_on_those_of_its_clients(

@@ -105,9 +105,23 @@ def test_a_key_that_the_engine_drops_while_it_runs_is_refused() -> None:
 def test_very_many_keys_are_not_all_tried() -> None:
     async def work(watched: Watched) -> None:
         assert await watched.reader.read() is None
-        assert watched.num_asked == MAX_KEYS
+        assert watched.num_asked == MAX_KEYS and watched.reader.refusal is None
+        assert watched.reader.concern == (
+            "It refuses the first 8 of this router's 100 API keys, so its load and its models are unknown; "
+            "give both the same keys."
+        )
 
     run("/load", [f"{i}" for i in range(100)], ("99",), work)
+
+
+def test_of_very_many_keys_one_of_the_first_may_be_taken() -> None:
+    async def work(watched: Watched) -> None:
+        assert await watched.reader.read() is not None
+        assert watched.reader.concern == (
+            "It refuses 7 of the first 8 of this router's 100 API keys; give both the same keys."
+        )
+
+    run("/load", [f"{i}" for i in range(100)], ("7",), work)
 
 
 def test_a_page_that_is_no_load_is_a_concern_and_no_refusal() -> None:

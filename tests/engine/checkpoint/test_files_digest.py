@@ -1,5 +1,6 @@
 """The digest of a model's files is the same for copies, and another for other files."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -44,6 +45,37 @@ def test_copies_have_the_same_digest_and_other_files_another(tmp_path: Path) -> 
     os.truncate(tmp_path / "adapter" / "model.safetensors", len(data) - 1)
     digests.append(files_digest(copy, tmp_path / "adapter"))
     assert len({*digests}) == len(digests)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+        "special_tokens_map.json", "tiktoken.model", "additional_chat_templates/tool_use.jinja",
+        "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json", "1_Pooling/config.json",
+        "pool/config.json",
+    ],
+)  # fmt: skip
+def test_all_that_changes_prompts_or_vectors_counts(tmp_path: Path, name: str) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path / "a", "llama")
+    parts = [{"type": "x.Pooling", "path": path} for path in ("", "1_Pooling", "pool", "away")]
+    (folder / "modules.json").write_text(json.dumps(parts))
+    digests = {files_digest(folder)}
+    for end in (" ", "\n"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(parts) + end)
+        digests.add(files_digest(folder))
+    assert len(digests) == 3, "without it, with it, and with another one"
+    assert files_digest(Path(shutil.copytree(folder, tmp_path / "b"))) in digests
+
+
+def test_other_files_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint(tmp_path / "a", "llama")
+    before = files_digest(folder)
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "LICENSE.txt").write_text("x")
+    (folder / "old.model").mkdir()
+    assert files_digest(folder) == before
 
 
 def test_the_parts_of_a_gguf_file_count(tmp_path: Path) -> None:

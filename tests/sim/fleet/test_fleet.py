@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from .fleet import Broken, Fleet, Setting
 from .mutants import MUTANTS, mutated
@@ -24,6 +25,8 @@ MOST_MOVES = 0.08  # of all turns, without a reason, where several routers know 
 MOST_UNEVEN = 1.27  # busiest engine / mean engine, where all requests are alike
 MOST_UNKNOWN = 0.04  # of all turns that a router could not know to be later ones, moved
 LARGE = Setting(num_engines=1000, num_routers=4, num_conversations=20_000, deaths=20, blackout=10.0)
+# One router: an engine gets a request a second, and each router has to see by itself which ones are slow.
+LARGE_AND_CHANGING = replace(LARGE, num_routers=1, num_slow=20, is_upgraded=True)
 
 
 def play(setting: Setting) -> Counter[str]:
@@ -64,6 +67,12 @@ def test_several_routers_find_nearly_as_much_and_load_engines_as_evenly_as_one()
 @pytest.mark.long
 def test_a_thousand_engines() -> None:
     assert play(LARGE)["deaths"] == 20
+
+
+@pytest.mark.long
+def test_a_thousand_engines_of_which_some_are_slow_and_others_are_replaced() -> None:
+    counts = play(LARGE_AND_CHANGING)
+    assert counts["deaths"] == 20 and counts["upgrades"] > 20 and counts["moved by an upgrade"] > 20
 
 
 @pytest.mark.long
