@@ -226,7 +226,7 @@ def _check_gpu() -> Iterator[Finding]:
                 )
         yield check_triton_build(cubins.share_cache(dict(os.environ)))
     elif cuda is None:
-        advice = "install a CUDA build of torch, with the command that PyTorch's page \"Get started\" shows"
+        advice = 'install a CUDA build of torch, with the command that PyTorch\'s page "Get started" shows'
         yield Finding("bad", "GPU", f"found (driver {name}), but this torch is built for CPUs", advice)
     else:
         why = str(said[0].message).splitlines()[0] if said else "torch gives no reason"
