@@ -370,7 +370,6 @@ class P2pCore:
             peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             if self._facts.may_refuse:
                 peer.check()
-            peer.stop_watching()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--kv-connector p2p: peer={address} cannot be used: {error}.") from error
@@ -395,7 +394,6 @@ class P2pCore:
                 peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             except zmq.ZMQError:
                 return None
-            peer.stop_watching()
         self._peers.move_to_end(address)
         return peer
 

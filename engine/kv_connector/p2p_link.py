@@ -4,25 +4,32 @@ Each rank of the peer is asked, because it sends its part of the blocks by itsel
 them, and only it knows which plans it has run. Where the ranks are is asked at the peer's address, before anything else
 and again after anything has failed: a rank that was replaced may be on another machine.
 
+Connections that last have no monitor, which somebody would have to read; why a peer cannot be asked is learned from an
+attempt beside (`p2p_probe.py`).
+
 A peer that failed is not asked for a while, each time longer. What only a change on the other side can mend, another
 model or other keys, is one sentence at the start of the engine, or a line in the log if the peer comes later.
 """
 
+import contextlib
 import logging
 import time
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
+from .p2p_probe import Probe
 from .p2p_settings import rank_addresses, secure
 from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Found, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
 from .pause import Pause
 
 START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine starts
 _SEEK_S = 0.02  # between questions where the ranks are
+_PROBE_S = 0.02  # for which it cannot be asked before a probe is made
+OTHER_KEYS = "it has other keys (give both the same key-file), or is no engine"
+UNREACHED = "it cannot be reached"
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
@@ -57,10 +64,6 @@ class Peer:
         for link in self._links:
             if link is not self._door:
                 link.check()
-
-    def stop_watching(self) -> None:
-        for link in (self._door, *self._links):
-            link.stop_watching()
 
     def seek(self, now: float) -> None:
         """Asks where the ranks are, unless it has just done so."""
@@ -130,8 +133,12 @@ class Link:
         self.digest = layout.digest
         self._layout = layout
         self._has_warned = False
+        self._context, self._keys = context, keys
+        self._unsent_at: float | None = None  # monotonic s: since when it cannot be asked; None: it was
+        self._num_broken_off = 0  # probes since then, one after the other
+        self._probe: Probe | None = None  # under way
+        self._trouble: str | None = None  # why it cannot be asked, a clause; None: it can, or the reason is not known
         self._socket = context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket()
         try:
             self._socket.linger = 0
             self._socket.immediate = True  # messages are not queued for a peer that is not connected
@@ -145,40 +152,27 @@ class Link:
     def check(self) -> Welcome | None:
         """Asks a peer that is there whether its blocks are of use here, and returns its answer. One that is not there
         yet is asked later. Raises ConfigError with the reason if they are not."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         until = time.monotonic() + START_WAIT_S
-        num_failed, is_asked, welcome = 0, False, None
+        is_asked = False
         while (left := until - time.monotonic()) > 0:
-            if not is_asked:
-                is_asked = self.ask_who()
-            ready = dict(poller.poll(int(min(left, 0.05) * 1000) + 1))
-            if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                    num_failed += 2
-                num_failed += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # it may also have died meanwhile
-                if num_failed > 1:
-                    raise ConfigError(
-                        f"--kv-connector p2p: the engine at {self.address} has other keys; give both the same key-file."
-                    )
-                if event == zmq.EVENT_CONNECT_RETRIED and not num_failed:
-                    break  # nobody is there
-            if self._socket in ready and isinstance(reply := self._receive(), Welcome):
-                welcome = reply
+            is_asked = is_asked or self.ask_who()
+            if self._trouble is not None:
+                break
+            if not self._socket.poll(int(min(left, 0.01) * 1000) + 1):
+                continue
+            if isinstance(reply := self._receive(), Welcome):
                 if (difference := self._layout.difference(reply.layout)) is not None:
                     raise ConfigError(
                         f"--kv-connector p2p: the engine at {self.address} cannot serve this one: {difference}."
                     )
-                break
-        self.stop_watching()
-        return welcome
-
-    def stop_watching(self) -> None:
-        if not self._monitor.closed:
-            self._socket.disable_monitor()
-            self._monitor.close()
+                return reply
+        trouble = self._trouble
+        self._forget_trouble()
+        if trouble == OTHER_KEYS:
+            raise ConfigError(
+                f"--kv-connector p2p: the engine at {self.address} has other keys; give both the same key-file."
+            )
+        return None
 
     def ask_who(self) -> bool:
         """Sends `Hello`. False: as of `ask`."""
@@ -200,7 +194,7 @@ class Link:
                 found.append(reply)
 
     def close(self) -> None:
-        self.stop_watching()
+        self._end_probe()
         self._socket.close()
 
     def is_refused(self, reply: Welcome) -> bool:
@@ -220,8 +214,46 @@ class Link:
         try:
             self._socket.send(encode(request), zmq.DONTWAIT)
         except zmq.Again:
+            self._find_trouble()
             return False
+        self._forget_trouble()
         return True
+
+    def _find_trouble(self) -> None:
+        """It cannot be asked. Learns why, from one call to the next, if it goes on for longer than a connection
+        takes."""
+        now = time.monotonic()
+        if self._unsent_at is None:
+            self._unsent_at = now
+        if self._trouble is not None or now < self._unsent_at + _PROBE_S:
+            return
+        if self._probe is None:
+            with contextlib.suppress(zmq.ZMQError):  # too many sockets: the reason stays unknown
+                self._probe = Probe(self._context, self.address, self._keys)
+            return
+        match self._probe.outcome():
+            case None:
+                return
+            case "reached":
+                pass  # in a moment this connection does so, too
+            case "unreached":
+                self._trouble = UNREACHED
+            case "refused":
+                self._trouble = OTHER_KEYS
+            case "broken off":
+                self._num_broken_off += 1  # the first time it may have died in that moment
+                self._trouble = OTHER_KEYS if self._num_broken_off > 1 else None
+        self._end_probe()
+        self._unsent_at = now
+
+    def _forget_trouble(self) -> None:
+        self._end_probe()
+        self._unsent_at, self._num_broken_off, self._trouble = None, 0, None
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def _receive(self) -> Reply | None:
         """None: it is malformed. Raises zmq.Again if nothing has arrived."""

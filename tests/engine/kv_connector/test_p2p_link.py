@@ -28,6 +28,7 @@ from pagewire.errors import ConfigError
 from pagewire.tools.servers import free_port
 
 Start = Callable[..., Instance]
+OF_RANK = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
 
 
 @pytest.fixture
@@ -105,6 +106,27 @@ def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict
     assert decode.matched(prompt(1, 30)) == 0
     instance(serve=f"tcp://127.0.0.1:{port}", **keys).serve(prompt(1, 30), list(range(8)))
     wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+
+
+def start_two_ranks(instance: Start, port: int, hosts: tuple[str, ...], keys: dict[str, str]) -> None:
+    """They serve a prompt of 7 full blocks."""
+    for facts in OF_RANK:
+        one = instance(replace(facts, hosts=hosts), serve=f"tcp://127.0.0.1:{port}", **keys)
+        one.serve(prompt(1, 30), list(range(8)))
+
+
+@pytest.mark.parametrize("hosts", [(), ("", "127.0.0.2")], ids=["one machine", "two machines"])
+def test_no_connection_that_lasts_has_a_monitor(hosts: tuple[str, ...], instance: Start, keys: dict[str, str]) -> None:
+    """Nobody would read its events, and ZeroMQ waits for that: in the end the core does nothing any more."""
+    port = free_port(3)
+    decode = instance(replace(OF_RANK[0], may_refuse=False), peer=f"tcp://127.0.0.1:{port}", timeout_ms="200", **keys)
+    assert decode.matched(prompt(1, 30)) == 0, "it is not there yet"
+    start_two_ranks(instance, port, hosts, keys)
+    wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+    (peer,) = decode.core._peers.values()
+    assert len(peer.links) == 2
+    for link in {*peer.links, peer._door}:
+        assert link._socket._monitor_socket is None and link._probe is None
 
 
 def test_a_peer_that_was_started_again_has_credit(instance: Start, keys: dict[str, str]) -> None:
@@ -427,9 +449,8 @@ def test_a_connection_that_breaks_in_the_middle_of_a_pass(
 
 def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path) -> None:
     """Of a prompt of one chunk, too: each rank is asked, so it knows who waits before the pass."""
-    of_rank = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
-    prefill = [instance(facts, serve=f"{folder}/kv") for facts in of_rank]
-    decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in of_rank]
+    prefill = [instance(facts, serve=f"{folder}/kv") for facts in OF_RANK]
+    decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in OF_RANK]
     computing = prompt(1, 41)
     request = FakeRequest(2, array("i", computing.ids))
     for one in prefill:
