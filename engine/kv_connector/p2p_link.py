@@ -76,19 +76,20 @@ class Peer:
 
     def answers(self) -> list[tuple[int, Found]]:
         """What has arrived, with the ranks that it came from."""
-        found = []
+        found: list[tuple[int, Found]] = []
+        welcomes: list[Welcome] = []  # of the door; what they say may close links
         if self._door not in self._links:
-            for reply in self._door.answers():
-                if isinstance(reply, Welcome):
-                    self._learn(reply)
+            welcomes += [reply for reply in self._door.answers() if isinstance(reply, Welcome)]
         for rank, link in enumerate(self._links):
             for reply in link.answers():
                 if isinstance(reply, Found):
                     found.append((rank, reply))
                 elif isinstance(reply, Welcome) and link is self._door:
-                    self._learn(reply)
+                    welcomes.append(reply)
                 elif isinstance(reply, Welcome):
                     link.is_refused(reply)
+        for welcome in welcomes:
+            self._learn(welcome)
         return found
 
     def close(self) -> None:
