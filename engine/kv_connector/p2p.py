@@ -16,7 +16,8 @@ blocks that it computes, and what counts is what all of them have. If the ranks 
 serves on its own machine, and at ADDRESS the core half says where they are (`p2p_directory.py`).
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
-once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
+once the plans sent so far have run; the first of them empties it, because a worker of one rank outlives its core) and
+asks the peer what it has, without waiting for the answer.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class P2pCore:
         self._loads: list[P2pLoad] = []  # for the next plan
         self._fills: list[P2pFill] = []
         self._spoiled: list[int] = []
+        self._is_first = True  # no plan was built yet
         self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
@@ -206,7 +208,9 @@ class P2pCore:
             states=tuple((item.parent or b"", item.key, item.num) for item in kept),
             spoiled=tuple(self._spoiled),
             fills=tuple(self._fills),
+            is_first=self._is_first,
         )
+        self._is_first = False
         for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fills):
             part.clear()
         return msgspec.msgpack.encode(plan)

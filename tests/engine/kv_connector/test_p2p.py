@@ -188,6 +188,25 @@ def test_core_and_worker_agree_on_the_stored_blocks(folder, instance):
     assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
 
 
+def test_what_a_core_that_was_replaced_has_left_is_dropped(folder, instance):
+    """A worker of one rank goes on. The new core knows nothing of what the old one has kept and announced."""
+    prefill = instance(serve=f"{folder}/kv", size=str(12 * BLOCK_BYTES))
+    decode = instance(peer=f"{folder}/kv", wait_ms="600000", timeout_ms="600000")
+    prefill.serve(prompt(1, 30), list(range(8)))
+    prefill.core.get_num_new_matched_tokens(prompt(2, 30, seed=2), 0)
+    prefill.step()
+    store = prefill.worker._store
+    assert len(store._blocks) == 7 and store._coming
+    prefill.core.close()
+    prefill.core = Asked(P2pConnector.core({"serve": f"{folder}/kv", "size": str(12 * BLOCK_BYTES)}, FACTS))
+    prefill.serve(prompt(3, 30, seed=3), list(range(10, 18)))
+    assert store._blocks.keys() == prefill.core._kept.keys() and len(store._blocks) == 7
+    assert not store._coming and not store._num_coming
+    assert decode.matched(prompt(4, 30, seed=2)) == 0, "nobody waits for what the old core has announced"
+    prefill.serve(prompt(5, 30, seed=5), list(range(20, 28)))
+    assert store._blocks.keys() == prefill.core._kept.keys() and len(store._blocks) == 12
+
+
 def test_a_peer_that_does_not_answer_is_not_asked_for_a_while(folder, instance, monkeypatch):
     now = 100.0
     monkeypatch.setattr(p2p, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
