@@ -347,7 +347,7 @@ class P2pCore:
         if now >= question.deadline:
             self._forget(request.rid)
             peer.pause.fail(now)
-            peer.lose()
+            peer.give_up(question.replies)
             return 0
         links = peer.links
         if links and question.links is not links:  # a rank is elsewhere, and what another one has said may be old
@@ -441,6 +441,7 @@ class P2pCore:
         for parent, key, num in set[tuple[bytes, bytes, int]].intersection(*(set(reply.states) for reply in replies)):
             question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
         question.replies = {}
+        question.peer.answered()
         question.answered_at = time.monotonic()
 
     def _forget(self, rid: int) -> None:

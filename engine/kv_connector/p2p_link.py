@@ -8,12 +8,14 @@ Connections that last have no monitor, which somebody would have to read; why a 
 attempt beside (`p2p_probe.py`).
 
 A peer that failed is not asked for a while, each time longer. What only a change on the other side can mend, another
-model or other keys, is one sentence at the start of the engine, or a line in the log if the peer comes later.
+model or other keys, is one sentence at the start of the engine. Of a peer that comes later, and of everything else for
+which a question was not answered, the log has each reason once, and again after an answer has come.
 """
 
 import contextlib
 import logging
 import time
+from collections.abc import Collection
 
 import zmq
 
@@ -30,6 +32,8 @@ _SEEK_S = 0.02  # between questions where the ranks are
 _PROBE_S = 0.02  # for which it cannot be asked before a probe is made
 OTHER_KEYS = "it has other keys (give both the same key-file), or is no engine"
 UNREACHED = "it cannot be reached"
+SILENT = "it does not answer in time"
+_MAX_TOLD = 16  # reasons of one connection that the log has
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
@@ -69,6 +73,17 @@ class Peer:
         """Asks where the ranks are, unless it has just done so."""
         if now >= self._sought_at + _SEEK_S and self._door.ask_who():
             self._sought_at = now
+
+    def give_up(self, answered: Collection[int]) -> None:
+        """A question was not answered in time, but by these ranks. Tells the log why. The others may be elsewhere."""
+        for link in [link for rank, link in enumerate(self.links) if rank not in answered] or [self._door]:
+            link.warn(link.why())
+        self.lose()
+
+    def answered(self) -> None:
+        """All ranks have answered a question."""
+        for link in (self._door, *self._links):
+            link.mend()
 
     def lose(self) -> None:
         """Something has failed: the ranks may be elsewhere."""
@@ -113,7 +128,7 @@ class Peer:
         except (ValueError, zmq.ZMQError) as error:
             for link in {*links} - {*before.values()}:
                 link.close()
-            self._door.warn(f"its ranks cannot be found ({error})")
+            self._door.refuse(f"its ranks cannot be found ({error})")
             return
         self._is_known = True
         if addresses == self.addresses and self._links:
@@ -133,7 +148,8 @@ class Link:
         self.address = address
         self.digest = layout.digest
         self._layout = layout
-        self._has_warned = False
+        self._told: set[str] = set()  # why it is of no use, as the log has it
+        self._refusal: str | None = None  # what it has said is of no use, a clause; None: nothing that is not
         self._context, self._keys = context, keys
         self._unsent_at: float | None = None  # monotonic s: since when it cannot be asked; None: it was
         self._num_broken_off = 0  # probes since then, one after the other
@@ -200,16 +216,32 @@ class Link:
 
     def is_refused(self, reply: Welcome) -> bool:
         """Whether the peer has another layout, so that its blocks are of no use."""
-        difference = self._layout.difference(reply.layout)
-        if difference is not None:
-            self.warn(difference)
-        return difference is not None
+        self.refuse(self._layout.difference(reply.layout))
+        return self._refusal is not None
+
+    def refuse(self, reason: str | None) -> None:
+        """What it has said is of no use, for this reason; None: it is."""
+        self._refusal = reason
+        if reason is not None:
+            self.warn(reason)
+
+    def why(self) -> str:
+        """Why it has not answered the last question, a clause. The next one may fail for another reason."""
+        reason = self._refusal or self._trouble or (SILENT if self._unsent_at is None else UNREACHED)
+        self._end_probe()
+        self._unsent_at, self._trouble = None, None
+        return reason
 
     def warn(self, reason: str) -> None:
         """Says once why nothing is loaded from the peer."""
-        if not self._has_warned:
-            self._has_warned = True
+        if reason not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(reason)
             log.warning("the engine at %s cannot serve KV to this one: %s", self.address, reason)
+
+    def mend(self) -> None:
+        """It serves: what was wrong would be news."""
+        self._told.clear()
+        self._refusal = None
 
     def _send(self, request: Hello | Lookup) -> bool:
         try:

@@ -5,12 +5,13 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from kv_instance import Asked, held
 from msgspec.structs import replace
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, Pass, prompt, wait_for
@@ -19,7 +20,7 @@ from waiting import until
 
 from pagewire.engine.attention.cache_groups import Lifetime
 from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
-from pagewire.engine.kv_connector import p2p_fetcher, p2p_server
+from pagewire.engine.kv_connector import p2p_fetcher, p2p_server, pause
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_store import BlockStore
@@ -106,6 +107,92 @@ def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict
     assert decode.matched(prompt(1, 30)) == 0
     instance(serve=f"tcp://127.0.0.1:{port}", **keys).serve(prompt(1, 30), list(range(8)))
     wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+
+
+def matched_at(decode: Instance, rid: int, address: str) -> int:
+    """What the peer at this address has of a new request that names it."""
+    request = prompt(rid, 30)
+    request.kv_peer = address
+    return decode.matched(request)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has failed is asked again at once."""
+    monkeypatch.setattr(pause, "FIRST_PAUSE_S", 0.0)
+
+
+def lines(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
+    return [one.getMessage() for one in caplog.records if all(word in one.getMessage() for word in words)]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_other_keys_of_a_peer_that_is_named_are_told_on_both_sides(
+    served: tuple[Instance, int], instance: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"tcp://127.0.0.1:{served[1]}"
+    decode = instance(**{"peer": "named", "key-file": str(tmp_path / "others"), "timeout_ms": "200"})
+    rids = count(10)
+
+    def are_told() -> bool:
+        assert matched_at(decode, next(rids), address) == 0
+        return bool(lines(caplog, "other keys") and lines(caplog, "was refused"))
+
+    until(are_told, "both sides have told why", DEADLINE_S)
+    for _ in range(3):
+        matched_at(decode, next(rids), address)
+    (ours,) = lines(caplog, "other keys")
+    assert ours.startswith(f"the engine at {address} cannot serve KV to this one: it has other keys (give both the")
+    assert lines(caplog, "was refused") == [f"127.0.0.1 was refused at {address}: its key-file is not the one here"]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_peer_that_cannot_be_reached_is_told_again_once_it_has_served(
+    instance: Start, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    decode = instance(peer="named", timeout_ms="200", **keys)
+    rids = count(10)
+    for _ in range(3):
+        assert matched_at(decode, next(rids), address) == 0
+    told = [f"the engine at {address} cannot serve KV to this one: it cannot be reached"]
+    assert lines(caplog) == told
+    prefill = instance(serve=address, **keys)
+    prefill.serve(prompt(1, 30), list(range(8)))
+    until(lambda: matched_at(decode, next(rids), address) == 28, "the peer is found", DEADLINE_S)
+    caplog.clear()
+    prefill.close()
+    until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "reached"), "it is told", DEADLINE_S)
+    assert lines(caplog, "reached") == told
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_peer_that_says_nothing_is_told(folder: Path, instance: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{folder}/kv")
+        decode = instance(replace(FACTS, may_refuse=False), peer=f"{folder}/kv", timeout_ms="300")
+        rids = count(10)
+        until(
+            lambda: decode.matched(prompt(next(rids), 30)) == 0 and lines(caplog, "in time"), "it is told", DEADLINE_S
+        )
+        for _ in range(3):
+            decode.matched(prompt(next(rids), 30))
+        assert len(lines(caplog, "in time")) == 1
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_the_rank_that_does_not_answer_is_told(instance: Start, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = [instance(facts, serve=f"{folder}/kv") for facts in OF_RANK]
+    prefill[1].close()
+    decode = instance(OF_RANK[0], peer=f"{folder}/kv", timeout_ms="300")
+    rids = count(10)
+
+    def is_told() -> bool:
+        assert decode.matched(prompt(next(rids), 30)) == 0
+        return bool(lines(caplog, f"ipc://{folder}/kv.1 ", "cannot be reached"))
+
+    until(is_told, "it is told", DEADLINE_S)
 
 
 def start_two_ranks(instance: Start, port: int, hosts: tuple[str, ...], keys: dict[str, str]) -> None:

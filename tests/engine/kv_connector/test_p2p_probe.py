@@ -33,8 +33,8 @@ def serve(address: str, keys: Keys | None) -> Listener:
     listener = Listener(address, keys)
 
     def run() -> None:
-        with listener.socket, listener.ended as ended:
-            ended.recv()
+        while listener.wait() is not None:
+            pass
 
     listener.start(run, "p2p test")
     return listener
