@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,7 +42,7 @@ from .p2p_directory import Directory
 from .p2p_link import Link, Peer
 from .p2p_meta import P2pComing, P2pFill, P2pLoad, P2pPlan
 from .p2p_settings import Settings, has_directory, keys_of, rank_addresses, read_settings
-from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Layout, Lookup, split_keys
 from .states import StateIndex
 
 if TYPE_CHECKING:
@@ -121,11 +122,13 @@ class P2pCore:
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._directory: Directory | None = None
+        self._keys = keys_of(settings)
+        public = b"" if self._keys is None else self._keys.public.encode()
+        self._kv_digest = sha256(Layout.of(facts).digest + public).hexdigest()
         if has_directory(settings, facts):
             assert settings.serve is not None, "a directory without an address"
-            self._directory = Directory(settings.serve, facts, keys_of(settings))
+            self._directory = Directory(settings.serve, facts, self._keys)
         if settings.asks:
-            self._keys = keys_of(settings)
             self._context = zmq.Context()
             if settings.peer is not None:
                 self._check(settings.peer)
@@ -283,6 +286,7 @@ class P2pCore:
                 num_evicted=self._num_evicted,
                 num_failed=self._num_failed,
                 num_loaded_bytes=self._num_bytes,
+                kv_digest=self._kv_digest,
             ),
         )
 
