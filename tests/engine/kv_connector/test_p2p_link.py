@@ -1,6 +1,7 @@
 """Instances over loopback TCP with CURVE keys: who is admitted, which peers requests name, what is streamed, and what
 happens when connections break."""
 
+import errno
 import random
 from array import array
 from collections.abc import Callable, Iterator
@@ -356,6 +357,43 @@ def test_a_connection_that_breaks_in_the_middle(
     assert failed == (set() if trouble == "cut for a moment" else {6, 7, 8, 9})
     good = [i for i in range(10) if i not in failed]
     assert torch.equal(decode.content(good), prefill.content([blocks[i] for i in good]))
+
+
+def test_a_connection_that_cannot_be_made_again(
+    served: tuple[Instance, int], proxy: Proxy, instance: Start, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As there are too many sockets at this moment: the load fails, and later ones do not."""
+    prefill, _ = served
+    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms="30000", **keys)
+    computing, blocks = prompt(1, 41), list(range(30, 41))
+    begin(prefill, computing)
+    ask_early(decode, FakeRequest(2, array("i", computing.ids)))
+    compute(prefill, computing, blocks, 0, 6)
+    request = FakeRequest(2, array("i", computing.ids))
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, list(range(10)), 40)
+    decode.step()
+    wait_for(lambda: torch.equal(decode.content(list(range(6))), prefill.content(blocks[:6])), bool)
+    connect, num_failed = Fetcher._connect, 0
+
+    def failing(self: Fetcher, address: str) -> Any:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 1:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(self, address)
+
+    monkeypatch.setattr(Fetcher, "_connect", failing)
+    proxy.cut()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    assert decode.worker.get_block_ids_with_load_errors() == {6, 7, 8, 9}
+    proxy.heal()
+    compute(prefill, computing, blocks, 6, 10)
+    decode.core.update_state_after_alloc(prompt(3, 41), list(range(20, 30)), 40)
+    decode.step()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {3})
+    assert decode.worker.get_block_ids_with_load_errors() == set()
+    assert torch.equal(decode.content(list(range(20, 30))), prefill.content(blocks[:10]))
 
 
 # Within a pass: the layers that it has computed leave while it computes the others.
