@@ -293,8 +293,10 @@ class P2pCore:
     def reset(self) -> None:
         for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fills):
             columns.clear()
-        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
+        for mapping in (self._kept, self._keep, self._expected, self._loading):
             mapping.clear()
+        for rid in list(self._questions):
+            self._forget(rid)
         self._num_pages = 0
 
     def close(self) -> None:

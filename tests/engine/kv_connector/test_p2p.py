@@ -409,8 +409,10 @@ def test_ended_requests_leave_no_state(folder, instance):
         core.request_finished(prompt(rid, 30), [])
     assert not core._questions and not core._rids
     core.get_num_new_matched_tokens(prompt(1, 30), 0)
+    (peer,) = core._peers.values()
+    assert peer.num_open == 1
     core.reset()
-    assert not core._questions and not core._rids
+    assert not core._questions and not core._rids and not peer.num_open
 
 
 def test_the_socket_is_private_to_its_owner_and_to_one_instance(folder, instance):
