@@ -445,7 +445,8 @@ class P2pCore:
         question.names = frozenset.intersection(*(_names(reply) for reply in replies))
         question.states = StateIndex(self._facts.state)
         for parent, key, num in set[tuple[bytes, bytes, int]].intersection(*(set(reply.states) for reply in replies)):
-            question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
+            if len(parent) == len(key) == KEY_BYTES and 0 <= num < self._facts.block_size:
+                question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
         question.replies = {}
         question.peer.answered()
         question.answered_at = time.monotonic()

@@ -37,6 +37,7 @@ from pagewire.engine.kv_connector.p2p_wire import (
 )
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
+from pagewire.ipc.messages import GroupShape
 from pagewire.ipc.zmq_channel import read_keys
 from pagewire.tools.servers import free_port
 
@@ -624,6 +625,46 @@ def test_addresses_that_make_no_sense_are_not_connected(kind, folder, caplog):
             wait_for(lambda: asked.get_num_new_matched_tokens(prompt(1, 30), 0)[0] or caplog.text, bool)
             assert "its ranks cannot be found" in caplog.text
             assert not core._peers[f"ipc://{folder}/kv"].links
+        finally:
+            core.close()
+
+
+STATE = (b"p" * 32, b"k" * 32, SIZE - 1)
+BAD_STATES = {
+    "no key": (STATE[0], b"", 0),
+    "half a key": (STATE[0], b"k" * 16, 0),
+    "no block before": (b"", STATE[1], 0),
+    "a block before with a longer key": (b"p" * 33, STATE[1], 0),
+    "fewer positions than none": (STATE[0], b"x" * 32, -100),
+    "as many positions as a block has": (STATE[0], b"x" * 32, SIZE),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_STATES)
+def test_states_that_make_no_sense_are_not_found(kind, folder):
+    """Of a peer that has the keys, or a socket on this machine. Others in the same answer are."""
+    facts = structs.replace(FACTS, groups=(GroupShape("full", 0, 1), GroupShape("state", 0, 3)), may_refuse=False)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{folder}/kv")
+        core = P2pConnector.core({"peer": f"{folder}/kv", "timeout_ms": "600000"}, facts)
+        request = prompt(1, 30)
+        try:
+
+            def answered() -> bool:
+                while router.poll(0):
+                    sender, message = router.recv_multipart()
+                    match decode_request(message):
+                        case Hello():
+                            router.send_multipart([sender, encode(Welcome(Layout.of(facts)))])
+                        case Lookup(number):
+                            found = Found(number, 3, states=(STATE, BAD_STATES[kind]))
+                            router.send_multipart([sender, encode(found)])
+                return Asked(core).get_num_new_matched_tokens(request, 0)[0] is not None
+
+            wait_for(answered, bool)
+            assert core.standing(request, STATE[0], 0) == {STATE[1]: STATE[2]}
+            assert not core.standing(request, BAD_STATES[kind][0], 0).keys() - {STATE[1]}
         finally:
             core.close()
 
