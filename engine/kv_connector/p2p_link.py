@@ -268,7 +268,7 @@ class Link:
             case None:
                 return
             case "reached":
-                pass  # in a moment this connection does so, too
+                self._reconnect()
             case "unreached":
                 self._trouble = UNREACHED
             case "refused":
@@ -278,6 +278,12 @@ class Link:
                 self._trouble = OTHER_KEYS if self._num_broken_off > 1 else None
         self._end_probe()
         self._unsent_at = now
+
+    def _reconnect(self) -> None:
+        """At once. ZeroMQ tries it up to a second later, and never if another program has answered before."""
+        with contextlib.suppress(zmq.ZMQError):  # it does not try it any more
+            self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
 
     def _forget_trouble(self) -> None:
         self._end_probe()

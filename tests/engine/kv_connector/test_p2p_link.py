@@ -168,6 +168,24 @@ def test_a_peer_that_cannot_be_reached_is_told_again_once_it_has_served(
 
 
 @pytest.mark.usefixtures("no_pause")
+def test_a_peer_is_found_where_another_program_has_answered_before(
+    instance: Start, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that speaks ZeroMQ's protocol, with another mechanism: ZeroMQ itself does not connect again then."""
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    decode = instance(peer="named", timeout_ms="300", **keys)
+    rids = count(10)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.linger = 0
+        other.bind(address)
+        until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "other keys"), "it is told")
+    prefill = instance(serve=address, **keys)
+    prefill.serve(prompt(1, 30), list(range(8)))
+    until(lambda: matched_at(decode, next(rids), address) == 28, "the peer is found", DEADLINE_S)
+
+
+@pytest.mark.usefixtures("no_pause")
 def test_a_peer_that_says_nothing_is_told(folder: Path, instance: Start, caplog: pytest.LogCaptureFixture) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
