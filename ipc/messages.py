@@ -811,6 +811,7 @@ class TierSnapshot(Struct, frozen=True, array_like=True):
     num_failed: int  # blocks that could not be loaded
     num_loaded_bytes: int = 0  # of blocks that could, on all ranks
     is_common: bool = False  # all KV domains have it together, and others may as well
+    kv_digest: str = ""  # hex; between p2p tiers KV travels only if theirs are equal; empty: it travels by no peers
 
 
 class GroupSnapshot(Struct, frozen=True, array_like=True):

@@ -15,6 +15,8 @@ EVENTS = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 )
 
+_IPV4_MAPPED = "::ffff:"  # begins the address of a peer that uses IPv4, at a socket for both
+
 
 class ZmqRefusals:
     """Watches one bound socket."""
@@ -67,4 +69,4 @@ def _host_of(fd: int) -> str:
             name = connection.getpeername()
     except OSError:
         return ""
-    return str(name[0]) if isinstance(name, tuple) else ""
+    return str(name[0]).removeprefix(_IPV4_MAPPED) if isinstance(name, tuple) else ""

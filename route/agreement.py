@@ -1,4 +1,5 @@
-"""Whether the engines that serve a model agree on it: on its files, its longest context and pagewire's version.
+"""Whether the engines that serve a model agree on it: on its files, its longest context, pagewire's version, and on KV
+that travels between them.
 
 A request may go to any of them, and a stream may continue on another one. The router compares what engines say in
 /load; what an engine that is away has said last still counts, so that a restart is no news.
@@ -20,6 +21,7 @@ class Offer(Struct, frozen=True):
     files_digest: str  # hex; equal for equal files
     max_model_len: int  # tokens
     version: str  # of pagewire
+    kv_digest: str = ""  # hex; KV travels only between engines with equal ones; empty: the router has none travel
 
     @property
     def traits(self) -> dict[str, str]:
@@ -28,6 +30,7 @@ class Offer(Struct, frozen=True):
             "files_digest": self.files_digest[:_SHOWN],
             "max_model_len": str(self.max_model_len or ""),
             "pagewire version": self.version,
+            "kv_digest": self.kv_digest[:_SHOWN],
         }
         return {trait: value for trait, value in said.items() if value}
 

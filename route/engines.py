@@ -168,7 +168,13 @@ class Engine(Member):
         host = load.kv_host or urlsplit(self.url).hostname
         self.kv_address = (host, load.kv_port) if host and load.kv_port else None
         self.takes_peers = load.takes_peers
-        offers = {name: Offer(one.files_digest, one.max_model_len, load.version) for name, one in load.models.items()}
+        has_role = load.role != "both" or load.takes_peers
+        offers = {}
+        for name, one in load.models.items():
+            before = self.offers.get(name)
+            # It says none until its core has reported.
+            kv_digest = one.kv_digest or (before.kv_digest if before is not None else "") if has_role else ""
+            offers[name] = Offer(one.files_digest, one.max_model_len, load.version, kv_digest)
         if offers != self.offers:
             self.offers = offers
 

@@ -22,12 +22,13 @@ _REFUSED = 401  # 403 is of an engine that takes no requests by this name, with 
 
 
 class ModelReport(Struct, frozen=True):
-    """The fields of a model in /load that the router reads. Servers before 0.2 lack the last two."""
+    """The fields of a model in /load that the router reads. Servers before 0.2 lack the last three."""
 
     state: str
     fits: bool
     files_digest: str = ""
     max_model_len: int = 0  # tokens
+    kv_digest: str = ""
 
 
 class LoadReport(Struct, frozen=True):

@@ -36,6 +36,7 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import Message, TierSnapshot
 from pagewire.procs.inline import Inline
 from pagewire.procs.prepare import prepare
+from pagewire.tools.servers import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,9 @@ class Engine:
         answer = asyncio.run(call())
         assert answer.status == 200, answer.error
         return answer
+
+    def get(self, path: str) -> Answer:
+        return asyncio.run(Client(self._app).call("GET", path))
 
     @property
     def runner(self) -> Runner:
@@ -131,6 +135,21 @@ def num_cached(answer: Answer) -> int:
 def primed(body: dict[str, Any]) -> dict[str, Any]:
     """A prefill leg's body without its transfer parameters: one token, not streamed."""
     return {**body, "max_tokens": 1, "stream": False}
+
+
+def test_load_says_between_which_engines_kv_travels(start: Callable[..., Engine], folder: str) -> None:
+    def digest(connector: str, key_file: str, **flags: object) -> str:
+        engine = start(f"p2p,{connector},key-file={folder}/{key_file}", **flags)
+        engine.ask({**BODY, "max_tokens": 1})
+        answer = engine.get("/load")
+        (found,) = {model["kv_digest"] for model in answer.json["models"].values()}
+        return str(found)
+
+    prefill = digest(f"serve=tcp://127.0.0.1:{free_port()},size=64M", "keys")
+    assert len(bytes.fromhex(prefill)) == 32
+    assert digest("peer=named", "keys") == prefill
+    assert digest("peer=named", "others") != prefill
+    assert digest("peer=named", "keys", kv_cache_dtype="float32") != prefill
 
 
 @pytest.mark.usefixtures("always_loads")

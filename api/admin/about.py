@@ -45,6 +45,7 @@ class ModelLoad(Struct, frozen=True):
     fits: bool  # it can be loaded without unloading another one
     files_digest: str  # hex; engines with equal files of a model have the same; empty: unknown
     max_model_len: int  # prompt and output, tokens
+    kv_digest: str  # hex; KV travels by the p2p connector between engines with the same; empty: it does not, or unknown
 
 
 class Load(Struct, frozen=True):
@@ -189,7 +190,9 @@ class AboutEndpoints:
 
 def _load_of(service: Service) -> ModelLoad:
     config, residence = service.config, service.residence
-    facts = (config.model.files_digest, config.max_model_len)
+    tiers = [tier for core in service.gateway.snapshots for tier in core.tiers]
+    kv_digest = next((tier.kv_digest for tier in tiers if tier.kv_digest), "")
+    facts = (config.model.files_digest, config.max_model_len, kv_digest)
     if residence is None:
         return ModelLoad("loaded", False, *facts)
     state = residence.state.state

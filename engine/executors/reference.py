@@ -81,8 +81,8 @@ class Reference:
         device: torch.device, group: Group, domain: Domain | None = None, by_layer: ByLayer | None = None,
     ) -> None:  # fmt: skip
         """dtype: of activations. weight_dtype: of the checkpoint's matrices, to which factors of embeddings are
-        rounded. domain: this rank's; None: there is one domain. by_layer: with a runner plugin that needs to be
-        called between layers."""
+        rounded. domain: this rank's; None: there is one domain. by_layer: where a runner plugin or a KV connector is
+        told of layers during a pass; None: nobody is."""
         self.program, self.weights = program, weights
         self._dtype, self._weight_dtype, self._device = dtype, weight_dtype, device
         self.group, self.domain, self.by_layer = group, domain, by_layer or ByLayer(program)

@@ -16,7 +16,8 @@ blocks that it computes, and what counts is what all of them have. If the ranks 
 serves on its own machine, and at ADDRESS the core half says where they are (`p2p_directory.py`).
 
 This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
-once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
+once the plans sent so far have run; the first of them empties it, because a worker of one rank outlives its core) and
+asks the peer what it has, without waiting for the answer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,7 +42,7 @@ from .p2p_directory import Directory
 from .p2p_link import Link, Peer
 from .p2p_meta import P2pComing, P2pFill, P2pLoad, P2pPlan
 from .p2p_settings import Settings, has_directory, keys_of, rank_addresses, read_settings
-from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Lookup, split_keys
+from .p2p_wire import KEY_BYTES, MAX_KEYS, Found, Layout, Lookup, split_keys
 from .states import StateIndex
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class P2pCore:
         self._loads: list[P2pLoad] = []  # for the next plan
         self._fills: list[P2pFill] = []
         self._spoiled: list[int] = []
+        self._is_first = True  # no plan was built yet
         self._loading: dict[int, tuple[str, Sequence[Held]]] = {}  # rid → where from what is fetched for it
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
         self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
@@ -119,11 +122,13 @@ class P2pCore:
         self._peers: OrderedDict[str, Peer] = OrderedDict()  # by address
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._directory: Directory | None = None
+        self._keys = keys_of(settings)
+        public = b"" if self._keys is None else self._keys.public.encode()
+        self._kv_digest = sha256(Layout.of(facts).digest + public).hexdigest()
         if has_directory(settings, facts):
             assert settings.serve is not None, "a directory without an address"
-            self._directory = Directory(settings.serve, facts, keys_of(settings))
+            self._directory = Directory(settings.serve, facts, self._keys)
         if settings.asks:
-            self._keys = keys_of(settings)
             self._context = zmq.Context()
             if settings.peer is not None:
                 self._check(settings.peer)
@@ -210,7 +215,9 @@ class P2pCore:
             states=tuple((item.parent or b"", item.key, item.num) for item in kept),
             spoiled=tuple(self._spoiled),
             fills=tuple(self._fills),
+            is_first=self._is_first,
         )
+        self._is_first = False
         for part in (self._coming, self._drop, self._keep, self._over, self._loads, self._spoiled, self._fills):
             part.clear()
         return msgspec.msgpack.encode(plan)
@@ -283,14 +290,17 @@ class P2pCore:
                 num_evicted=self._num_evicted,
                 num_failed=self._num_failed,
                 num_loaded_bytes=self._num_bytes,
+                kv_digest=self._kv_digest,
             ),
         )
 
     def reset(self) -> None:
         for columns in (self._coming, self._drop, self._over, self._loads, self._spoiled, self._fills):
             columns.clear()
-        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
+        for mapping in (self._kept, self._keep, self._expected, self._loading):
             mapping.clear()
+        for rid in list(self._questions):
+            self._forget(rid)
         self._num_pages = 0
 
     def close(self) -> None:
@@ -347,7 +357,7 @@ class P2pCore:
         if now >= question.deadline:
             self._forget(request.rid)
             peer.pause.fail(now)
-            peer.lose()
+            peer.give_up(question.replies)
             return 0
         links = peer.links
         if links and question.links is not links:  # a rank is elsewhere, and what another one has said may be old
@@ -374,7 +384,6 @@ class P2pCore:
             peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             if self._facts.may_refuse:
                 peer.check()
-            peer.stop_watching()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--kv-connector p2p: peer={address} cannot be used: {error}.") from error
@@ -399,7 +408,6 @@ class P2pCore:
                 peer = self._peers[address] = Peer(self._context, address, self._facts, self._keys)
             except zmq.ZMQError:
                 return None
-            peer.stop_watching()
         self._peers.move_to_end(address)
         return peer
 
@@ -441,8 +449,10 @@ class P2pCore:
         question.names = frozenset.intersection(*(_names(reply) for reply in replies))
         question.states = StateIndex(self._facts.state)
         for parent, key, num in set[tuple[bytes, bytes, int]].intersection(*(set(reply.states) for reply in replies)):
-            question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
+            if len(parent) == len(key) == KEY_BYTES and 0 <= num < self._facts.block_size:
+                question.states.add(Item(key, 0, parent, self._facts.state or 0, num))
         question.replies = {}
+        question.peer.answered()
         question.answered_at = time.monotonic()
 
     def _forget(self, rid: int) -> None:

@@ -4,8 +4,6 @@ The core half answers at the engine's address, because the core stays where it i
 It is replaced whenever one does, since it sends to all of them, so what it says holds for its life.
 """
 
-import zmq
-
 from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
 from .p2p_listener import Listener
@@ -25,17 +23,13 @@ class Directory:
         self._listener.close()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._listener.socket, zmq.POLLIN)
-        poller.register(self._listener.ended, zmq.POLLIN)
-        with self._listener.socket as socket, self._listener.ended as ended:
-            while True:
-                ready = dict(poller.poll())
-                if ended in ready:
-                    return
-                sender, *frames = socket.recv_multipart()
-                if _is_hello(frames):
-                    socket.send_multipart([sender, self._answer])  # a ROUTER drops it if the asker has left
+        socket = self._listener.socket
+        while (has_message := self._listener.wait()) is not None:
+            if not has_message:
+                continue
+            sender, *frames = socket.recv_multipart()
+            if _is_hello(frames):
+                socket.send_multipart([sender, self._answer])  # a ROUTER drops it if the asker has left
 
 
 def _is_hello(frames: list[bytes]) -> bool:

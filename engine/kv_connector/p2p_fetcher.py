@@ -264,16 +264,18 @@ class Fetcher:
 
     def _connect(self, address: str) -> _Peer:
         socket = self._context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor: zmq.Socket[bytes] | None = None
         try:
             socket.linger = 0
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.immediate = True  # messages are not queued for a peer that is not connected
             socket.maxmsgsize = MAX_REPLY_BYTES
             secure(socket, address, self._keys, is_server=False)
             socket.connect(address)
         except BaseException:
             socket.disable_monitor()
-            monitor.close()
+            if monitor is not None:
+                monitor.close()
             socket.close()
             raise
         return _Peer(address, socket, monitor, renewed_at=time.monotonic())
@@ -292,8 +294,8 @@ class Fetcher:
         lost = [load for load in peer.loads.values() if load.is_sent]
         if not lost:
             return
+        new = self._connect(peer.address)  # may fail, after which the old one is closed
         _close(peer)
-        new = self._connect(peer.address)
         peer.socket, peer.monitor = new.socket, new.monitor
         for load in lost:
             load.is_sent = False

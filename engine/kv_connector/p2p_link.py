@@ -4,25 +4,36 @@ Each rank of the peer is asked, because it sends its part of the blocks by itsel
 them, and only it knows which plans it has run. Where the ranks are is asked at the peer's address, before anything else
 and again after anything has failed: a rank that was replaced may be on another machine.
 
+Connections that last have no monitor, which somebody would have to read; why a peer cannot be asked is learned from an
+attempt beside (`p2p_probe.py`).
+
 A peer that failed is not asked for a while, each time longer. What only a change on the other side can mend, another
-model or other keys, is one sentence at the start of the engine, or a line in the log if the peer comes later.
+model or other keys, is one sentence at the start of the engine. Of a peer that comes later, and of everything else for
+which a question was not answered, the log has each reason once, and again after an answer has come.
 """
 
+import contextlib
 import logging
 import time
+from collections.abc import Collection
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import ConfigError
 from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
+from .p2p_probe import Probe
 from .p2p_settings import rank_addresses, secure
 from .p2p_wire import MALFORMED, MAX_REPLY_BYTES, Found, Hello, Layout, Lookup, Reply, Welcome, decode_reply, encode
 from .pause import Pause
 
 START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine starts
 _SEEK_S = 0.02  # between questions where the ranks are
+_PROBE_S = 0.02  # for which it cannot be asked before a probe is made
+OTHER_KEYS = "it has other keys (give both the same key-file), or is no engine"
+UNREACHED = "it cannot be reached"
+SILENT = "it does not answer in time"
+_MAX_TOLD = 16  # reasons of one connection that the log has
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
@@ -58,14 +69,21 @@ class Peer:
             if link is not self._door:
                 link.check()
 
-    def stop_watching(self) -> None:
-        for link in (self._door, *self._links):
-            link.stop_watching()
-
     def seek(self, now: float) -> None:
         """Asks where the ranks are, unless it has just done so."""
         if now >= self._sought_at + _SEEK_S and self._door.ask_who():
             self._sought_at = now
+
+    def give_up(self, answered: Collection[int]) -> None:
+        """A question was not answered in time, but by these ranks. Tells the log why. The others may be elsewhere."""
+        for link in [link for rank, link in enumerate(self.links) if rank not in answered] or [self._door]:
+            link.warn(link.why())
+        self.lose()
+
+    def answered(self) -> None:
+        """All ranks have answered a question."""
+        for link in (self._door, *self._links):
+            link.mend()
 
     def lose(self) -> None:
         """Something has failed: the ranks may be elsewhere."""
@@ -73,19 +91,20 @@ class Peer:
 
     def answers(self) -> list[tuple[int, Found]]:
         """What has arrived, with the ranks that it came from."""
-        found = []
+        found: list[tuple[int, Found]] = []
+        welcomes: list[Welcome] = []  # of the door; what they say may close links
         if self._door not in self._links:
-            for reply in self._door.answers():
-                if isinstance(reply, Welcome):
-                    self._learn(reply)
+            welcomes += [reply for reply in self._door.answers() if isinstance(reply, Welcome)]
         for rank, link in enumerate(self._links):
             for reply in link.answers():
                 if isinstance(reply, Found):
                     found.append((rank, reply))
                 elif isinstance(reply, Welcome) and link is self._door:
-                    self._learn(reply)
+                    welcomes.append(reply)
                 elif isinstance(reply, Welcome):
                     link.is_refused(reply)
+        for welcome in welcomes:
+            self._learn(welcome)
         return found
 
     def close(self) -> None:
@@ -109,7 +128,7 @@ class Peer:
         except (ValueError, zmq.ZMQError) as error:
             for link in {*links} - {*before.values()}:
                 link.close()
-            self._door.warn(f"its ranks cannot be found ({error})")
+            self._door.refuse(f"its ranks cannot be found ({error})")
             return
         self._is_known = True
         if addresses == self.addresses and self._links:
@@ -129,9 +148,14 @@ class Link:
         self.address = address
         self.digest = layout.digest
         self._layout = layout
-        self._has_warned = False
+        self._told: set[str] = set()  # why it is of no use, as the log has it
+        self._refusal: str | None = None  # what it has said is of no use, a clause; None: nothing that is not
+        self._context, self._keys = context, keys
+        self._unsent_at: float | None = None  # monotonic s: since when it cannot be asked; None: it was
+        self._num_broken_off = 0  # probes since then, one after the other
+        self._probe: Probe | None = None  # under way
+        self._trouble: str | None = None  # why it cannot be asked, a clause; None: it can, or the reason is not known
         self._socket = context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket()
         try:
             self._socket.linger = 0
             self._socket.immediate = True  # messages are not queued for a peer that is not connected
@@ -145,40 +169,27 @@ class Link:
     def check(self) -> Welcome | None:
         """Asks a peer that is there whether its blocks are of use here, and returns its answer. One that is not there
         yet is asked later. Raises ConfigError with the reason if they are not."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         until = time.monotonic() + START_WAIT_S
-        num_failed, is_asked, welcome = 0, False, None
+        is_asked = False
         while (left := until - time.monotonic()) > 0:
-            if not is_asked:
-                is_asked = self.ask_who()
-            ready = dict(poller.poll(int(min(left, 0.05) * 1000) + 1))
-            if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                    num_failed += 2
-                num_failed += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # it may also have died meanwhile
-                if num_failed > 1:
-                    raise ConfigError(
-                        f"--kv-connector p2p: the engine at {self.address} has other keys; give both the same key-file."
-                    )
-                if event == zmq.EVENT_CONNECT_RETRIED and not num_failed:
-                    break  # nobody is there
-            if self._socket in ready and isinstance(reply := self._receive(), Welcome):
-                welcome = reply
+            is_asked = is_asked or self.ask_who()
+            if self._trouble is not None:
+                break
+            if not self._socket.poll(int(min(left, 0.01) * 1000) + 1):
+                continue
+            if isinstance(reply := self._receive(), Welcome):
                 if (difference := self._layout.difference(reply.layout)) is not None:
                     raise ConfigError(
                         f"--kv-connector p2p: the engine at {self.address} cannot serve this one: {difference}."
                     )
-                break
-        self.stop_watching()
-        return welcome
-
-    def stop_watching(self) -> None:
-        if not self._monitor.closed:
-            self._socket.disable_monitor()
-            self._monitor.close()
+                return reply
+        trouble = self._trouble
+        self._forget_trouble()
+        if trouble == OTHER_KEYS:
+            raise ConfigError(
+                f"--kv-connector p2p: the engine at {self.address} has other keys; give both the same key-file."
+            )
+        return None
 
     def ask_who(self) -> bool:
         """Sends `Hello`. False: as of `ask`."""
@@ -200,28 +211,88 @@ class Link:
                 found.append(reply)
 
     def close(self) -> None:
-        self.stop_watching()
+        self._end_probe()
         self._socket.close()
 
     def is_refused(self, reply: Welcome) -> bool:
         """Whether the peer has another layout, so that its blocks are of no use."""
-        difference = self._layout.difference(reply.layout)
-        if difference is not None:
-            self.warn(difference)
-        return difference is not None
+        self.refuse(self._layout.difference(reply.layout))
+        return self._refusal is not None
+
+    def refuse(self, reason: str | None) -> None:
+        """What it has said is of no use, for this reason; None: it is."""
+        self._refusal = reason
+        if reason is not None:
+            self.warn(reason)
+
+    def why(self) -> str:
+        """Why it has not answered the last question, a clause. The next one may fail for another reason."""
+        reason = self._refusal or self._trouble or (SILENT if self._unsent_at is None else UNREACHED)
+        self._end_probe()
+        self._unsent_at, self._trouble = None, None
+        return reason
 
     def warn(self, reason: str) -> None:
         """Says once why nothing is loaded from the peer."""
-        if not self._has_warned:
-            self._has_warned = True
+        if reason not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(reason)
             log.warning("the engine at %s cannot serve KV to this one: %s", self.address, reason)
+
+    def mend(self) -> None:
+        """It serves: what was wrong would be news."""
+        self._told.clear()
+        self._refusal = None
 
     def _send(self, request: Hello | Lookup) -> bool:
         try:
             self._socket.send(encode(request), zmq.DONTWAIT)
         except zmq.Again:
+            self._find_trouble()
             return False
+        self._forget_trouble()
         return True
+
+    def _find_trouble(self) -> None:
+        """It cannot be asked. Learns why, from one call to the next, if it goes on for longer than a connection
+        takes."""
+        now = time.monotonic()
+        if self._unsent_at is None:
+            self._unsent_at = now
+        if self._trouble is not None or now < self._unsent_at + _PROBE_S:
+            return
+        if self._probe is None:
+            with contextlib.suppress(zmq.ZMQError):  # too many sockets: the reason stays unknown
+                self._probe = Probe(self._context, self.address, self._keys)
+            return
+        match self._probe.outcome():
+            case None:
+                return
+            case "reached":
+                self._reconnect()
+            case "unreached":
+                self._trouble = UNREACHED
+            case "refused":
+                self._trouble = OTHER_KEYS
+            case "broken off":
+                self._num_broken_off += 1  # the first time it may have died in that moment
+                self._trouble = OTHER_KEYS if self._num_broken_off > 1 else None
+        self._end_probe()
+        self._unsent_at = now
+
+    def _reconnect(self) -> None:
+        """At once. ZeroMQ tries it up to a second later, and never if another program has answered before."""
+        with contextlib.suppress(zmq.ZMQError):  # it does not try it any more
+            self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
+
+    def _forget_trouble(self) -> None:
+        self._end_probe()
+        self._unsent_at, self._num_broken_off, self._trouble = None, 0, None
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def _receive(self) -> Reply | None:
         """None: it is malformed. Raises zmq.Again if nothing has arrived."""

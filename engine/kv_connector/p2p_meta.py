@@ -45,3 +45,4 @@ class P2pPlan(Struct, frozen=True, array_like=True):
     states: tuple[tuple[bytes, bytes, int], ...] = ()
     spoiled: tuple[int, ...] = ()  # announced rids of which nothing more may be kept; done before all others
     fills: tuple[P2pFill, ...] = ()
+    is_first: bool = False  # of its core: what the worker half has is another core's, and is dropped before all else

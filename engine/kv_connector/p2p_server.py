@@ -120,25 +120,21 @@ class Server:
         return any(not wanted.isdisjoint(names) for wanted in self._awaited)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._listener.ended, zmq.POLLIN)
-        with self._socket, self._listener.ended as ended:
-            while True:
-                num_changes = self._store.num_changes
-                is_waiting = bool(self._awaited)
-                ready = dict(poller.poll(1 if is_waiting else None))
-                if ended in ready:
-                    return
-                if self._socket in ready:
-                    sender, *frames = self._socket.recv_multipart()
-                    if (request := _read(frames)) is not None:
-                        self._hear(sender, request, num_changes)
-                self._waiting = [one for one in self._waiting if not self._settle(one)]
-                for sender in list(self._askers):
-                    self._serve(sender)
-                self._sweep()
-                self._note_awaited()
+        while True:
+            num_changes = self._store.num_changes
+            is_waiting = bool(self._awaited)
+            has_message = self._listener.wait(1 if is_waiting else None)
+            if has_message is None:
+                return
+            if has_message:
+                sender, *frames = self._socket.recv_multipart()
+                if (request := _read(frames)) is not None:
+                    self._hear(sender, request, num_changes)
+            self._waiting = [one for one in self._waiting if not self._settle(one)]
+            for sender in list(self._askers):
+                self._serve(sender)
+            self._sweep()
+            self._note_awaited()
 
     def _note_awaited(self) -> None:
         now = time.monotonic()

@@ -95,6 +95,20 @@ class BlockStore:
             for behind, key, num in states:
                 self._states.add(Item(key, 0, behind, self._facts.state or 0, num))
 
+    def clear(self) -> None:
+        """Drops all that it has, and all that is announced."""
+        with self._lock:
+            self.num_changes += 1
+            for block in self._blocks.values():
+                if isinstance(block, list):
+                    self._free.extend(block)
+            for name in list(self._fills):
+                self._end_fill(name)
+            for mapping in (self._blocks, self._origins, self._coming, self._num_coming):
+                mapping.clear()
+            for index in (self._states, self._coming_states):
+                index.clear()
+
     def drop(self, keys: Sequence[bytes]) -> None:
         """Removes blocks; all of them must be present."""
         with self._lock:

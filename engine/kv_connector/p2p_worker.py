@@ -82,6 +82,9 @@ class P2pWorker:
     def start_load_kv(self) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None and self._copier is not None, "start_load_kv before metadata or cache"
+        if plan.is_first:
+            self._store.clear()
+            self._fills = []
         self._store.give_up(plan.spoiled)
         for one in plan.coming:
             self._store.expect(one.rid, split_keys(one.names), one.states)

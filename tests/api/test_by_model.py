@@ -60,7 +60,7 @@ def test_load_says_which_models_are_loaded_or_would_fit() -> None:
     first, second = (served.residence for served in several.served)
     assert first is not None and second is not None
     second.state = replace(LOADED, state="unloaded", fits=True)
-    more = {"files_digest": "", "max_model_len": 128}
+    more = {"files_digest": "", "max_model_len": 128, "kv_digest": ""}
     a, b = {"state": "loaded", "fits": False, **more}, {"state": "unloaded", "fits": True, **more}
     assert several.ask("/load").json["models"] == {"a": a, "first": a, "b": b}
     second.use(True)

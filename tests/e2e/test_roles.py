@@ -1,6 +1,7 @@
 """A prefill engine, a decode engine and a router: the tokens are those of one engine, whatever happens to the first."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -66,8 +67,13 @@ def expected(server: Server, asked: list[tuple[str, Body]]) -> list[Told]:
     return told
 
 
+def kv_digests(server: Server) -> set[str]:
+    return {model["kv_digest"] for model in json.loads(server.get("/load"))["models"].values()}
+
+
 def test_prompts_are_computed_by_one_engine_and_continued_by_the_other(fleet: tuple[Server, Server, Server]) -> None:
     prefill, decode, router = fleet
+    until(lambda: kv_digests(prefill) == kv_digests(decode) != {""}, "before any request they say that KV travels")
     asked = [*short_prompts(4, 300), *long_prompts(6)]
     wanted = expected(decode, asked)
     before = prefill.metric("pagewire:prompt_tokens_total")

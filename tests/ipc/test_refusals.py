@@ -23,6 +23,7 @@ class Guarded:
         self.found: list[str] = []
 
     def refused(self) -> list[str]:
+        self.refusals._monitor.poll(20)  # who it was is known only while the connection lasts
         self.found += self.refusals.look()
         return self.found
 

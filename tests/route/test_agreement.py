@@ -37,6 +37,13 @@ def test_what_an_engine_does_not_say_is_no_difference(caplog: pytest.LogCaptureF
     assert Agreement().compare(servers(a=Offer("", 0, ""), b=SAME)) == {} and said(caplog) == []
 
 
+def test_engines_between_which_no_kv_travels_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (Offer("aa", 128, "1.0", digest * 32) for digest in ("ab", "cd"))
+    found = Agreement().compare(servers(a=first, b=second, c=SAME))
+    assert found == {"b": f"It serves m with kv_digest {'cd' * 6}, and a with {'ab' * 6}."}
+    assert said(caplog) == [f"the engines of m differ in their kv_digest: {'ab' * 6} (a), {'cd' * 6} (b)"]
+
+
 def test_models_that_differ_alike_share_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     new = Offer("aa", 128, "1.1")
     found = Agreement().compare(servers(a={"m": SAME, "n": SAME}, b={"m": new, "n": new}))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from certificates import make_certificate, needs_openssl
 from harness import FakeEngine
+from msgspec.structs import replace
 from waiting import until
 
+from pagewire.ipc.messages import Snapshot, TierSnapshot
 from pagewire.route import engines
 from pagewire.route.load_report import MAX_KEYS
 
@@ -287,3 +289,37 @@ def test_engines_of_a_model_that_differ_are_a_line_and_a_warning(
     router.ask("/admin/engines", {"remove": odd.address}, authorization="Bearer root")
     until(lambda: len(lines(caplog, "no longer differ")) == 2, "the log says that it is over")
     assert not any(state["warning"] for state in states(router).values())
+
+
+SNAPSHOT = Snapshot(1, 0, 0, 8, 0, 0, 0, 0, 0, 0.0)
+ROLES = {
+    "prefill": "p2p,serve=tcp://127.0.0.1:7,key-file=keys,role=prefill",
+    "decode": "p2p,peer=named,key-file=keys,role=decode",
+    "both, named": "p2p,peer=named,key-file=keys",
+    "both": "p2p,peer=/kv",
+}
+
+
+@pytest.mark.parametrize("other", ["decode", "both, named", "both"])
+def test_engines_with_roles_between_which_no_kv_travels_are_told(
+    other: str, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any request, as their key files differ, or what makes KV useless elsewhere. Of engines without a role the
+    router has none travel."""
+    behind, found = [], []
+    for role, digest, length in (("prefill", "a", 128), (other, "b", 64)):
+        engine = FakeEngine(PIECES)
+        tier = TierSnapshot("p2p", 0, 0, 0, 0, 0, 0, kv_digest=digest)
+        engine.gateway.handle([replace(SNAPSHOT, tiers=(tier,))])
+        facts: dict[str, Any] = {"kv_connector": (ROLES[role],), "max_model_len": length}
+        behind.append(engine)
+        found.append(stack.enter_context(Behind(engine, **facts)))
+    router = stack.enter_context(Routed(*found))
+    until(lambda: any(state["warning"] for state in states(router).values()), "they were compared")
+    told = lines(caplog, "differ in their kv_digest")
+    assert len(told) == (other != "both") and all("b (" in line for line in told)
+    before = [engine.offers for engine in router.server.fleet.engines]
+    for fake in behind:
+        fake.gateway.handle([SNAPSHOT])  # of a core that has begun and does not say it yet
+    check_again(router)
+    assert [engine.offers for engine in router.server.fleet.engines] == before

@@ -8,7 +8,7 @@ from harness import FakeEngine, request, run
 from msgspec.structs import replace
 
 from pagewire.errors import RequestError
-from pagewire.ipc.messages import ChatPrompt, Snapshot, TextPrompt, Tokenize
+from pagewire.ipc.messages import ChatPrompt, Snapshot, TextPrompt, TierSnapshot, Tokenize
 
 IDLE = Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5)
 
@@ -98,7 +98,7 @@ def test_a_full_queue_is_not_ready_but_healthy() -> None:
 
 def test_load() -> None:
     engine = FakeEngine()
-    model = {"state": "loaded", "fits": False, "files_digest": "abc", "max_model_len": 64}
+    model = {"state": "loaded", "fits": False, "files_digest": "abc", "max_model_len": 64, "kv_digest": ""}
     facts: dict[str, Any] = {"files_digest": "abc", "max_model_len": 64}
     empty = {
         **{"server_load": 0, "version": "1.2.3", "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0},
@@ -113,6 +113,10 @@ def test_load() -> None:
         "num_waiting": 2,
         "kv_cache_usage": 0.25,
     }
+    tiers = (TierSnapshot("host", 0, 0, 0, 0, 0, 0), TierSnapshot("p2p", 0, 0, 0, 0, 0, 0, kv_digest="ab"))
+    engine.gateway.handle([replace(IDLE, tiers=tiers)])
+    models = request(engine, "/load", **facts).json["models"]
+    assert models == {name: {**model, "kv_digest": "ab"} for name in models}
 
 
 def test_tokenizer_info() -> None:

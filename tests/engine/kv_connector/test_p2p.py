@@ -37,6 +37,7 @@ from pagewire.engine.kv_connector.p2p_wire import (
 )
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
+from pagewire.ipc.messages import GroupShape
 from pagewire.ipc.zmq_channel import read_keys
 from pagewire.tools.servers import free_port
 
@@ -203,6 +204,25 @@ def test_core_and_worker_agree_on_the_stored_blocks(folder, instance):
         assert all(key in prefill.core._kept for key in head), "the tail of a request is evicted first"
     prefill.step()
     assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
+
+
+def test_what_a_core_that_was_replaced_has_left_is_dropped(folder, instance):
+    """A worker of one rank goes on. The new core knows nothing of what the old one has kept and announced."""
+    prefill = instance(serve=f"{folder}/kv", size=str(12 * BLOCK_BYTES))
+    decode = instance(peer=f"{folder}/kv", wait_ms="600000", timeout_ms="600000")
+    prefill.serve(prompt(1, 30), list(range(8)))
+    prefill.core.get_num_new_matched_tokens(prompt(2, 30, seed=2), 0)
+    prefill.step()
+    store = prefill.worker._store
+    assert len(store._blocks) == 7 and store._coming
+    prefill.core.close()
+    prefill.core = Asked(P2pConnector.core({"serve": f"{folder}/kv", "size": str(12 * BLOCK_BYTES)}, FACTS))
+    prefill.serve(prompt(3, 30, seed=3), list(range(10, 18)))
+    assert store._blocks.keys() == prefill.core._kept.keys() and len(store._blocks) == 7
+    assert not store._coming and not store._num_coming
+    assert decode.matched(prompt(4, 30, seed=2)) == 0, "nobody waits for what the old core has announced"
+    prefill.serve(prompt(5, 30, seed=5), list(range(20, 28)))
+    assert store._blocks.keys() == prefill.core._kept.keys() and len(store._blocks) == 12
 
 
 def test_a_peer_that_does_not_answer_is_not_asked_for_a_while(folder, instance, monkeypatch):
@@ -407,8 +427,10 @@ def test_ended_requests_leave_no_state(folder, instance):
         core.request_finished(prompt(rid, 30), [])
     assert not core._questions and not core._rids
     core.get_num_new_matched_tokens(prompt(1, 30), 0)
+    (peer,) = core._peers.values()
+    assert peer.num_open == 1
     core.reset()
-    assert not core._questions and not core._rids
+    assert not core._questions and not core._rids and not peer.num_open
 
 
 def test_the_socket_is_private_to_its_owner_and_to_one_instance(folder, instance):
@@ -551,30 +573,33 @@ def loads_from(ranks: list[tuple[Instance, ConnectorFacts]], decode: list[Instan
 
 
 @pytest.mark.parametrize(
-    ("second", "transport"),
+    ("first", "second", "transport"),
     [
-        ("127.0.0.3", "zmq"),
-        ("", "zmq"),
-        pytest.param("127.0.0.3", "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no nixl")),
+        (("", "127.0.0.2"), ("127.0.0.2", "127.0.0.3"), "zmq"),
+        (("", "127.0.0.2"), (), "zmq"),
+        ((), ("", "127.0.0.2"), "zmq"),
+        pytest.param(
+            ("", "127.0.0.2"), ("127.0.0.2", "127.0.0.3"), "nixl",
+            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no nixl"),
+        ),
     ],
-)
-def test_ranks_on_several_machines_are_found_and_found_again(second, transport, folder, instance):
-    """All ranks move to other machines, or all to that of the core, where the first one answers for itself."""
+)  # fmt: skip
+def test_ranks_on_several_machines_are_found_and_found_again(first, second, transport, folder, instance):
+    """All ranks move to other machines, or all to that of the core, where the first one answers for itself, or some
+    from there."""
     port, keys = free_port(3), {"key-file": f"{folder}/keys", "transport": transport}
     served = {**keys, "size": str(64 * BLOCK_BYTES)}
-    before = start_ranks(instance, ("", "127.0.0.2"), port, **served)
+    before = start_ranks(instance, first, port, **served)
     decode = [
         instance(of_rank(rank), peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="20000", **keys) for rank in (0, 1)
     ]
-    asked = decode[0].core
+    (peer,) = decode[0].core._peers.values()
     loads_from(before, decode, 1)
-    assert asked._peers[f"tcp://127.0.0.1:{port}"].addresses == (
-        f"tcp://127.0.0.1:{port + 1}",
-        f"tcp://127.0.0.2:{port + 2}",
-    )
+    if first:
+        assert peer.addresses == (f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.2:{port + 2}")
     for one, _ in before:
         one.close()
-    after = start_ranks(instance, ("127.0.0.2", second) if second else (), port, **served)
+    after = start_ranks(instance, second, port, **served)
     loads_from(after, decode, 2)
 
 
@@ -617,6 +642,46 @@ def test_addresses_that_make_no_sense_are_not_connected(kind, folder, caplog):
             wait_for(lambda: asked.get_num_new_matched_tokens(prompt(1, 30), 0)[0] or caplog.text, bool)
             assert "its ranks cannot be found" in caplog.text
             assert not core._peers[f"ipc://{folder}/kv"].links
+        finally:
+            core.close()
+
+
+STATE = (b"p" * 32, b"k" * 32, SIZE - 1)
+BAD_STATES = {
+    "no key": (STATE[0], b"", 0),
+    "half a key": (STATE[0], b"k" * 16, 0),
+    "no block before": (b"", STATE[1], 0),
+    "a block before with a longer key": (b"p" * 33, STATE[1], 0),
+    "fewer positions than none": (STATE[0], b"x" * 32, -100),
+    "as many positions as a block has": (STATE[0], b"x" * 32, SIZE),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_STATES)
+def test_states_that_make_no_sense_are_not_found(kind, folder):
+    """Of a peer that has the keys, or a socket on this machine. Others in the same answer are."""
+    facts = structs.replace(FACTS, groups=(GroupShape("full", 0, 1), GroupShape("state", 0, 3)), may_refuse=False)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{folder}/kv")
+        core = P2pConnector.core({"peer": f"{folder}/kv", "timeout_ms": "600000"}, facts)
+        request = prompt(1, 30)
+        try:
+
+            def answered() -> bool:
+                while router.poll(0):
+                    sender, message = router.recv_multipart()
+                    match decode_request(message):
+                        case Hello():
+                            router.send_multipart([sender, encode(Welcome(Layout.of(facts)))])
+                        case Lookup(number):
+                            found = Found(number, 3, states=(STATE, BAD_STATES[kind]))
+                            router.send_multipart([sender, encode(found)])
+                return Asked(core).get_num_new_matched_tokens(request, 0)[0] is not None
+
+            wait_for(answered, bool)
+            assert core.standing(request, STATE[0], 0) == {STATE[1]: STATE[2]}
+            assert not core.standing(request, BAD_STATES[kind][0], 0).keys() - {STATE[1]}
         finally:
             core.close()
 

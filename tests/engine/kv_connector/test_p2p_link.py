@@ -1,16 +1,18 @@
 """Instances over loopback TCP with CURVE keys: who is admitted, which peers requests name, what is streamed, and what
 happens when connections break."""
 
+import errno
 import random
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from kv_instance import Asked, held
 from msgspec.structs import replace
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, FACTS, SIZE, FakeRequest, Instance, Pass, prompt, wait_for
@@ -19,7 +21,7 @@ from waiting import until
 
 from pagewire.engine.attention.cache_groups import Lifetime
 from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
-from pagewire.engine.kv_connector import p2p_fetcher, p2p_server
+from pagewire.engine.kv_connector import p2p_fetcher, p2p_server, pause
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_store import BlockStore
@@ -28,6 +30,7 @@ from pagewire.errors import ConfigError
 from pagewire.tools.servers import free_port
 
 Start = Callable[..., Instance]
+OF_RANK = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
 
 
 @pytest.fixture
@@ -105,6 +108,131 @@ def test_a_peer_that_is_not_there_yet_is_found_later(instance: Start, keys: dict
     assert decode.matched(prompt(1, 30)) == 0
     instance(serve=f"tcp://127.0.0.1:{port}", **keys).serve(prompt(1, 30), list(range(8)))
     wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+
+
+def matched_at(decode: Instance, rid: int, address: str) -> int:
+    """What the peer at this address has of a new request that names it."""
+    request = prompt(rid, 30)
+    request.kv_peer = address
+    return decode.matched(request)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has failed is asked again at once."""
+    monkeypatch.setattr(pause, "FIRST_PAUSE_S", 0.0)
+
+
+def lines(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
+    return [one.getMessage() for one in caplog.records if all(word in one.getMessage() for word in words)]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_other_keys_of_a_peer_that_is_named_are_told_on_both_sides(
+    served: tuple[Instance, int], instance: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"tcp://127.0.0.1:{served[1]}"
+    decode = instance(**{"peer": "named", "key-file": str(tmp_path / "others"), "timeout_ms": "200"})
+    rids = count(10)
+
+    def are_told() -> bool:
+        assert matched_at(decode, next(rids), address) == 0
+        return bool(lines(caplog, "other keys") and lines(caplog, "was refused"))
+
+    until(are_told, "both sides have told why", DEADLINE_S)
+    for _ in range(3):
+        matched_at(decode, next(rids), address)
+    (ours,) = lines(caplog, "other keys")
+    assert ours.startswith(f"the engine at {address} cannot serve KV to this one: it has other keys (give both the")
+    assert lines(caplog, "was refused") == [f"127.0.0.1 was refused at {address}: its key-file is not the one here"]
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_peer_that_cannot_be_reached_is_told_again_once_it_has_served(
+    instance: Start, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    decode = instance(peer="named", timeout_ms="200", **keys)
+    rids = count(10)
+    for _ in range(3):
+        assert matched_at(decode, next(rids), address) == 0
+    told = [f"the engine at {address} cannot serve KV to this one: it cannot be reached"]
+    assert lines(caplog) == told
+    prefill = instance(serve=address, **keys)
+    prefill.serve(prompt(1, 30), list(range(8)))
+    until(lambda: matched_at(decode, next(rids), address) == 28, "the peer is found", DEADLINE_S)
+    caplog.clear()
+    prefill.close()
+    until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "reached"), "it is told", DEADLINE_S)
+    assert lines(caplog, "reached") == told
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_peer_is_found_where_another_program_has_answered_before(
+    instance: Start, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that speaks ZeroMQ's protocol, with another mechanism: ZeroMQ itself does not connect again then."""
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    decode = instance(peer="named", timeout_ms="300", **keys)
+    rids = count(10)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.linger = 0
+        other.bind(address)
+        until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "other keys"), "it is told")
+    prefill = instance(serve=address, **keys)
+    prefill.serve(prompt(1, 30), list(range(8)))
+    until(lambda: matched_at(decode, next(rids), address) == 28, "the peer is found", DEADLINE_S)
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_peer_that_says_nothing_is_told(folder: Path, instance: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{folder}/kv")
+        decode = instance(replace(FACTS, may_refuse=False), peer=f"{folder}/kv", timeout_ms="300")
+        rids = count(10)
+        until(
+            lambda: decode.matched(prompt(next(rids), 30)) == 0 and lines(caplog, "in time"), "it is told", DEADLINE_S
+        )
+        for _ in range(3):
+            decode.matched(prompt(next(rids), 30))
+        assert len(lines(caplog, "in time")) == 1
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_the_rank_that_does_not_answer_is_told(instance: Start, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = [instance(facts, serve=f"{folder}/kv") for facts in OF_RANK]
+    prefill[1].close()
+    decode = instance(OF_RANK[0], peer=f"{folder}/kv", timeout_ms="300")
+    rids = count(10)
+
+    def is_told() -> bool:
+        assert decode.matched(prompt(next(rids), 30)) == 0
+        return bool(lines(caplog, f"ipc://{folder}/kv.1 ", "cannot be reached"))
+
+    until(is_told, "it is told", DEADLINE_S)
+
+
+def start_two_ranks(instance: Start, port: int, hosts: tuple[str, ...], keys: dict[str, str]) -> None:
+    """They serve a prompt of 7 full blocks."""
+    for facts in OF_RANK:
+        one = instance(replace(facts, hosts=hosts), serve=f"tcp://127.0.0.1:{port}", **keys)
+        one.serve(prompt(1, 30), list(range(8)))
+
+
+@pytest.mark.parametrize("hosts", [(), ("", "127.0.0.2")], ids=["one machine", "two machines"])
+def test_no_connection_that_lasts_has_a_monitor(hosts: tuple[str, ...], instance: Start, keys: dict[str, str]) -> None:
+    """Nobody would read its events, and ZeroMQ waits for that: in the end the core does nothing any more."""
+    port = free_port(3)
+    decode = instance(replace(OF_RANK[0], may_refuse=False), peer=f"tcp://127.0.0.1:{port}", timeout_ms="200", **keys)
+    assert decode.matched(prompt(1, 30)) == 0, "it is not there yet"
+    start_two_ranks(instance, port, hosts, keys)
+    wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], lambda num: num == 28)
+    (peer,) = decode.core._peers.values()
+    assert len(peer.links) == 2
+    for link in {*peer.links, peer._door}:
+        assert link._socket._monitor_socket is None and link._probe is None
 
 
 def test_a_peer_that_was_started_again_has_credit(instance: Start, keys: dict[str, str]) -> None:
@@ -247,6 +375,43 @@ def test_a_connection_that_breaks_in_the_middle(
     assert failed == (set() if trouble == "cut for a moment" else {6, 7, 8, 9})
     good = [i for i in range(10) if i not in failed]
     assert torch.equal(decode.content(good), prefill.content([blocks[i] for i in good]))
+
+
+def test_a_connection_that_cannot_be_made_again(
+    served: tuple[Instance, int], proxy: Proxy, instance: Start, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As there are too many sockets at this moment: the load fails, and later ones do not."""
+    prefill, _ = served
+    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms="30000", **keys)
+    computing, blocks = prompt(1, 41), list(range(30, 41))
+    begin(prefill, computing)
+    ask_early(decode, FakeRequest(2, array("i", computing.ids)))
+    compute(prefill, computing, blocks, 0, 6)
+    request = FakeRequest(2, array("i", computing.ids))
+    assert decode.matched(request) == 40
+    decode.core.update_state_after_alloc(request, list(range(10)), 40)
+    decode.step()
+    wait_for(lambda: torch.equal(decode.content(list(range(6))), prefill.content(blocks[:6])), bool)
+    connect, num_failed = Fetcher._connect, 0
+
+    def failing(self: Fetcher, address: str) -> Any:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 1:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(self, address)
+
+    monkeypatch.setattr(Fetcher, "_connect", failing)
+    proxy.cut()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
+    assert decode.worker.get_block_ids_with_load_errors() == {6, 7, 8, 9}
+    proxy.heal()
+    compute(prefill, computing, blocks, 6, 10)
+    decode.core.update_state_after_alloc(prompt(3, 41), list(range(20, 30)), 40)
+    decode.step()
+    assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {3})
+    assert decode.worker.get_block_ids_with_load_errors() == set()
+    assert torch.equal(decode.content(list(range(20, 30))), prefill.content(blocks[:10]))
 
 
 # Within a pass: the layers that it has computed leave while it computes the others.
@@ -427,9 +592,8 @@ def test_a_connection_that_breaks_in_the_middle_of_a_pass(
 
 def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path) -> None:
     """Of a prompt of one chunk, too: each rank is asked, so it knows who waits before the pass."""
-    of_rank = [replace(FACTS, rank=rank, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES)) for rank in (0, 1)]
-    prefill = [instance(facts, serve=f"{folder}/kv") for facts in of_rank]
-    decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in of_rank]
+    prefill = [instance(facts, serve=f"{folder}/kv") for facts in OF_RANK]
+    decode = [instance(facts, peer=f"{folder}/kv", **PATIENT) for facts in OF_RANK]
     computing = prompt(1, 41)
     request = FakeRequest(2, array("i", computing.ids))
     for one in prefill:

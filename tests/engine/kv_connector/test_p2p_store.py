@@ -50,6 +50,24 @@ def test_blocks_of_a_window_are_promised_with_those_of_full_attention() -> None:
     assert ask(store) == (there, there, False, 14 * BLOCK_BYTES, 14 * BLOCK_BYTES)
 
 
+def test_a_store_that_is_cleared_is_as_new() -> None:
+    memory = torch.empty((16, BLOCK_BYTES), dtype=torch.uint8)
+    store, state = BlockStore(HYBRID, memory), (KEYS[-1], END, 1)
+    store.expect(7, [*KEYS, END, item_name(END, 1)], [state])
+    store.keep([*KEYS[:4], item_name(END, 1)], [*blocks(4), *blocks(1, 3)], [state])
+    store.fill(7, KEYS[4:6], BLOCK_BYTES)
+    store.grow(KEYS[4:6], 0, torch.zeros((2, BLOCK_BYTES), dtype=torch.uint8))
+    store.keep(KEYS[4:5], [None])
+    assert len(store._free) == 16 - 4 - 3 - 2 and ask(store)[3:] == (6 * BLOCK_BYTES, 10 * BLOCK_BYTES)
+    num_changes = store.num_changes
+    store.clear()
+    assert sorted(store._free) == list(range(16)) and store.num_changes > num_changes
+    assert ask(store) == (Found(3, 0), Found(3, 0), False, 0, 0) and store.there(KEYS[4]) is None
+    store.keep(KEYS[4:5], blocks(1))
+    there = store.there(KEYS[4])
+    assert there is not None and not there.origin
+
+
 @pytest.mark.parametrize("facts", [HYBRID, STATES])
 def test_a_state_is_promised_until_it_is_kept(facts: ConnectorFacts) -> None:
     store, state = BlockStore(facts), (KEYS[-1], END, 1)
