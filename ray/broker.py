@@ -225,7 +225,7 @@ class _Parts:
         for _ in range(2):  # the warden may have ended with its node
             if self._warden is None:
                 options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
-                self._warden = self._ray.remote(Warden).options(**options).remote(self._place.launch.address)
+                self._warden = self._ray.remote(Warden).options(**options).remote(self._place.lifeline)
             try:
                 self._ray.get(self._warden.make_group.remote(name, bundles, self._refusals.nodes))
                 return

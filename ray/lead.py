@@ -21,7 +21,7 @@ from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import Keys, check_address, read_keys
 from ..procs import interpreter
 from ..procs.lead import Lead
-from ..procs.machine import unused_address
+from ..procs.machine import listen, unused_address
 from .placing import (
     Connect,
     Connected,
@@ -76,13 +76,16 @@ class RayLead(Lead):
         bundle = {"CPU": num_ranks} | ({"GPU": num_ranks} if self._config.kernels is None else {})
         secret = None if self._service.key_file else keys.secret
         launch = FollowerLaunch(self._join_address, keys.public, secret, self._service.key_file)
-        self._place = Place(num_parts, bundle, launch)
+        host = urlsplit(self._join_address).hostname or ""
+        self._life = listen(host)  # a port of its own: another lead may soon answer at a join address that is fixed
+        self._place = Place(num_parts, bundle, launch, (host, self._life.getsockname()[1]))
         self._refusal = ""  # of a node, before the engine has begun
 
     async def run(self) -> int:
         """The exit code."""
-        self._broker.place(self._place)
-        return await super().run()
+        async with await asyncio.start_server(lambda _, writer: writer.close(), sock=self._life):
+            self._broker.place(self._place)
+            return await super().run()
 
     def _waits_for(self, waiting: str) -> str:
         return f"waiting for a node for {waiting}: {self._broker.waits_for or 'its follower joins soon'}"

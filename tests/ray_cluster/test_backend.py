@@ -169,11 +169,15 @@ def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: C
 
 
 def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start: Callable[..., Server]) -> None:
-    """Nobody could give it back: the broker was killed with it."""
+    """Nobody could give it back: the broker was killed with it. A new lead at the same address begins at once."""
+    nodes.only()
     nodes.add(6)
     nodes.add(7)
-    server = start().wait_ready()
+    address = ("--join-address", f"tcp://127.0.0.2:{free_port()}")
+    server = start(*address).wait_ready()
     assert not nodes.is_free()
+    server.kill()
+    server = start(*address).wait_ready()
     server.kill()
     until(nodes.is_free, "the room is given back", END_S)
 
