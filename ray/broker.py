@@ -171,7 +171,7 @@ class _Parts:
                 place.holder = None
             case Step.LEAVE:
                 place.was_told = True
-                place.holder.leave.remote()
+                place.holder.leave.options(concurrency_group="leave").remote()
             case Step.START if time.monotonic() > place.started_at + PAUSE_S:
                 place.started_at = time.monotonic()
                 self._start(place, name, number)
@@ -241,7 +241,7 @@ class _Parts:
         group = self._handle(name)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
         holder = (
-            self._ray.remote(Holder)
+            self._ray.remote(concurrency_groups={"leave": 1})(Holder)  # each broker has a call of `run` wait
             .options(
                 name=place.name,
                 lifetime="detached",

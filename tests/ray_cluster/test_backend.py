@@ -28,6 +28,11 @@ pytestmark = [
 ]
 TOKENS = 300
 HANG_S = "10"  # less, and a busy machine is taken for a lost one
+MORE_BROKERS = """len(ray.wait([
+    ray.get_actor(actor['name'], namespace=actor['namespace']).run.remote(b'')
+    for actor in ray.util.list_named_actors(all_namespaces=True) if actor['name'].startswith('engine-')
+    for _ in range(5)
+], timeout=5)[0])"""  # asks the holders as brokers do that were started one after another
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +147,7 @@ def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: C
     nodes.add(9)
     server = start().wait_ready()
     expected = text_of(long_stream(server, 1000))
+    assert nodes.ask(MORE_BROKERS) == 0, "they wait for the ends of the followers"
     stream = long_stream(server, 1000)
     nodes.drain(9)
     until(
