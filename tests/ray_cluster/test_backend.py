@@ -106,6 +106,7 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
     server.wait_ready()
     assert not any(name.startswith("worker") for name in server.children())
     assert all(named(nodes, number, "pagewire: worker") for number in (3, 4)), "one stage on each node"
+    assert named(nodes, 2, "ray::Warden"), "what asks for room is on the lead's node"
     assert text_of(long_stream(server)) == expected
 
     stream = long_stream(server)
@@ -214,7 +215,8 @@ def test_a_node_without_the_files_copies_the_model_and_names_the_key(
 def test_a_node_with_another_key_or_no_package_ends_the_start_with_a_sentence(
     nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    nodes.only(11)
+    nodes.only()
+    nodes.add(18)
     key = tmp_path / "key"
     read_keys(tmp_path / "other")
     server = start("--key-file", str(key), "--pipeline-parallel-size", "1")
@@ -229,6 +231,9 @@ def test_a_node_with_another_key_or_no_package_ends_the_start_with_a_sentence(
     nodes.add(13, environment={"PYTHONPATH": str(package.parent)})
     server = start("--pipeline-parallel-size", "1")
     assert ends_with(server).startswith(f"pagewire: 127.0.0.13 cannot run pagewire {__version__}: ")
+    assert "pagewire is not installed here" in ends_with(server)
+    server = start("--join-address", "tcp://127.0.0.13:0")
+    assert ends_with(server).startswith("pagewire: The actor that asks Ray for room fails: ")
     assert "pagewire is not installed here" in ends_with(server)
 
 
