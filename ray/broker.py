@@ -243,7 +243,7 @@ class _Parts:
         messages.append(Refusal(f"The actor that asks Ray for room fails: {_last_line(failure)}."))
 
     def _start_warden(self) -> Any:
-        """On this node, which has this package, and with which the lead ends in any case; where Ray likes if it drains."""
+        """On this node, which has this package, and with which the lead ends in any case; anywhere if it drains."""
         here = self._ray.get_runtime_context().get_node_id()
         options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
         if here not in self._ray._private.state.state.get_draining_nodes():  # soft: Ray 2.60 uses other nodes as well

@@ -17,6 +17,7 @@ import zmq
 from msgspec.structs import replace
 
 from ..config.config import ServerConfig, num_machines
+from ..config.resolve import note_on_folders
 from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import Keys, check_address, read_keys
 from ..procs import interpreter
@@ -55,6 +56,8 @@ async def serve(config: ServerConfig) -> int:
     broker = Broker(Connect(f"pagewire-{secrets.token_hex(6)}", url.hostname))
     try:
         cluster = await broker.connect()
+        if note := note_on_folders(engine, "--backend ray"):
+            broker.say(note)
         address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or cluster.host)
         check_address(address, keys)
         service = replace(service, join_address=address)
@@ -144,7 +147,7 @@ class Broker:
             raise StartError("The process that asks Ray for room has ended; its lines above say why.")
         num = f"{message.num_nodes} node{'s' if message.num_nodes != 1 else ''}"
         resources = " and ".join(f"{message.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        self._say(f"Ray's cluster at {message.head} has {num} with {resources}.")
+        self.say(f"Ray's cluster at {message.head} has {num} with {resources}.")
         self._connect = replace(self._connect, head=message.head)  # another broker joins no other cluster
         return message
 
@@ -184,7 +187,7 @@ class Broker:
                 self._heard(message)
             if self.is_ending:
                 return
-            self._say("the process that is connected to Ray has ended; what runs goes on. Starting another one.")
+            self.say("the process that is connected to Ray has ended; what runs goes on. Starting another one.")
             while not self.is_ending:
                 await asyncio.sleep(_AGAIN_S)
                 self._process = await self._start()
@@ -198,7 +201,7 @@ class Broker:
         elif isinstance(message, Refusal):
             self._refusals.append(message.reason)
         elif isinstance(message, Ended) and not self.is_ending:
-            self._say(f"{message.what}.")
+            self.say(f"{message.what}.")
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = interpreter.environment()
@@ -232,5 +235,5 @@ class Broker:
         message: FromBroker = msgspec.json.decode(line, type=FromBroker)
         return message
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         print(f"pagewire: {text}", file=sys.stderr, flush=True)

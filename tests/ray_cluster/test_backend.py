@@ -175,13 +175,16 @@ def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: C
     assert nodes.is_free()
 
 
-def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start: Callable[..., Server]) -> None:
+def test_the_room_of_a_lead_that_is_killed_is_free_again(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
     """Nobody could give it back: the broker was killed with it. A new lead at the same address begins at once."""
     nodes.only()
     nodes.add(6)
     nodes.add(7)
     address = ("--join-address", f"tcp://127.0.0.2:{free_port()}")
-    server = start(*address).wait_ready()
+    server = start(*address, "--kv-connector", f"shared,path={tmp_path},size=64M").wait_ready()
+    says(server, f"shared: {tmp_path} must be the same folder on all machines")
     assert not nodes.is_free()
     server.kill()
     server = start(*address).wait_ready()
