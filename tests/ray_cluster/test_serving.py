@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from open_requests import GREEDY, OpenRequest, open_stream
+from open_requests import END_S, GREEDY, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
@@ -139,11 +139,6 @@ def test_engines_come_and_go_and_streams_stay(app: App) -> None:
     for one in (*ended, *streams):
         assert text_of(one) == expected
     app.deploy(None)
-    until(
-        lambda: not any(named(app.nodes, number, "pagewire.ray.engine") for number in app.nodes.numbers),
-        "the engines have ended with the application",
-        LONG_S,
-    )
 
 
 def test_streams_outlive_their_door_and_there_always_is_one(app: App) -> None:
@@ -165,7 +160,20 @@ def test_streams_outlive_their_door_and_there_always_is_one(app: App) -> None:
     until(lambda: all(one.has_ended for one in streams), "all streams have ended", LONG_S)
     assert time.monotonic() - began > DEFAULT_LIMIT_S
     assert {text_of(one) for one in streams} == {expected}
-    app.deploy(None)
+
+
+def test_engines_end_with_the_application(app: App) -> None:
+    """Nothing is open, so they need none of the time to drain. There is no registry any more."""
+    app.deploy({**SETTINGS, "max_replicas": 1, "drain_timeout": 1000})
+    until(lambda: len(app.engines()) == 1, "the engine is ready", LONG_S)
+    with ThreadPoolExecutor() as threads:
+        deleted = threads.submit(app.deploy, None)
+        until(
+            lambda: not any(named(app.nodes, number, "pagewire.ray.engine") for number in app.nodes.numbers),
+            "the engine has ended with the application",
+            END_S,
+        )
+    deleted.result()
 
 
 def test_several_models_are_loaded_where_there_is_room_and_a_stream_takes_its_model_along(app: App) -> None:
