@@ -10,7 +10,7 @@ import psutil
 import pytest
 from hidden_folder import can_hide, own_cache
 from kv_legs import until_loaded
-from open_requests import END_S, OpenRequest, open_stream
+from open_requests import END_S, GREEDY, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
@@ -90,6 +90,12 @@ def ends_with(server: Server) -> str:
     return server.log.read_text().splitlines()[-1]
 
 
+def ranks_of(nodes: RayNodes, number: int) -> dict[str, psutil.Process]:
+    """A node's ranks, by their names."""
+    found = {process.name(): process for process in nodes.processes(number)}
+    return {name.removeprefix("pagewire: "): one for name, one in found.items() if name.startswith("pagewire: worker")}
+
+
 def broker_of(server: Server) -> psutil.Process | None:
     children = psutil.Process(server.process.pid).children()
     return next((child for child in children if "pagewire.ray.broker" in child.cmdline()), None)
@@ -139,6 +145,24 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
     assert server.stop() == 0, server.log.read_text()
     assert nodes.is_free()
     assert not any(named(nodes, number, "pagewire.ray.follower") for number in (3, 5))
+
+
+def test_stages_of_two_ranks_are_placed_and_heal(nodes: RayNodes, start: Callable[..., Server], tmp_path: Path) -> None:
+    with Server(tmp_path / "alone") as alone:
+        expected = text_of(long_stream(alone))
+    nodes.only()
+    for number in (19, 20):
+        nodes.add(number, num_cpus=2)
+    server = start("--tensor-parallel-size", "2").wait_ready()
+    stages = sorted(sorted(ranks_of(nodes, number)) for number in (19, 20))
+    assert stages == [["worker", "worker-1"], ["worker-2", "worker-3"]], "the ranks of a stage are on one node"
+    assert text_of(long_stream(server)) == expected
+    (last,) = (ranks for number in (19, 20) if "worker-3" in (ranks := ranks_of(nodes, number)))
+    stream = long_stream(server)
+    last["worker-3"].kill()
+    says(server, "worker-3 is replaced")
+    assert text_of(stream) == expected
+    assert server.stop() == 0, server.log.read_text()
 
 
 def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: Callable[..., Server]) -> None:
@@ -281,6 +305,31 @@ def test_a_node_that_refuses_is_passed_over_for_another_one(
     assert named(nodes, 17, "pagewire: worker") and not named(nodes, 16, "pagewire: worker")
     assert server.stop() == 0
     assert nodes.is_free()
+
+
+def test_a_lost_head_is_noticed_when_its_nodes_end_and_another_one_may_come(tmp_path: Path) -> None:
+    """One stream ends meanwhile, and another one pauses. Ray ends its nodes after a minute by default."""
+    wait_s = 2 * END_S
+    nodes = RayNodes(RAY_gcs_rpc_server_reconnect_timeout_s="10")
+    try:
+        nodes.add(21)
+        flags = ("--backend", "ray", "--join-address", "tcp://127.0.0.2:0", "--outage-wait", str(wait_s))
+        with Server(tmp_path / "run", *flags, "--hang-timeout-s", HANG_S, environment=nodes.environment) as server:
+            expected = text_of(long_stream(server))
+            stream = long_stream(server)
+            nodes.kill(2)
+            assert text_of(stream) == expected
+            says(server, "the machine of worker, has not answered for")
+            body = GREEDY | {"max_tokens": TOKENS, "prompt": "hello", "stream": True}
+            stream = OpenRequest(server, "/v1/completions", body, timeout_s=wait_s)
+            nodes.kill(21)
+            nodes.start_head()
+            nodes.add(22)
+            until(lambda: stream.has_ended, "the stream goes on", wait_s)
+            assert text_of(stream) == expected
+            assert named(nodes, 22, "pagewire: worker")
+    finally:
+        nodes.close()
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
