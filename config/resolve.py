@@ -142,20 +142,22 @@ def check_machines(config: Config) -> int:
         what = "--backend ray" if service.backend == "ray" else "--nnodes"
         if config.cpu.cpu_bind not in ("auto", "none"):
             raise ConfigError(f"--cpu-bind names CPUs of one machine: leave it out with {what}.")
-        if num_ranks * num_stages > 1:
-            check_several_machines(config.engine, what)
+        is_apart = service.backend == "ray"
+        if num_ranks * num_stages > 1 or is_apart:
+            check_several_machines(config.engine, what, is_apart=is_apart)
     return nnodes
 
 
-def check_several_machines(options: EngineOptions, what: str) -> None:
-    """Raises ConfigError for what needs all ranks of an engine on one machine. what: it puts them on several."""
-    for name, given in (split_spec("--kv-connector", spec) for spec in options.kv_connector):
+def check_several_machines(options: EngineOptions, what: str, *, is_apart: bool = False) -> None:
+    """Raises ConfigError for what needs all ranks of an engine on the core's machine. what: it puts some on others.
+    is_apart: also the first one, whose folder the core looks at."""
+    for name, given in map(_split_connector, options.kv_connector):
         for option in ("serve", "peer") if name == "p2p" else ():
             value = given.get(option)
             if value is not None and not value.startswith("tcp://") and (option, value) != ("peer", "named"):
                 raise ConfigError(
                     f"--kv-connector p2p: {option}={value} is a socket of one machine, and {what} puts ranks on "
-                    "several; give tcp://HOST:PORT and key-file=FILE."
+                    "others; give tcp://HOST:PORT and key-file=FILE."
                 )
     names = {spec.partition(",")[0] for spec in options.kv_connector}
     if options.kv_domains > 1 and (in_folders := sorted(names & {"disk", "shared"})):
@@ -163,6 +165,27 @@ def check_several_machines(options: EngineOptions, what: str) -> None:
             f"--kv-connector {in_folders[0]} with --kv-domains is for engines whose ranks are all on one machine, "
             f"because the core looks at the folder that each domain writes to; leave it or {what} out."
         )
+    if is_apart and "disk" in names:
+        raise ConfigError(
+            "--kv-connector disk is for engines whose first rank is on the core's machine, because the core looks at "
+            f"the folder that this rank writes to; leave it or {what} out, or give shared,path=DIR with a folder that "
+            "all machines see."
+        )
+
+
+def note_on_folders(options: EngineOptions, what: str) -> str:
+    """A sentence on what cannot be checked here where no rank is on the core's machine; empty: nothing. what: it puts
+    them on others."""
+    found = (given.get("path") for name, given in map(_split_connector, options.kv_connector) if name == "shared")
+    return "".join(
+        f"--kv-connector shared: {path} must be the same folder on all machines, such as one of a network file system; "
+        f"{what} puts the ranks on others than the core's, which would find nothing there."
+        for path in found
+    )
+
+
+def _split_connector(spec: str) -> tuple[str, dict[str, str]]:
+    return split_spec("--kv-connector", spec)
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:

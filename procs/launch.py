@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..config.flags import add_flags, read_flags
-from ..config.resolve import check_several_machines
+from ..config.resolve import check_several_machines, note_on_folders
 from ..errors import ConfigError, PagewireError
 from ..ipc.zmq_channel import check_address, read_keys
 from .child import exit_code
@@ -93,6 +93,12 @@ def main(argv: list[str] | None = None) -> int:
             check_several_machines(config.engine, "--actors")
             if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
                 config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
+        across = ranks if "core" in actors else ("core",) if here else ()  # the others of core and ranks, if elsewhere
+        if any(addresses.get(name, "").startswith("tcp://") for name in across if name not in actors):
+            is_apart = ("core" in actors) != (ranks[0] in actors)
+            check_several_machines(config.engine, "--actors", is_apart=is_apart)
+            if is_apart and (note := note_on_folders(config.engine, "--actors")):
+                print(f"pagewire: {note}", file=sys.stderr, flush=True)
         if missing := sorted(needed - addresses.keys()):
             raise ConfigError(_say_where(missing[0]))
         prepared = prepare_server(config)

@@ -120,6 +120,8 @@ class _Parts:
         self._launch = msgspec.json.encode(place.launch)
         self._refusals = _Refusals()
         self._warden = self._named("warden")
+        self._num_failures = 0  # of the warden, in a row
+        self._fails_until = 0.0  # when it is asked again
         self._places = {ENGINE: self._places_of(ENGINE, place.num_parts)}
         for name in spare_names(place.num_parts):  # those of an earlier broker
             if self._look_up(name)[0] not in (None, "REMOVED"):
@@ -139,7 +141,7 @@ class _Parts:
                 bundles.append(Bundle(holder, node in draining, self._refusals.of(node)))
             groups.append(Group(name, state, tuple(bundles)))
         for step, name, number in next_steps(groups, self._place.num_parts):
-            self._take(step, name, number)
+            self._take(step, name, number, messages)
         free = {} if all(group.state == "CREATED" for group in groups) else self._ray.available_resources()
         messages.append(Waiting(waits_for(groups, self._place.num_parts, self._place.bundle, free)))
         return messages
@@ -153,10 +155,11 @@ class _Parts:
             self._remove_group(name)
         self._ray.shutdown()
 
-    def _take(self, step: Step, name: str, number: int) -> None:
+    def _take(self, step: Step, name: str, number: int, messages: list[FromBroker]) -> None:
         if step is Step.MAKE_GROUP:
             self._places.setdefault(name, self._places_of(name, 1))
-            self._make_group(name)
+            if time.monotonic() > self._fails_until:
+                self._make_group(name, messages)
             return
         if step is Step.REMOVE_GROUP:
             self._remove_group(name)
@@ -171,7 +174,7 @@ class _Parts:
                 place.holder = None
             case Step.LEAVE:
                 place.was_told = True
-                place.holder.leave.remote()
+                place.holder.leave.options(concurrency_group="leave").remote()
             case Step.START if time.monotonic() > place.started_at + PAUSE_S:
                 place.started_at = time.monotonic()
                 self._start(place, name, number)
@@ -193,7 +196,7 @@ class _Parts:
             return HolderState.UNCERTAIN
         except self._ray.exceptions.RayError as error:
             if isinstance(error, self._ray.exceptions.RayTaskError) or getattr(error, "actor_init_failed", False):
-                refusal = self._breaks(node, str(error))  # the node's package is another one, or there is none
+                refusal = self._breaks(node, error)  # the node's package is another one, or there is none
             else:
                 messages.append(Ended(f"Ray has ended the holder {place.name} ({type(error).__name__})"))
         if refusal:
@@ -201,11 +204,10 @@ class _Parts:
         self._refusals.note(node, refusal)
         return HolderState.ENDED
 
-    def _breaks(self, node: str | None, error: str) -> str:
-        """The sentence about a node on which the holder itself fails. `error`: Ray's, of many lines."""
+    def _breaks(self, node: str | None, error: Exception) -> str:
+        """The sentence about a node on which the holder itself fails."""
         address = next((one["NodeManagerAddress"] for one in self._ray.nodes() if one["NodeID"] == node), "A node")
-        last = next((line for line in reversed(error.splitlines()) if line.strip()), "")
-        return f"{address} cannot run pagewire {__version__}: {last.strip()[:300]}."
+        return f"{address} cannot run pagewire {__version__}: {_last_line(error)}."
 
     def _look_up(self, name: str) -> tuple[str | None, dict[int, str]]:
         """A group's state, and the nodes of its bundles."""
@@ -220,17 +222,34 @@ class _Parts:
         except ValueError:
             return None
 
-    def _make_group(self, name: str) -> None:
+    def _make_group(self, name: str, messages: list[FromBroker]) -> None:
+        """`messages`: gets why that fails. The warden is never ended for it: other groups may live as long as it."""
         bundles = [self._place.bundle] * len(self._places[name])
+        failure: Exception | None = None
         for _ in range(2):  # the warden may have ended with its node
             if self._warden is None:
-                options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
-                self._warden = self._ray.remote(Warden).options(**options).remote(self._place.launch.address)
+                self._warden = self._start_warden()
             try:
                 self._ray.get(self._warden.make_group.remote(name, bundles, self._refusals.nodes))
+                self._num_failures = 0
                 return
-            except self._ray.exceptions.ActorDiedError:
-                self._warden = None
+            except (self._ray.exceptions.ActorDiedError, self._ray.exceptions.ActorUnschedulableError) as error:
+                self._warden, failure = None, error
+            except self._ray.exceptions.RayError as error:
+                failure = error
+                break
+        self._num_failures += 1
+        self._fails_until = time.monotonic() + pause_s(self._num_failures)
+        messages.append(Refusal(f"The actor that asks Ray for room fails: {_last_line(failure)}."))
+
+    def _start_warden(self) -> Any:
+        """On this node, which has this package, and with which the lead ends in any case; anywhere if it drains."""
+        here = self._ray.get_runtime_context().get_node_id()
+        options = {"name": "warden", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
+        if here not in self._ray._private.state.state.get_draining_nodes():  # soft: Ray 2.60 uses other nodes as well
+            strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+            options["scheduling_strategy"] = strategy
+        return self._ray.remote(Warden).options(**options).remote(self._place.lifeline)
 
     def _remove_group(self, name: str) -> None:
         handle = self._handle(name)
@@ -241,7 +260,7 @@ class _Parts:
         group = self._handle(name)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)
         holder = (
-            self._ray.remote(Holder)
+            self._ray.remote(concurrency_groups={"leave": 1})(Holder)  # each broker has a call of `run` wait
             .options(
                 name=place.name,
                 lifetime="detached",
@@ -277,6 +296,11 @@ class _Parts:
     def _kill(self, actor: Any) -> None:
         if actor is not None:
             self._ray.kill(actor, no_restart=True)
+
+
+def _last_line(error: Exception | None) -> str:
+    """What an error of Ray's, of many lines, says in the end."""
+    return next((line.strip()[:300] for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 class _Place:

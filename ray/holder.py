@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
@@ -93,10 +92,9 @@ def why_ended(code: int, lines: Sequence[str], name: str) -> str:
 
 
 class Warden:
-    def __init__(self, address: str) -> None:
-        """`address`: the lead's, tcp://host:port."""
-        url = urlsplit(address)
-        self._lead = url.hostname or "", url.port or 0
+    def __init__(self, lifeline: tuple[str, int]) -> None:
+        """`lifeline`: the lead's, see `Place`."""
+        self._lifeline = lifeline
         threading.Thread(target=self._watch, daemon=True).start()
 
     def make_group(self, name: str, bundles: list[dict[str, float]], avoided: list[str]) -> None:
@@ -117,7 +115,7 @@ class Warden:
         while time.monotonic() < answered_at + GONE_S:
             time.sleep(CHECK_S)
             try:
-                socket.create_connection(self._lead, timeout=CHECK_S).close()
+                socket.create_connection(self._lifeline, timeout=CHECK_S).close()
                 answered_at = time.monotonic()
             except OSError:
                 continue

@@ -17,11 +17,12 @@ import zmq
 from msgspec.structs import replace
 
 from ..config.config import ServerConfig, num_machines
+from ..config.resolve import note_on_folders
 from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import Keys, check_address, read_keys
 from ..procs import interpreter
 from ..procs.lead import Lead
-from ..procs.machine import unused_address
+from ..procs.machine import listen, unused_address
 from .placing import (
     Connect,
     Connected,
@@ -55,6 +56,8 @@ async def serve(config: ServerConfig) -> int:
     broker = Broker(Connect(f"pagewire-{secrets.token_hex(6)}", url.hostname))
     try:
         cluster = await broker.connect()
+        if note := note_on_folders(engine, "--backend ray"):
+            broker.say(note)
         address = f"tcp://{url.hostname}:{url.port}" if url.port else unused_address(url.hostname or cluster.host)
         check_address(address, keys)
         service = replace(service, join_address=address)
@@ -76,13 +79,16 @@ class RayLead(Lead):
         bundle = {"CPU": num_ranks} | ({"GPU": num_ranks} if self._config.kernels is None else {})
         secret = None if self._service.key_file else keys.secret
         launch = FollowerLaunch(self._join_address, keys.public, secret, self._service.key_file)
-        self._place = Place(num_parts, bundle, launch)
+        host = urlsplit(self._join_address).hostname or ""
+        self._life = listen(host)  # a port of its own: another lead may soon answer at a join address that is fixed
+        self._place = Place(num_parts, bundle, launch, (host, self._life.getsockname()[1]))
         self._refusal = ""  # of a node, before the engine has begun
 
     async def run(self) -> int:
         """The exit code."""
-        self._broker.place(self._place)
-        return await super().run()
+        async with await asyncio.start_server(lambda _, writer: writer.close(), sock=self._life):
+            self._broker.place(self._place)
+            return await super().run()
 
     def _waits_for(self, waiting: str) -> str:
         return f"waiting for a node for {waiting}: {self._broker.waits_for or 'its follower joins soon'}"
@@ -141,7 +147,7 @@ class Broker:
             raise StartError("The process that asks Ray for room has ended; its lines above say why.")
         num = f"{message.num_nodes} node{'s' if message.num_nodes != 1 else ''}"
         resources = " and ".join(f"{message.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        self._say(f"Ray's cluster at {message.head} has {num} with {resources}.")
+        self.say(f"Ray's cluster at {message.head} has {num} with {resources}.")
         self._connect = replace(self._connect, head=message.head)  # another broker joins no other cluster
         return message
 
@@ -181,7 +187,7 @@ class Broker:
                 self._heard(message)
             if self.is_ending:
                 return
-            self._say("the process that is connected to Ray has ended; what runs goes on. Starting another one.")
+            self.say("the process that is connected to Ray has ended; what runs goes on. Starting another one.")
             while not self.is_ending:
                 await asyncio.sleep(_AGAIN_S)
                 self._process = await self._start()
@@ -195,7 +201,7 @@ class Broker:
         elif isinstance(message, Refusal):
             self._refusals.append(message.reason)
         elif isinstance(message, Ended) and not self.is_ending:
-            self._say(f"{message.what}.")
+            self.say(f"{message.what}.")
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = interpreter.environment()
@@ -229,5 +235,5 @@ class Broker:
         message: FromBroker = msgspec.json.decode(line, type=FromBroker)
         return message
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         print(f"pagewire: {text}", file=sys.stderr, flush=True)

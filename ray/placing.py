@@ -36,6 +36,7 @@ class Place(Struct, frozen=True, tag=True):
     num_parts: int  # each is a bundle, which one node holds whole
     bundle: dict[str, float]  # resource → amount
     launch: FollowerLaunch
+    lifeline: tuple[str, int]  # host and port where the lead answers as long as it lives, and no later lead does
 
 
 class Release(Struct, frozen=True, tag=True):

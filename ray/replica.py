@@ -44,7 +44,8 @@ class Engine:
 
     async def _say(self) -> None:
         with contextlib.suppress(Exception):  # the registry is being replaced; Ray raises many things
-            await self._registry.announce.remote(self._process.url, self._is_leaving)
+            async with asyncio.timeout(ANNOUNCE_S):  # without one, as of an application that is deleted, Ray waits
+                await self._registry.announce.remote(self._process.url, self._is_leaving)
 
     async def check_health(self) -> None:
         """Serve replaces a replica whose check raises."""

@@ -22,6 +22,9 @@ from .replica import LEAVE_S, STOP_S, Engine
 from .roster import Registry
 
 _OPEN = 100_000  # requests of a door that Serve does not queue: the router does
+# The longest end of a door whose successor serves. It has open streams only, and ends with the last one. Not without
+# bound, because Serve calls the application deploying until then.
+_LAST_STREAM_S = 24 * 3600.0
 
 
 class ServeOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +132,7 @@ def build(args: Mapping[str, object]) -> Any:
         name="Registry",
         num_replicas=1,
         max_ongoing_requests=1000,
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         logging_config={"enable_access_log": False},
     ).bind()
@@ -164,6 +168,8 @@ def build(args: Mapping[str, object]) -> Any:
         name="Door",
         num_replicas=options.num_doors,
         max_ongoing_requests=_OPEN,
+        graceful_shutdown_timeout_s=_LAST_STREAM_S,
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
     ).bind(engine, registry)
 

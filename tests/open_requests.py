@@ -28,8 +28,9 @@ class Listening(Protocol):
 class OpenRequest:
     """A request whose response is read to its end on a thread."""
 
-    def __init__(self, server: Listening, path: str, body: dict[str, object]) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=END_S)
+    def __init__(self, server: Listening, path: str, body: dict[str, object], *, timeout_s: float = END_S) -> None:
+        """`timeout_s`: the longest time without a byte of the response."""
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout_s)
         self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         self.status = 0
         self.headers: dict[str, str] = {}

@@ -44,6 +44,10 @@ class RayNodes:
         self.address = f"127.0.0.2:{free_port()}"
         self.environment = os.environ | {"RAY_ADDRESS": self.address, **_DETECTION, **environment}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.start_head()
+
+    def start_head(self) -> None:
+        """Again, after it was killed: of a new cluster at the same address."""
         head = ("--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false")
         self._start(2, *head, f"--temp-dir={self.folder}", "--num-cpus=0")
 

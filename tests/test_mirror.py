@@ -114,7 +114,6 @@ ELSEWHERE = {
     "procs.inline": "offline/test_llm.py: through LLM",
     "procs.killable": "procs/test_grammar.py: processes that are killed",
     "procs.shared_apis": "e2e/test_engines.py: needs processes",
-    "procs.launch": "e2e/test_launches.py: needs processes",
     "procs.model_share": "procs/test_model_copy.py: both sides of a copy",
     "procs.sleep": "e2e/test_sleep.py: needs processes",
     "procs.supervisor": "e2e/test_lifecycle.py: needs processes",

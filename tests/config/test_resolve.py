@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from pagewire.config.config import Config, EngineConfig, MachineFacts, Purpose, SamplingDefaults
 from pagewire.config.flags import make_config
-from pagewire.config.resolve import resolve
+from pagewire.config.resolve import note_on_folders, resolve
 from pagewire.errors import ConfigError
 
 from .test_config import GPU, MODEL, NO_COMPILER, decide, parse
@@ -25,10 +25,26 @@ def test_sockets_of_one_machine_are_refused_with_several_machines() -> None:
         decide(make_config(**flags, **sizes))
         for several, flag in (({"nnodes": 2}, "--nnodes"), ({"backend": "ray"}, "--backend ray")):
             with pytest.raises(
-                ConfigError, match=rf"peer=/x is a socket of one machine, and {flag} puts ranks on several"
+                ConfigError, match=rf"peer=/x is a socket of one machine, and {flag} puts ranks on others"
             ):
                 decide(make_config(**flags, **sizes, **several))
             decide(make_config(**network, **sizes, **several))
+    for local in ("p2p,serve=/x", "p2p,peer=/x"):
+        with pytest.raises(ConfigError, match="is a socket of one machine, and --backend ray puts ranks on others"):
+            decide(make_config(backend="ray", kv_connector=(local,)))
+    decide(make_config(backend="ray", kv_connector=network["kv_connector"]))
+
+
+def test_the_first_rank_has_the_folder_of_the_disk_tier_which_the_core_looks_at() -> None:
+    disk, shared = "disk,path=d,size=1M", "shared,path=/s,size=1M"
+    for sizes in ({}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=r"--kv-connector disk is for .*; leave it or --backend ray out, or give"):
+            decide(make_config(**sizes, backend="ray", kv_connector=(disk,)))
+    decide(make_config(tensor_parallel_size=2, nnodes=2, kv_connector=(disk,)))  # where the lead has the first rank
+    found = decide(make_config(backend="ray", kv_connector=("host,size=1M", shared)))
+    note = note_on_folders(found, "--backend ray")
+    assert note.startswith("--kv-connector shared: /s must be the same folder on all machines") and "ray puts" in note
+    assert not note_on_folders(decide(make_config(kv_connector=(disk,))), "--backend ray")
 
 
 @pytest.mark.parametrize(

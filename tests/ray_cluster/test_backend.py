@@ -10,7 +10,7 @@ import psutil
 import pytest
 from hidden_folder import can_hide, own_cache
 from kv_legs import until_loaded
-from open_requests import END_S, OpenRequest, open_stream
+from open_requests import END_S, GREEDY, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
@@ -28,6 +28,11 @@ pytestmark = [
 ]
 TOKENS = 300
 HANG_S = "10"  # less, and a busy machine is taken for a lost one
+MORE_BROKERS = """len(ray.wait([
+    ray.get_actor(actor['name'], namespace=actor['namespace']).run.remote(b'')
+    for actor in ray.util.list_named_actors(all_namespaces=True) if actor['name'].startswith('engine-')
+    for _ in range(5)
+], timeout=5)[0])"""  # asks the holders as brokers do that were started one after another
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,12 @@ def ends_with(server: Server) -> str:
     return server.log.read_text().splitlines()[-1]
 
 
+def ranks_of(nodes: RayNodes, number: int) -> dict[str, psutil.Process]:
+    """A node's ranks, by their names."""
+    found = {process.name(): process for process in nodes.processes(number)}
+    return {name.removeprefix("pagewire: "): one for name, one in found.items() if name.startswith("pagewire: worker")}
+
+
 def broker_of(server: Server) -> psutil.Process | None:
     children = psutil.Process(server.process.pid).children()
     return next((child for child in children if "pagewire.ray.broker" in child.cmdline()), None)
@@ -101,6 +112,7 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
     server.wait_ready()
     assert not any(name.startswith("worker") for name in server.children())
     assert all(named(nodes, number, "pagewire: worker") for number in (3, 4)), "one stage on each node"
+    assert named(nodes, 2, "ray::Warden"), "what asks for room is on the lead's node"
     assert text_of(long_stream(server)) == expected
 
     stream = long_stream(server)
@@ -135,6 +147,24 @@ def test_stages_are_placed_and_replaced(nodes: RayNodes, start: Callable[..., Se
     assert not any(named(nodes, number, "pagewire.ray.follower") for number in (3, 5))
 
 
+def test_stages_of_two_ranks_are_placed_and_heal(nodes: RayNodes, start: Callable[..., Server], tmp_path: Path) -> None:
+    with Server(tmp_path / "alone") as alone:
+        expected = text_of(long_stream(alone))
+    nodes.only()
+    for number in (19, 20):
+        nodes.add(number, num_cpus=2)
+    server = start("--tensor-parallel-size", "2").wait_ready()
+    stages = sorted(sorted(ranks_of(nodes, number)) for number in (19, 20))
+    assert stages == [["worker", "worker-1"], ["worker-2", "worker-3"]], "the ranks of a stage are on one node"
+    assert text_of(long_stream(server)) == expected
+    (last,) = (ranks for number in (19, 20) if "worker-3" in (ranks := ranks_of(nodes, number)))
+    stream = long_stream(server)
+    last["worker-3"].kill()
+    says(server, "worker-3 is replaced")
+    assert text_of(stream) == expected
+    assert server.stop() == 0, server.log.read_text()
+
+
 def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: Callable[..., Server]) -> None:
     """It goes on while there is no room elsewhere, and hands over when there is: no death, and no lease that ends."""
     nodes.only()
@@ -142,6 +172,7 @@ def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: C
     nodes.add(9)
     server = start().wait_ready()
     expected = text_of(long_stream(server, 1000))
+    assert nodes.ask(MORE_BROKERS) == 0, "they wait for the ends of the followers"
     stream = long_stream(server, 1000)
     nodes.drain(9)
     until(
@@ -168,12 +199,19 @@ def test_a_node_that_drains_is_replaced_before_it_ends(nodes: RayNodes, start: C
     assert nodes.is_free()
 
 
-def test_the_room_of_a_lead_that_is_killed_is_free_again(nodes: RayNodes, start: Callable[..., Server]) -> None:
-    """Nobody could give it back: the broker was killed with it."""
+def test_the_room_of_a_lead_that_is_killed_is_free_again(
+    nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Nobody could give it back: the broker was killed with it. A new lead at the same address begins at once."""
+    nodes.only()
     nodes.add(6)
     nodes.add(7)
-    server = start().wait_ready()
+    address = ("--join-address", f"tcp://127.0.0.2:{free_port()}")
+    server = start(*address, "--kv-connector", f"shared,path={tmp_path},size=64M").wait_ready()
+    says(server, f"shared: {tmp_path} must be the same folder on all machines")
     assert not nodes.is_free()
+    server.kill()
+    server = start(*address).wait_ready()
     server.kill()
     until(nodes.is_free, "the room is given back", END_S)
 
@@ -204,7 +242,8 @@ def test_a_node_without_the_files_copies_the_model_and_names_the_key(
 def test_a_node_with_another_key_or_no_package_ends_the_start_with_a_sentence(
     nodes: RayNodes, start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    nodes.only(11)
+    nodes.only()
+    nodes.add(18)
     key = tmp_path / "key"
     read_keys(tmp_path / "other")
     server = start("--key-file", str(key), "--pipeline-parallel-size", "1")
@@ -219,6 +258,9 @@ def test_a_node_with_another_key_or_no_package_ends_the_start_with_a_sentence(
     nodes.add(13, environment={"PYTHONPATH": str(package.parent)})
     server = start("--pipeline-parallel-size", "1")
     assert ends_with(server).startswith(f"pagewire: 127.0.0.13 cannot run pagewire {__version__}: ")
+    assert "pagewire is not installed here" in ends_with(server)
+    server = start("--join-address", "tcp://127.0.0.13:0")
+    assert ends_with(server).startswith("pagewire: The actor that asks Ray for room fails: ")
     assert "pagewire is not installed here" in ends_with(server)
 
 
@@ -263,6 +305,31 @@ def test_a_node_that_refuses_is_passed_over_for_another_one(
     assert named(nodes, 17, "pagewire: worker") and not named(nodes, 16, "pagewire: worker")
     assert server.stop() == 0
     assert nodes.is_free()
+
+
+def test_a_lost_head_is_noticed_when_its_nodes_end_and_another_one_may_come(tmp_path: Path) -> None:
+    """One stream ends meanwhile, and another one pauses. Ray ends its nodes after a minute by default."""
+    wait_s = 2 * END_S
+    nodes = RayNodes(RAY_gcs_rpc_server_reconnect_timeout_s="10")
+    try:
+        nodes.add(21)
+        flags = ("--backend", "ray", "--join-address", "tcp://127.0.0.2:0", "--outage-wait", str(wait_s))
+        with Server(tmp_path / "run", *flags, "--hang-timeout-s", HANG_S, environment=nodes.environment) as server:
+            expected = text_of(long_stream(server))
+            stream = long_stream(server)
+            nodes.kill(2)
+            assert text_of(stream) == expected
+            says(server, "the machine of worker, has not answered for")
+            body = GREEDY | {"max_tokens": TOKENS, "prompt": "hello", "stream": True}
+            stream = OpenRequest(server, "/v1/completions", body, timeout_s=wait_s)
+            nodes.kill(21)
+            nodes.start_head()
+            nodes.add(22)
+            until(lambda: stream.has_ended, "the stream goes on", wait_s)
+            assert text_of(stream) == expected
+            assert named(nodes, 22, "pagewire: worker")
+    finally:
+        nodes.close()
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

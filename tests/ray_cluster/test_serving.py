@@ -1,14 +1,17 @@
 """A Ray Serve application of engines: they come with the load and go with it, and streams outlive every one of them."""
 
 import json
+import math
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from open_requests import GREEDY, OpenRequest, open_stream
+from open_requests import END_S, GREEDY, OpenRequest, open_stream
 from ray_nodes import RayNodes, has_ray, named
 from waiting import until
 
@@ -23,6 +26,8 @@ pytestmark = [
 ]
 LONG_S = 240.0  # limit for starts of engines
 TOKENS = 4000
+OPEN_S = 60.0  # of streams over an upgrade, about
+DEFAULT_LIMIT_S = 25.0  # Serve ends a replica after 20 s
 SETTINGS = {
     "threads": 1,
     "max_replicas": 2,
@@ -134,11 +139,41 @@ def test_engines_come_and_go_and_streams_stay(app: App) -> None:
     for one in (*ended, *streams):
         assert text_of(one) == expected
     app.deploy(None)
-    until(
-        lambda: not any(named(app.nodes, number, "pagewire.ray.engine") for number in app.nodes.numbers),
-        "the engines have ended with the application",
-        LONG_S,
-    )
+
+
+def test_streams_outlive_their_door_and_there_always_is_one(app: App) -> None:
+    """The streams of an engine that computes one at a time are open for much longer than Serve waits by default."""
+    settings = {**SETTINGS, "max_replicas": 1, "max_num_seqs": 1}
+    app.deploy({**settings, "version": "long"})
+    until(lambda: len(app.engines()) == 1, "the engine is ready", LONG_S)
+    began = time.monotonic()
+    expected = text_of(stream(app))
+    num = math.ceil(OPEN_S / (time.monotonic() - began))
+    bodies = {**GREEDY, "max_tokens": TOKENS, "prompt": "hello", "stream": True}
+    streams = [OpenRequest(app, "/v1/completions", bodies, timeout_s=LONG_S) for _ in range(num)]
+    until(lambda: any(one.num_events > 5 for one in streams), "a stream has begun", LONG_S)
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        deployed = threads.submit(app.deploy, {**settings, "version": "longer"})
+        until(lambda: app.engines() and deployed.done(), "doors answer until the old one has ended", LONG_S)
+    deployed.result()
+    until(lambda: all(one.has_ended for one in streams), "all streams have ended", LONG_S)
+    assert time.monotonic() - began > DEFAULT_LIMIT_S
+    assert {text_of(one) for one in streams} == {expected}
+
+
+def test_engines_end_with_the_application(app: App) -> None:
+    """Nothing is open, so they need none of the time to drain. There is no registry any more."""
+    app.deploy({**SETTINGS, "max_replicas": 1, "drain_timeout": 1000})
+    until(lambda: len(app.engines()) == 1, "the engine is ready", LONG_S)
+    with ThreadPoolExecutor() as threads:
+        deleted = threads.submit(app.deploy, None)
+        until(
+            lambda: not any(named(app.nodes, number, "pagewire.ray.engine") for number in app.nodes.numbers),
+            "the engine has ended with the application",
+            END_S,
+        )
+    deleted.result()
 
 
 def test_several_models_are_loaded_where_there_is_room_and_a_stream_takes_its_model_along(app: App) -> None:
