@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import psutil
 import pytest
 from connections import cut, mailbox_port
@@ -143,9 +144,14 @@ def test_a_machine_is_lost_while_the_lead_replaces_its_rank(start: Start, tmp_pa
     assert "core is replaced" in machines.lead.log.read_text()
 
 
-def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy) -> None:
-    """Each has room for one stream. The domain of the rank that dies and the other one go on."""
-    machines = Machines(start, tmp_path, proxy, proxy.target, "--kv-domains", "2", "--max-num-seqs", "1")
+@pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy, is_sparse: bool) -> None:
+    """Each has room for one stream. The domain of the rank that dies and the other one go on, with whole experts on
+    each machine, too: tokens go to them through gloo."""
+    flags = ["--kv-domains", "2", "--max-num-seqs", "1"]
+    if is_sparse:
+        flags += ["--enable-expert-parallel", "--dtype", "float32", _sparse_model(tmp_path / "model")]
+    machines = Machines(start, tmp_path, proxy, proxy.target, *flags)
     follower = machines.join("b", "127.0.0.2")
     machines.lead.wait_ready()
 
@@ -160,6 +166,13 @@ def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy) -> 
     says(machines.lead, "worker-1 is replaced")
     assert [text_of(stream) for stream in streams] == [expected] * 2
     assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+def _sparse_model(folder: Path) -> str:
+    """A small model with experts, for long streams."""
+    config = families.make_family(folder, "qwen3_moe") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
+    return str(folder)
 
 
 @pytest.mark.long
