@@ -134,6 +134,7 @@ class Engines:
         self._parts: list[EnginePart] = []
         self._running: dict[Supervisor, asyncio.Task[int]] = {}
         self._epochs: list[tuple[int, int]] = [(1, 1)] * self._num  # in which each engine began, or will begin
+        self._why_lost = ["It has ended."] * self._num  # a sentence: why each engine was lost last
         self._restarting: asyncio.Task[None] | None = None
         self._in_restart: int | None = None  # the engine that ends or starts because of SIGHUP
         self._failures: deque[tuple[float, int]] = deque()  # when an engine ended by itself, and which
@@ -251,9 +252,16 @@ class Engines:
             EngineMailboxes(
                 {name: f"ipc://{folder}/{name}" for name in ("tokenizer", "core")},
                 *max(part.epochs, self._epochs[number]),
+                reason="" if self._takes_requests(number) else self._why_lost[number],
             )
             for number, (part, folder) in enumerate(zip(self._parts, self._folders, strict=True))
         )
+
+    def _takes_requests(self, number: int) -> bool:
+        """False from the loss of an engine until it is ready again. All are, once clients can connect."""
+        part = self._parts[number]
+        is_lost = self._epochs[number] > part.epochs or self._running[part].done()
+        return not self._is_open or (part.is_ready.is_set() and not is_lost)
 
     def _notes(self) -> list[str]:
         return [f"{self._num} engines", *dict.fromkeys(note for part in self._parts for note in part.notes)]
@@ -310,6 +318,7 @@ class Engines:
         """Has the api processes send its requests to the others."""
         chain, device = max(self._parts[number].epochs, self._epochs[number])
         self._epochs[number] = chain + 1, device + 1
+        self._why_lost[number] = why
         self._apis.tell(Reset(chain + 1, device + 1, (), why, number))
 
     async def _restart_in_turn(self) -> None:

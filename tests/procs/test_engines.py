@@ -1,15 +1,98 @@
-"""Settings that several engines of one launch cannot have, and what each engine is given."""
+"""Settings that several engines of one launch cannot have, what each engine is given, and what becomes of engines that
+end, without processes."""
 
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import split_settings
+from harness import run, split_settings
 from msgspec.structs import replace
+from waiting import until_async
 
 from pagewire.config.config import ServerConfig
 from pagewire.errors import ConfigError
-from pagewire.procs.engines import Engines, of_engine
+from pagewire.procs.engines import MAX_FAILURES, EnginePart, Engines, of_engine
 from pagewire.procs.listening import Listening
+from pagewire.procs.shared_apis import SharedApis
+from pagewire.procs.weight_memory import close_segments, new_segments
+
+
+class IdlePart(EnginePart):
+    """It starts no processes, and ends when it is told to."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.end = asyncio.Event()
+
+    def on_signal(self, signum: signal.Signals) -> None:
+        self.end.set()
+
+    async def run(self) -> int:
+        await self.end.wait()
+        close_segments(self._weight_fds)
+        return 0
+
+
+class IdleApis(SharedApis):
+    """They have no processes either."""
+
+    async def run(self) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+
+class IdleEngines(Engines):
+    make_part = IdlePart
+
+    @asynccontextmanager
+    async def begun(self, folder: Path) -> AsyncIterator[None]:
+        """All engines are ready and clients can connect, as after a while in `run`."""
+        self._folders = [folder / str(number) for number in range(self._num)]
+        self._weight_fds = new_segments(self._config.engine)
+        self._apis = IdleApis(
+            self._config,
+            folder=folder,
+            listening=self._listening,
+            engines=self._mailboxes,
+            on_lost=self._on_lost_apis,
+            on_swap=None,
+            notes=list,
+        )
+        self._parts = [self._begin(number) for number in range(self._num)]
+        self._run(self._apis)
+        for part in self._parts:
+            part.is_ready.set()
+        self._is_open = True
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            yield
+        finally:
+            for part in self._parts:
+                part.on_signal(signal.SIGTERM)
+            await asyncio.gather(*(self._running[part] for part in self._parts))
+            watching.cancel()
+            self._running[self._apis].cancel()
+            close_segments(self._weight_fds)
+
+    async def fail(self, number: int) -> None:
+        """One of the engines ends by itself. Returns when it is started again or given up."""
+        before, num = self._parts[number], len(self._failures)
+        assert isinstance(before, IdlePart)
+        before.end.set()
+        await until_async(lambda: len(self._failures) > num, "its end is noticed")
+
+
+@pytest.fixture
+def engines() -> Iterator[IdleEngines]:
+    """Two of them."""
+    engine, http = split_settings({"data_parallel_size": 2})
+    listening = Listening(http.listen)
+    yield IdleEngines(ServerConfig(engine=engine, http=http), listening=listening)
+    listening.close()
 
 
 @pytest.mark.parametrize(
@@ -33,3 +116,30 @@ def test_each_engine_has_cpus_and_addresses_of_its_own() -> None:
     assert (first.engine_number, first.cpu_sets, first.kv_events) == (0, ((0,), (1,)), "tcp://127.0.0.1:5557")
     assert (second.engine_number, second.cpu_sets) == (1, ((2,), (3,)))
     assert (second.kv_events, second.kv_events_replay) == ("tcp://127.0.0.1:5558", "ipc:///run/replay.1")
+
+
+def test_a_new_api_process_is_told_which_engines_are_down(engines: IdleEngines, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with engines.begun(tmp_path):
+            assert [told.reason for told in engines._mailboxes()] == ["", ""]
+            await engines.fail(0)
+            assert [told.reason for told in engines._mailboxes()] == ["It ended with exit code 0.", ""], "it loads"
+            engines._parts[0].is_ready.set()
+            assert [told.reason for told in engines._mailboxes()] == ["", ""]
+            for _ in range(MAX_FAILURES):
+                await engines.fail(0)
+            assert engines._running[engines._parts[0]].done(), "it is given up"
+            assert [told.reason for told in engines._mailboxes()] == ["It ended with exit code 0.", ""]
+
+    run(work())
+
+
+def test_before_clients_can_connect_engines_that_load_are_not_down(engines: IdleEngines, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with engines.begun(tmp_path):
+            engines._is_open = False
+            engines._parts[0].is_ready.clear()
+            assert [told.reason for told in engines._mailboxes()] == ["", ""], "the first `Restored` is not sent"
+            engines._is_open = True
+
+    run(work())
