@@ -327,13 +327,14 @@ class Engines:
         before, self._weight_fds = self._weight_fds, new_segments(self._config.engine)
         close_segments(before)
         for number in range(self._num):
-            part = self._parts[number]
-            if not self._running[part].done():
+            if number not in self._given_up:
                 await self._apis.vacate(number, self._service.drain_timeout)
-                self._in_restart = number
+            self._in_restart = number
+            if number not in self._given_up:
+                part = self._parts[number]  # not the one from before, if that has failed meanwhile
                 self._lose(number, "It is restarted.")
                 part.on_signal(signal.SIGTERM)
-                await asyncio.wait([self._running[part]], timeout=None)
+                await asyncio.wait([self._running[part]])
             self._given_up.discard(number)
             part = self._parts[number] = self._begin(number)
             self._in_restart = None

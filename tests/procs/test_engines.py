@@ -18,6 +18,7 @@ from pagewire.errors import ConfigError
 from pagewire.procs.engines import MAX_FAILURES, EnginePart, Engines, of_engine
 from pagewire.procs.listening import Listening
 from pagewire.procs.shared_apis import SharedApis
+from pagewire.procs.supervisor import Supervisor
 from pagewire.procs.weight_memory import close_segments, new_segments
 
 
@@ -26,6 +27,7 @@ class IdlePart(EnginePart):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.number = self._engine
         self.end = asyncio.Event()
 
     def on_signal(self, signum: signal.Signals) -> None:
@@ -38,15 +40,37 @@ class IdlePart(EnginePart):
 
 
 class IdleApis(SharedApis):
-    """They have no processes either."""
+    """They have no processes either, and something open at an engine until `may_vacate`."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.may_vacate = asyncio.Event()
+        self.num_asked = 0  # to vacate
 
     async def run(self) -> int:
         await asyncio.Event().wait()
         return 0
 
+    async def vacate(self, engine: int, within_s: float) -> None:
+        self.num_asked += 1
+        await self.may_vacate.wait()
+
 
 class IdleEngines(Engines):
     make_part = IdlePart
+
+    @property
+    def apis(self) -> IdleApis:
+        assert isinstance(self._apis, IdleApis)
+        return self._apis
+
+    def unfinished(self, number: int) -> list[Supervisor]:
+        """The parts of an engine that run."""
+        return [
+            part
+            for part, running in self._running.items()
+            if isinstance(part, IdlePart) and part.number == number and not running.done()
+        ]
 
     @asynccontextmanager
     async def begun(self, folder: Path) -> AsyncIterator[None]:
@@ -73,8 +97,8 @@ class IdleEngines(Engines):
         finally:
             for part in self._parts:
                 part.on_signal(signal.SIGTERM)
-            await asyncio.gather(*(self._running[part] for part in self._parts))
             watching.cancel()
+            await asyncio.gather(*(self._running[part] for part in self._parts))
             self._running[self._apis].cancel()
             close_segments(self._weight_fds)
 
@@ -141,5 +165,49 @@ def test_before_clients_can_connect_engines_that_load_are_not_down(engines: Idle
             engines._parts[0].is_ready.clear()
             assert [told.reason for told in engines._mailboxes()] == ["", ""], "the first `Restored` is not sent"
             engines._is_open = True
+
+    run(work())
+
+
+def test_an_engine_that_fails_while_it_is_vacated_is_restarted_once_more(
+    engines: IdleEngines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> None:
+        async with engines.begun(tmp_path):
+            engines.on_hangup()
+            await until_async(lambda: engines.apis.num_asked == 1, "engine 0 is vacated")
+            await engines.fail(0)
+            (failed,) = engines.unfinished(0)
+            engines.apis.may_vacate.set()
+            await until_async(lambda: failed not in engines.unfinished(0), "what has started meanwhile ends")
+            await until_async(lambda: engines.unfinished(0), "and another one starts")
+            assert engines.unfinished(0) == [engines._parts[0]], "two in one folder"
+            engines._parts[0].is_ready.set()
+            await until_async(
+                lambda: engines.apis.num_asked == 2 and not engines._parts[1].is_ready.is_set(), "the next"
+            )
+            engines._parts[1].is_ready.set()
+            assert engines._restarting is not None
+            await engines._restarting
+            assert engines.unfinished(1) == [engines._parts[1]]
+
+    run(work())
+    assert "every engine was restarted" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_given_up_while_it_is_vacated_is_restarted(engines: IdleEngines, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with engines.begun(tmp_path):
+            engines.on_hangup()
+            await until_async(lambda: engines.apis.num_asked == 1, "engine 0 is vacated")
+            for _ in range(MAX_FAILURES + 1):
+                await engines.fail(0)
+            given_up, epoch = engines._parts[0], engines._epochs[0]
+            assert not engines.unfinished(0)
+            engines.apis.may_vacate.set()
+            await until_async(lambda: engines._parts[0] is not given_up, "it starts again")
+            assert engines.unfinished(0) == [engines._parts[0]] and engines._epochs[0] == epoch, "it was lost once"
+            assert engines._restarting is not None
+            engines._restarting.cancel()
 
     run(work())
