@@ -135,8 +135,8 @@ class Gateway:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The last reports of the cores that have reported."""
-        return [engine.snapshot for engine in self.engines if engine.snapshot is not None]
+        """The last reports of the cores that have reported, without those of engines that are away."""
+        return [engine.snapshot for engine in self.engines if engine.snapshot is not None and not engine.is_away]
 
     @property
     def outage(self) -> Outage | None:
@@ -433,6 +433,8 @@ class Gateway:
         killer = engine.poison_detector.blame(r for r in requests if r.was_with(kinds))
         if not kinds or "core" in kinds or "worker" in kinds:  # with its prefix cache
             self._choice.lost(engine)
+        if not kinds:
+            engine.forget_load()
         engine.settle()
         if killer is not None:
             engine.poison_detector.remember(fingerprint(killer.submits))
