@@ -30,7 +30,7 @@ from .shared_apis import SharedApis
 from .supervisor import Supervisor
 from .template import Templates
 from .topology import kind
-from .weight_memory import close_segments, new_segments
+from .weight_memory import close_segments, keeps_on_device, new_segments
 
 MAX_FAILURES = 3  # of engines within FAILURES_WINDOW_S; one more ends the launch
 FAILURES_WINDOW_S = 60.0
@@ -148,8 +148,10 @@ class Engines:
     # ── as of a supervisor ───────────────────────────────────────────────────────────────────────────────────────────
 
     def weights_for(self, config: EngineConfig) -> list[int]:
-        """New descriptors of the packed weights, if another engine's are the same; else none."""
-        return self._parts[0].weights_for(config)
+        """New descriptors of the packed weights, if another engine's are the same; else none. Those of a part are
+        closed when it has ended."""
+        can_share = config.weights_key == self._config.engine.weights_key and not keeps_on_device(config)
+        return [os.dup(fd) for fd in self._weight_fds] if can_share else []
 
     def serve(self) -> None:
         """Has the api listen as soon as every process is ready."""

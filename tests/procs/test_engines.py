@@ -2,6 +2,7 @@
 end, without processes."""
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -113,7 +114,7 @@ class IdleEngines(Engines):
 @pytest.fixture
 def engines() -> Iterator[IdleEngines]:
     """Two of them."""
-    engine, http = split_settings({"data_parallel_size": 2})
+    engine, http = split_settings({"data_parallel_size": 2, "kernels": "compiled"})
     listening = Listening(http.listen)
     yield IdleEngines(ServerConfig(engine=engine, http=http), listening=listening)
     listening.close()
@@ -209,5 +210,19 @@ def test_an_engine_that_is_given_up_while_it_is_vacated_is_restarted(engines: Id
             assert engines.unfinished(0) == [engines._parts[0]] and engines._epochs[0] == epoch, "it was lost once"
             assert engines._restarting is not None
             engines._restarting.cancel()
+
+    run(work())
+
+
+def test_weights_are_shared_also_when_an_engine_is_given_up(engines: IdleEngines, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with engines.begun(tmp_path):
+            for _ in range(MAX_FAILURES + 1):
+                await engines.fail(0)
+            same = replace(engines._config.engine, max_num_seqs=3)
+            shared = engines.weights_for(same)
+            assert shared and [os.fstat(fd) for fd in shared] == [os.fstat(fd) for fd in engines._weight_fds]
+            close_segments(shared)
+            assert engines.weights_for(replace(same, dtype="bfloat16")) == []
 
     run(work())
