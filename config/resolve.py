@@ -31,6 +31,8 @@ from .gpu import LEAST_CAPABILITY, check_fp8, show_capability
 from .latency_classes import check_classes
 from .plugins import split_spec
 
+_ANY_HOST = {"*", "0.0.0.0", "[::]"}
+
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
     """What every process of the engine is given. Raises ConfigError for options that exclude each other, or that this
@@ -285,6 +287,27 @@ def _check_kv_events(names: Sequence[str], options: EngineOptions) -> None:
             f"--kv-events: the model's name {names[0]!r} contains @, which separates the parts of the topic "
             "kv@HOST@MODEL; give another one with --served-model-name."
         )
+    _check_event_ports(options)
+
+
+def _check_event_ports(options: EngineOptions) -> None:
+    """Several engines take the ports from the first one's on (`procs/engines.py`)."""
+    events, replay = _host_and_port(options.kv_events), _host_and_port(options.kv_events_replay)
+    if events is None or replay is None:
+        return
+    (host, first), (other_host, second), num = events, replay, options.data_parallel_size
+    can_meet = host == other_host or not _ANY_HOST.isdisjoint((host, other_host))
+    if can_meet and abs(first - second) < num:
+        raise ConfigError(
+            f"--kv-events takes the ports {first} to {first + num - 1}, one for each engine, and --kv-events-replay "
+            f"{second} to {second + num - 1}; give them ports that are at least {num} apart."
+        )
+
+
+def _host_and_port(address: str | None) -> tuple[str, int] | None:
+    """None: it has no port."""
+    base, colon, port = (address or "").rpartition(":")
+    return (base.removeprefix("tcp://"), int(port)) if colon and port.isdigit() else None
 
 
 def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:

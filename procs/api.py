@@ -91,15 +91,18 @@ class ApiActor:
         name: str = "api",
         index: int = 0,
         engines: Sequence[Post] = (),
+        outages: Sequence[str] = (),
         models: Sequence[EngineConfig] = (),
         settings: Settings | None = None,
     ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
         bits of its rids. `engines`: what sends to each of several engines; `start` is given what sends to one.
-        `models`: those that they serve, if there are several; the engines of each follow each other. `settings`: that
-        hold instead of `config`."""
+        `outages`: why each of them takes no requests until it is restored; empty: it takes them. `models`: those that
+        they serve, if there are several; the engines of each follow each other. `settings`: that hold instead of
+        `config`."""
         self._name = name
         self._engines = engines
+        self._outages = outages
         self._models = models
         self._start = config
         self._settings = Settings(0, config, http) if settings is None else settings
@@ -165,6 +168,8 @@ class ApiActor:
         if residence is not None:  # until it is said to be there
             why = f"{config.served_model_names[0]} is not loaded."
             gateway.handle([Reset(1, 1, (), why, engine.number) for engine in gateway.engines])
+        else:
+            gateway.handle([Reset(1, 1, (), why, engine) for engine, why in enumerate(self._outages) if why])
         return Served(
             gateway,
             config,

@@ -62,6 +62,7 @@ class EngineMailboxes(Struct, frozen=True):
     epoch: int
     device_epoch: int
     config: EngineConfig | None = None  # of the first engine of one of several models; the next ones serve it as well
+    reason: str = ""  # why it takes no requests until it is `Restored`; empty: it takes them
 
 
 class Launch(Struct, frozen=True):
@@ -269,6 +270,7 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
                 name=name,
                 index=first_rid,
                 engines=engines,
+                outages=[each.reason for each in launch.engines],
                 models=models,
                 settings=launch.settings,
             )

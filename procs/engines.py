@@ -30,7 +30,7 @@ from .shared_apis import SharedApis
 from .supervisor import Supervisor
 from .template import Templates
 from .topology import kind
-from .weight_memory import close_segments, new_segments
+from .weight_memory import close_segments, keeps_on_device, new_segments
 
 MAX_FAILURES = 3  # of engines within FAILURES_WINDOW_S; one more ends the launch
 FAILURES_WINDOW_S = 60.0
@@ -134,6 +134,7 @@ class Engines:
         self._parts: list[EnginePart] = []
         self._running: dict[Supervisor, asyncio.Task[int]] = {}
         self._epochs: list[tuple[int, int]] = [(1, 1)] * self._num  # in which each engine began, or will begin
+        self._why_lost = ["It has ended."] * self._num  # a sentence: why each engine was lost last
         self._restarting: asyncio.Task[None] | None = None
         self._in_restart: int | None = None  # the engine that ends or starts because of SIGHUP
         self._failures: deque[tuple[float, int]] = deque()  # when an engine ended by itself, and which
@@ -147,8 +148,10 @@ class Engines:
     # ── as of a supervisor ───────────────────────────────────────────────────────────────────────────────────────────
 
     def weights_for(self, config: EngineConfig) -> list[int]:
-        """New descriptors of the packed weights, if another engine's are the same; else none."""
-        return self._parts[0].weights_for(config)
+        """New descriptors of the packed weights, if another engine's are the same; else none. Those of a part are
+        closed when it has ended."""
+        can_share = config.weights_key == self._config.engine.weights_key and not keeps_on_device(config)
+        return [os.dup(fd) for fd in self._weight_fds] if can_share else []
 
     def serve(self) -> None:
         """Has the api listen as soon as every process is ready."""
@@ -251,9 +254,16 @@ class Engines:
             EngineMailboxes(
                 {name: f"ipc://{folder}/{name}" for name in ("tokenizer", "core")},
                 *max(part.epochs, self._epochs[number]),
+                reason="" if self._takes_requests(number) else self._why_lost[number],
             )
             for number, (part, folder) in enumerate(zip(self._parts, self._folders, strict=True))
         )
+
+    def _takes_requests(self, number: int) -> bool:
+        """False from the loss of an engine until it is ready again. All are, once clients can connect."""
+        part = self._parts[number]
+        is_lost = self._epochs[number] > part.epochs or self._running[part].done()
+        return not self._is_open or (part.is_ready.is_set() and not is_lost)
 
     def _notes(self) -> list[str]:
         return [f"{self._num} engines", *dict.fromkeys(note for part in self._parts for note in part.notes)]
@@ -310,6 +320,7 @@ class Engines:
         """Has the api processes send its requests to the others."""
         chain, device = max(self._parts[number].epochs, self._epochs[number])
         self._epochs[number] = chain + 1, device + 1
+        self._why_lost[number] = why
         self._apis.tell(Reset(chain + 1, device + 1, (), why, number))
 
     async def _restart_in_turn(self) -> None:
@@ -318,13 +329,14 @@ class Engines:
         before, self._weight_fds = self._weight_fds, new_segments(self._config.engine)
         close_segments(before)
         for number in range(self._num):
-            part = self._parts[number]
-            if not self._running[part].done():
+            if number not in self._given_up:
                 await self._apis.vacate(number, self._service.drain_timeout)
-                self._in_restart = number
+            self._in_restart = number
+            if number not in self._given_up:
+                part = self._parts[number]  # not the one from before, if that has failed meanwhile
                 self._lose(number, "It is restarted.")
                 part.on_signal(signal.SIGTERM)
-                await asyncio.wait([self._running[part]], timeout=None)
+                await asyncio.wait([self._running[part]])
             self._given_up.discard(number)
             part = self._parts[number] = self._begin(number)
             self._in_restart = None

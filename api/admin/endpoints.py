@@ -118,6 +118,11 @@ class AdminEndpoints:
 
     async def _ask(self, message: Sleep | Wake) -> Slept:
         self._service.check_health()
+        engines = self._service.gateway.engines
+        for engine in engines:  # one that was given up would never answer
+            if engine.outage is not None:
+                which = f"Engine {engine.number} is not ready. " if len(engines) > 1 else ""
+                raise RequestError("unavailable", f"{which}{engine.outage.reason} Ask again when it is ready.")
         answer = await self._sleeper.ask(message)
         if answer.is_asleep != isinstance(message, Sleep):
             raise RequestError("unavailable", answer.problem or "Another administrator has asked for the opposite.")

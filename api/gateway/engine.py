@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from msgspec import MsgspecError, Struct
+from msgspec.structs import replace
 
 from ...ipc.messages import Cancel, ChatPrompt, Describe, Detokenize, IdsPrompt, Snapshot, Submit, TextPrompt, Tokenize
 from ..engines.choice import Choice, Condition, Conversation, Member
@@ -48,6 +49,18 @@ class Engine(Member):
         self._choice = choice
         choice.add(self)
         self.settle()
+
+    @property
+    def is_away(self) -> bool:
+        """All of it was lost, and is not whole again."""
+        return self.outage is not None and not self.outage.lost
+
+    def forget_load(self) -> None:
+        """All of it is lost: the last report counts no more. Its totals stay, because counters must not go back."""
+        if self.snapshot is not None:
+            self.snapshot = replace(
+                self.snapshot, num_running=0, num_waiting=0, num_blocks_used=0, step_age_s=0.0, is_asleep=False
+            )
 
     @property
     def takes_requests(self) -> bool:

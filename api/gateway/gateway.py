@@ -68,6 +68,7 @@ FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored
 
 
 _KILLED = "The engine has died twice while it worked on this request; it is not tried again."
+_SUSPECT = "The request was in two deaths of processes, so only its engine may try it again, and that one is lost."
 _OUTAGE = "A part of the engine has died and is being replaced; try again later."
 
 
@@ -135,8 +136,8 @@ class Gateway:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The last reports of the cores that have reported."""
-        return [engine.snapshot for engine in self.engines if engine.snapshot is not None]
+        """The last reports of the cores that have reported, without those of engines that are away."""
+        return [engine.snapshot for engine in self.engines if engine.snapshot is not None and not engine.is_away]
 
     @property
     def outage(self) -> Outage | None:
@@ -406,12 +407,20 @@ class Gateway:
         return self._choice.choose(prompt.blocks, prompt.conversation, self._clock(), key_of=prompt.key_of)
 
     def _hold(self, request: OpenRequest) -> None:
-        """It waits for an engine: as long as it takes if one had admitted it, else for a while."""
+        """It waits for an engine: as long as it takes if one had admitted it, else for a while. One that may have
+        killed twice waits for its own engine, which may never come if all of it was lost."""
         self._held[request] = None
-        request.hold(self._outage_wait_s, self._give_up)
+        own = None if request.engine is None else self.engines[request.engine]
+        is_patient = own is None or not own.is_away or request.num_deaths <= 1
+        request.hold(self._outage_wait_s, self._give_up, is_patient=is_patient)
 
     def _give_up(self, request: OpenRequest) -> None:
-        if request in self._held:
+        if request not in self._held:
+            return
+        own = None if request.engine is None else self.engines[request.engine]
+        if own is not None and own.is_away and own.outage is not None and request.num_deaths > 1:
+            self._end(request, EngineFailed(f"{_SUSPECT} {own.outage.reason}"))
+        else:
             self._end(request, RequestError("unavailable", self._why_late))
 
     @property
@@ -433,6 +442,8 @@ class Gateway:
         killer = engine.poison_detector.blame(r for r in requests if r.was_with(kinds))
         if not kinds or "core" in kinds or "worker" in kinds:  # with its prefix cache
             self._choice.lost(engine)
+        if not kinds:
+            engine.forget_load()
         engine.settle()
         if killer is not None:
             engine.poison_detector.remember(fingerprint(killer.submits))
@@ -441,6 +452,8 @@ class Gateway:
             if request.num_open:
                 engine.lift(request)
                 self._hold(request)
+        for request in [r for r in self._held if r.engine == engine.number and r.num_deaths > 1]:
+            self._hold(request)  # what it waits for may have changed
         for asked in self._questions.values():
             if asked.engine is engine:
                 asked.engine = None
@@ -458,6 +471,9 @@ class Gateway:
         engine.outage = None
         self._choice.leaves(engine, False)
         self._held = dict.fromkeys(sorted(self._held, key=lambda request: request.number))
+        for request in self._held:
+            if request.engine == engine.number and not request.num_unanswered:
+                request.release()  # its engine has come
         engine.poison_detector.line_up(r for r in self._held if r.num_deaths and r.engine == engine.number)
         self._place_held()
 

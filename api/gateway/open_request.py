@@ -58,7 +58,7 @@ class OpenRequest:
         self.num_deaths = 0  # of processes that may have worked on it
         *firsts, _ = accumulate((submit.n for submit in submits), initial=0)
         self.firsts = frozenset(firsts)  # the first choice of each prompt
-        self._patience: asyncio.TimerHandle | None = None  # while it is held and has no answer
+        self._patience: asyncio.TimerHandle | None = None  # while it is held, for a while at most
 
     @property
     def open_sequences(self) -> list[OpenSequence]:
@@ -127,9 +127,9 @@ class OpenRequest:
             or ("grammar" in kinds and any(submit.constraint is not None for submit in self.submits))
         )
 
-    def hold(self, wait_s: float, give_up: Callable[["OpenRequest"], None]) -> None:
-        """It waits for the engine; for `wait_s` at most if the engine has not admitted it."""
-        if self.num_unanswered and self._patience is None:
+    def hold(self, wait_s: float, give_up: Callable[["OpenRequest"], None], *, is_patient: bool = True) -> None:
+        """It waits for the engine; for `wait_s` at most if the engine has not admitted it, or it is not patient."""
+        if (self.num_unanswered or not is_patient) and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(wait_s, give_up, self)
 
     def release(self) -> None:

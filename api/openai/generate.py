@@ -33,6 +33,7 @@ _encode = msgspec.json.Encoder().encode
 _REFUSED = ("features", "content_parts", "ec_transfer_params")
 _PARAMS = "sampling_params"
 _TRANSFER = "kv_transfer_params"
+_FIELDS = frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__))
 _OWN = ("extra_args", "max_tokens", "detokenize", "logits_processors")  # of the parameters, not copied
 
 
@@ -90,7 +91,7 @@ def generate_submits(request: GenerateRequest, config: EngineConfig, salt: bytes
     extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _TRANSFER}
     for name, value in extra_args.items():
         # A renderer puts what these parameters cannot say under the name of the request's field.
-        if value is not None and (config.runner_plugin is None or name in ChatRequest.__struct_fields__):
+        if value is not None and (config.runner_plugin is None or name in _FIELDS):
             raise unsupported(f"{_PARAMS}.extra_args.{name[:100]}")
     shows_text = request.output_mode == "text"
     if shows_text and params.detokenize is False:

@@ -1,8 +1,8 @@
 """The render endpoints: the tokens of a request and its parameters, as a request to /inference/v1/generate.
 
 Routers ask for the tokens to find out which engine has their KV; a coordinator sends the result to engines that need no
-tokenizer. What such a request cannot say, a forced format of a chat's output for example, stands in `extra_args` under
-its field's name, so that /inference/v1/generate refuses it rather than ignore it.
+tokenizer. What such a request cannot say, a beam search or a forced format of a chat's output for example, stands in
+`extra_args` under its field's name, so that /inference/v1/generate refuses it rather than ignore it.
 """
 
 import asyncio
@@ -20,13 +20,15 @@ from ..output.service import Service
 from ..output.shapes import GenerationRequest
 from .generate_types import GenerateRequest, GenerateSampling
 from .plain_tools import with_plain_tools
-from .translate import chat_submits, completion_submits, decode_body, request_decoder
+from .translate import chat_submits, completion_submits, decode_body, num_candidates, request_decoder
 from .types import ChatRequest, CompletionRequest
 
 _FORMATS = (
     "tool_choice", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "regex", "ebnf", "grammar", "json_schema", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
+
+_OTHERS = ("use_beam_search", "echo", "resume_token_ids")
 
 
 class RenderEndpoints:
@@ -119,13 +121,19 @@ def _truncated(ids: list[int], submit: Submit, config: EngineConfig) -> list[int
 
 def _params(request: GenerationRequest, submit: Submit) -> GenerateSampling:
     sampling, limits, text = submit.sampling, submit.limits, submit.text
-    structured = request.structured_outputs
-    lost = [name for name in _FORMATS if getattr(request, name, None)] if submit.constraint is not None else []
+    structured, logprobs = request.structured_outputs, sampling.logprobs
+    lost = [name for name in _OTHERS if getattr(request, name, None)]
+    if isinstance(request, CompletionRequest):
+        logprobs = request.logprobs  # without those by which candidates are ranked
+        if num_candidates(request) > (request.n or 1):
+            lost.append("best_of")
+    if submit.constraint is not None:
+        lost += [name for name in _FORMATS if getattr(request, name, None)]
     if submit.constraint is not None and structured is not None and isinstance(request, ChatRequest):
         lost.append("structured_outputs")  # a chat's constraint also covers the reasoning
         structured = None
     return GenerateSampling(
-        n=submit.n,
+        n=request.n or 1,
         max_tokens=limits.max_tokens,
         min_tokens=limits.min_tokens or None,
         temperature=sampling.temperature,
@@ -143,9 +151,9 @@ def _params(request: GenerationRequest, submit: Submit) -> GenerateSampling:
         logit_bias=sampling.logit_bias,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         bad_words=list(submit.bad_words) or None,
-        logprobs=sampling.logprobs,
+        logprobs=logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         skip_special_tokens=None if text.skip_special_tokens else False,
         structured_outputs=structured,
-        extra_args=dict.fromkeys(lost, True) or None,
+        extra_args={**(request.vllm_xargs or {}), **dict.fromkeys(lost, True)} or None,
     )

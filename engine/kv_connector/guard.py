@@ -67,7 +67,8 @@ class Guarded:
             check(options)
 
     def core(self, options: Options, facts: ConnectorFacts) -> TierConnector:
-        return GuardedCore(tier_connector(self._connector.core(options, facts), self._name, facts), self._name)
+        inner = tier_connector(self._connector.core(options, facts), self._name, facts)
+        return GuardedCore(inner, self._name, facts.num_groups)
 
     def worker(self, options: Options, facts: ConnectorFacts) -> WorkerConnector:
         return GuardedWorker(self._connector.worker(options, facts), self._name)
@@ -92,9 +93,12 @@ class _Half:
 
 
 class GuardedCore(_Half):
-    def __init__(self, inner: TierConnector, name: str) -> None:
+    def __init__(self, inner: TierConnector, name: str, num_groups: int) -> None:
+        """`num_groups`: of the cache."""
         super().__init__(name)
         self._inner = inner
+        self._num_groups = num_groups
+        self._has_warned = False  # that events were left out
         self._loads: list[tuple[int, bytes]] = []  # for the next plan
         self._held: list[int] = []
 
@@ -144,7 +148,20 @@ class GuardedCore(_Half):
         self._call(None, self._inner.update_connector_output, output)
 
     def take_events(self) -> list[KvEvent]:
-        return self._call([], self._inner.take_events)
+        def told() -> list[KvEvent]:
+            events = self._inner.take_events()
+            valid = [event for event in events if event.keys and 0 <= event.group < self._num_groups]
+            if len(valid) < len(events) and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the KV connector %s tells events without keys, or of groups that this cache of %d does not have; "
+                    "they are left out",
+                    self._name,
+                    self._num_groups,
+                )
+            return valid
+
+        return self._call([], told)
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
         return self._call((), self._inner.tiers)

@@ -402,3 +402,29 @@ def test_an_override_out_of_bounds_is_refused(override: dict[str, object], sente
     with pytest.raises(ConfigError) as error:
         decide(make_config(override_generation_config=override))
     assert str(error.value) == f"--override-generation-config: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("num", "replay", "is_refused"),
+    [
+        (1, "tcp://*:5558", False),
+        (1, "tcp://*:5557", True),
+        (2, "tcp://*:5558", True),
+        (2, "tcp://127.0.0.1:5556", True),
+        (2, "tcp://*:5559", False),
+        (2, "tcp://*:5555", False),
+        (2, "ipc:///run/replay", False),
+        (2, None, False),
+    ],
+)
+def test_the_ports_of_kv_events_and_of_their_replay_do_not_overlap(
+    num: int, replay: str | None, is_refused: bool
+) -> None:
+    config = make_config(data_parallel_size=num, kv_events="tcp://*:5557", kv_events_replay=replay)
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"at least {num} apart"):
+            decide(config)
+    else:
+        assert decide(config).kv_events_replay == replay
+    apart = make_config(data_parallel_size=2, kv_events="tcp://127.0.0.1:5557", kv_events_replay="tcp://127.0.0.2:5558")
+    assert decide(apart).kv_events == "tcp://127.0.0.1:5557", "of different addresses"

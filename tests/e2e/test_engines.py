@@ -1,6 +1,7 @@
 """Several engines behind one api: deaths in one of them under streams, restarts in turn, and what clients see of it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import httpx
 import msgspec
+import psutil
 import pytest
 import zmq
 from waiting import until
@@ -158,6 +160,43 @@ def test_any_process_of_an_engine_may_die_and_engines_restart_in_turn(start: Sta
     until(lambda: cores.isdisjoint(pids(server, "core")), "both engines are replaced", 120)
     until(lambda: server.answers("/ready"), "the new engines serve", 120)
     assert not differences(expected, asyncio.run(read_streams(server.url, asked, [0])))
+    assert server.stop() == 0, server.log.read_text()
+
+
+def fail_engine(server: Server, number: int) -> None:
+    """Kills its processes until it cannot be healed and is started again."""
+    names = [f"{kind} of engine {number}" for kind in ("tokenizer", "detokenizer", "grammar")]
+
+    def has_failed() -> bool:
+        if f"engine {number} has failed and is started again" in server.log.read_text():
+            return True
+        children = server.children()
+        for name in names:
+            if name in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    children[name].kill()
+        return False
+
+    until(has_failed, "the engine has failed", 60)
+
+
+@pytest.mark.long
+def test_an_api_process_that_starts_while_an_engine_loads_sends_that_one_nothing(start: Start) -> None:
+    server = start(*FLAGS).wait_ready()
+    fail_engine(server, 0)
+    until(lambda: "core of engine 0" in server.children(), "it starts again", 60)
+    loading = server.children()["core of engine 0"]
+    loading.suspend()  # until then it is not ready
+    server.children()["api"].kill()
+    until(lambda: server.answers("/ready"), "the api is replaced", 60)
+    assert [engine["ready"] for engine in engines_of(server)] == [False, True], server.log.read_text()
+    body = {"max_tokens": 2, "temperature": 0}
+    for prompt in ("One", "Two", "Three", "Four"):
+        assert httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}, timeout=60).status_code == 200
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt}, timeout=60)
+        assert answer.status_code == 200, answer.text
+    loading.resume()
+    wait_until_all_take_requests(server)
     assert server.stop() == 0, server.log.read_text()
 
 

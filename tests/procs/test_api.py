@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,37 @@ from pagewire.config.config import MachineFacts, ModelFacts
 from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve, resolve_http
 from pagewire.errors import ConfigError
-from pagewire.ipc.messages import IdsPrompt, Limits, Ping, Reset, Sampling, Stop, Submit, TextSpec, ids_to_bytes
+from pagewire.ipc.actor import Post
+from pagewire.ipc.messages import (
+    Describe,
+    IdsPrompt,
+    Limits,
+    Ping,
+    Reset,
+    Restored,
+    Sampling,
+    Stop,
+    Submit,
+    TextSpec,
+    ids_to_bytes,
+)
 from pagewire.procs.api import ApiActor
 
 
-def make_actor(tmp_path: Path, http_fd: int = -1, **settings: object) -> ApiActor:
+def make_actor(
+    tmp_path: Path, http_fd: int = -1, engines: Sequence[Post] = (), outages: Sequence[str] = (), **settings: object
+) -> ApiActor:
     facts = ModelFacts(
         path=str(tmp_path), name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32"
     )
     config = make_config(**settings)
-    return ApiActor(resolve(config, facts, MachineFacts(num_cores=1)), resolve_http(config, (), ()), http_fd=http_fd)
+    return ApiActor(
+        resolve(config, facts, MachineFacts(num_cores=1)),
+        resolve_http(config, (), ()),
+        http_fd=http_fd,
+        engines=engines,
+        outages=outages,
+    )
 
 
 def observers(actor: ApiActor) -> list[Observer]:
@@ -80,6 +103,35 @@ def test_a_failed_engine_is_unhealthy_while_it_answers_its_last_requests(tmp_pat
         with pytest.raises(EngineFailed, match="has failed"):
             await anext(stream)
         await asyncio.wait_for(stopping, 10.0)  # and not the 60 s that it drains for
+        actor._socket.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_new_process_sends_nothing_to_an_engine_that_is_down(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        posted: list[tuple[int, object]] = []
+
+        def post(engine: int, receiver: str, message: object) -> None:
+            posted.append((engine, message))
+
+        actor = make_actor(
+            tmp_path, socket.socket().detach(), [partial(post, 0), partial(post, 1)], ["It has ended.", ""]
+        )
+        actor.start(lambda receiver, message: None)
+        gateway = actor._served[0].gateway
+        submits = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
+        for _ in range(3):
+            gateway.submit(submits)
+        asking = asyncio.create_task(gateway.describe_tokenizer())
+        await asyncio.sleep(0)
+        assert [engine for engine, _ in posted] == [1] * 4 and isinstance(posted[-1][1], Describe)
+        assert actor._complaint_of_model(0) is None
+        assert [engine.is_able for engine in gateway.engines] == [False, True]
+        actor.handle([Restored(1, 0)])
+        gateway.submit(submits)
+        assert posted[-1][0] == 0
+        asking.cancel()
         actor._socket.close()
 
     asyncio.run(scenario())

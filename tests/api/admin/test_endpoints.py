@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from harness import Client, FakeEngine, make_app, request, run
 
+from pagewire.api.admin.endpoints import Sleeper
+from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.access import ApiKey
+from pagewire.ipc.messages import Reset
 
 ON: dict[str, Any] = {"admin_keys": (ApiKey("admin"),), "enable_sleep_mode": True}
 ADMIN = {"authorization": "Bearer admin"}
@@ -66,3 +69,14 @@ def test_a_wake_that_fails_is_a_503() -> None:
     engine.problem = "There is too little free memory to wake up; free some and try again."
     answer = request(engine, "/wake_up", b"", method="POST", headers=ADMIN, **ON)
     assert answer.status == 503 and "too little free memory" in answer.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
+def test_while_an_engine_is_not_ready_nobody_waits_for_its_answer(path: str) -> None:
+    engine = FakeEngine()
+    engine.gateway = Gateway(engine.post, lambda message: None)
+    engine.sleeper = Sleeper(engine.rest, lambda message: None)
+    engine.gateway.handle([Reset(2, 2, (), "It has ended.", 1)])
+    answer = request(engine, path, b"", method="POST", headers=ADMIN, **ON)
+    assert answer.status == 503 and "Engine 1 is not ready. It has ended." in answer.error["message"]
+    assert not engine.is_asleep, "no engine sleeps alone"

@@ -159,6 +159,52 @@ def test_a_request_that_was_in_two_deaths_kills_no_third_process() -> None:
     run(work())
 
 
+def two_suspects(pair: Pair) -> tuple[list[Stream], list[Stream]]:
+    """Two admitted requests that were in two deaths and wait for engine 1, and two others, which engine 0 has."""
+    streams = dict(zip("abcd", pair.submit(*"abcd"), strict=True))
+    first = pair.take(0)
+    for submit in (*first, *pair.take(1)):
+        pair.emit(submit.rid, [7])
+    pair.die(0, "worker")
+    pair.restore(0)
+    pair.die(1, "worker")
+    suspects = [submit.prompt.text for submit in first if isinstance(submit.prompt, TextPrompt)]
+    assert len(suspects) == 2 and not set(suspects) & set(pair.prompts(0))
+    pair.take(1)
+    return [streams.pop(text) for text in suspects], list(streams.values())
+
+
+def test_a_request_that_was_in_two_deaths_ends_with_its_engine() -> None:
+    async def work() -> None:
+        pair = Pair()
+        suspects, others = two_suspects(pair)
+        pair.die(1)  # it is given up
+        for stream in suspects:
+            assert len(await anext(stream)) == 1
+            with pytest.raises(EngineFailed, match=r"two deaths .* It died\."):
+                await anext(stream)
+        assert not pair.take(0) and pair.gateway.num_open == len(others)
+
+    run(work())
+
+
+def test_a_request_that_was_in_two_deaths_goes_on_with_its_engine() -> None:
+    async def work() -> None:
+        pair = Pair()
+        _, others = two_suspects(pair)
+        others[0].cancel()
+        pair.die(1)
+        pair.restore(1)
+        assert len(pair.take(1)) == 1, "the other waits for its turn"
+        pair.die(0)
+        (late,) = pair.submit("late")
+        with pytest.raises(RequestError, match="try again later"):
+            await late.admitted()
+        assert pair.gateway.num_open == 3, "those that were there wait on"
+
+    run(work())
+
+
 def test_after_the_death_of_an_api_process_requests_stay_where_they_were() -> None:
     async def work() -> None:
         pair = Pair()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from harness import run
+from msgspec.structs import replace
 
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.api.gateway.output_buffer import MAX_UNREAD_BYTES
@@ -20,6 +21,8 @@ from pagewire.ipc.messages import (
     Failed,
     Limits,
     PromptEcho,
+    Reset,
+    Restored,
     Sampling,
     Snapshot,
     Submit,
@@ -304,3 +307,19 @@ def test_admission_waits_for_every_sequence() -> None:
         await admitted
 
     run(work())
+
+
+def test_the_last_report_of_an_engine_that_is_away_does_not_count() -> None:
+    gateway = Gateway(lambda message: None, lambda message: None, clock=lambda: 0.0)
+    full = Snapshot(9, 3, 4, 100, 60, 0, 70, 20, 50, 2.5, is_asleep=True)
+    gateway.handle([full, replace(full, engine=1)])
+    gateway.handle([Reset(2, 2, ("tokenizer",), "It died.", 0)])
+    assert len(gateway.snapshots) == 2, "its core goes on"
+    gateway.handle([Reset(3, 3, (), "It has ended.", 0)])
+    assert gateway.snapshots == [replace(full, engine=1)]
+    left = gateway.engines[0].snapshot
+    assert left is not None, "/metrics shows its totals"
+    assert (left.num_running, left.num_waiting, left.num_blocks_used, left.step_age_s) == (0, 0, 0, 0.0)
+    assert (left.num_prompt_tokens, left.num_output_tokens, left.num_blocks) == (70, 50, 100) and not left.is_asleep
+    gateway.handle([Restored(3, 0), replace(full, num_running=1)])
+    assert [core.num_running for core in gateway.snapshots] == [1, 3]

@@ -27,6 +27,11 @@ def render(path: str, body: dict[str, Any]) -> Answer:
     return answer
 
 
+def _first(rendered: Any) -> Any:
+    """That of the first prompt."""
+    return rendered[0] if isinstance(rendered, list) else rendered
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -41,9 +46,7 @@ def test_generate_continues_what_was_rendered_as_if_it_had_been_sent_at_once(pat
     direct, again = FakeEngine(), FakeEngine()
     body = body if path in ("/v1/responses", "/v1/messages") else {**body, **PARAMS}
     assert request(direct, path, body).status == 200
-    rendered = render(path, body).json
-    if path == "/v1/completions":
-        (rendered,) = rendered
+    rendered = _first(render(path, body).json)
     assert rendered["token_ids"] and all(isinstance(one, int) for one in rendered["token_ids"])
     answer = request(again, "/inference/v1/generate", rendered)
     assert answer.status == 200, answer.error
@@ -78,6 +81,48 @@ def test_an_empty_prompt_is_refused_as_it_would_be() -> None:
     for prompt in ("", ["a", ""]):
         answer = render("/v1/completions", {"prompt": prompt})
         assert (answer.status, answer.error["message"]) == (400, "The prompt is empty.")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 1, "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": "a", "resume_token_ids": [[98]]}, "resume_token_ids"),
+        ("/v1/chat/completions", {**CHAT, "use_beam_search": True}, "use_beam_search"),
+        ("/v1/chat/completions", {**CHAT, "echo": True}, "echo"),
+        ("/v1/chat/completions", {**CHAT, "n": 2, "resume_token_ids": [[98], [99]]}, "resume_token_ids"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"runner_plugin": "module:Class"}])
+def test_what_a_rendered_request_cannot_say_is_refused_later_by_name(
+    path: str, body: dict[str, Any], name: str, settings: dict[str, Any]
+) -> None:
+    rendered = _first(render(path, body).json)
+    assert rendered["sampling_params"].get("n", 1) == body.get("n", 1) and "logprobs" not in rendered["sampling_params"]
+    answer = request(FakeEngine(), "/inference/v1/generate", rendered, **settings)
+    assert (answer.status, answer.error["param"]) == (400, f"sampling_params.extra_args.{name}")
+
+
+def test_a_best_of_that_is_n_is_no_more_than_n() -> None:
+    engine = FakeEngine()
+    (rendered,) = render("/v1/completions", {"prompt": "a", "n": 2, "best_of": 2, "logprobs": 3}).json
+    assert request(engine, "/inference/v1/generate", rendered).status == 200
+    (submit,) = engine.submits
+    assert (submit.n, submit.sampling.logprobs) == (2, 3)
+
+
+def test_arguments_for_the_runner_plugin_are_kept() -> None:
+    plugin: dict[str, Any] = {"runner_plugin": "module:Class"}
+    args = {"voice": "low", "pitch": [1, 2]}
+    for path, prompt in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"})):
+        direct, again, body = FakeEngine(), FakeEngine(), {**prompt, "vllm_xargs": args}
+        assert request(direct, path, body, **plugin).status == 200
+        rendered = request(FakeEngine(), f"{path}/render", body, **plugin).json
+        answer = request(again, "/inference/v1/generate", _first(rendered), **plugin)
+        assert answer.status == 200, answer.error
+        assert again.submits[0].sampling.extra_args == direct.submits[0].sampling.extra_args != b""
 
 
 @pytest.mark.parametrize(

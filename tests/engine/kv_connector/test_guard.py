@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from kv_instance import Asked
 
+from pagewire.engine.core.kv_connector import KvEvent
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.guard import Guarded, GuardedCore, GuardedWorker, UnderWay
 from pagewire.engine.kv_connector.one_group import OneGroup
@@ -37,6 +38,7 @@ class Careless:
         self.answer = (8, True)
         self.metadata = b"own"
         self.holds = True
+        self.events = []
         self.closed = False
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -57,7 +59,7 @@ class Careless:
     def update_connector_output(self, output): ...
 
     def take_events(self):
-        return ["an event"]
+        return self.events
 
     def tiers(self):
         return ("a tier",)
@@ -123,6 +125,22 @@ def test_a_core_half_that_raised_or_answered_wrongly_is_not_called_again(answer,
 def test_metadata_of_a_wrong_type_disables_the_half(core: Asked, metadata: object) -> None:
     core._inner.connector.metadata = metadata
     assert core.build_connector_meta() == b"" and core.is_broken
+
+
+def test_events_that_nobody_can_publish_are_left_out(core: Asked, caplog: pytest.LogCaptureFixture) -> None:
+    valid = KvEvent(True, (bytes(32),), "theirs")
+    core._inner.connector.events = [KvEvent(True, (), "theirs"), valid, valid._replace(group=1)]
+    with caplog.at_level(logging.WARNING):
+        assert core.take_events() == [valid]
+        assert core.take_events() == [valid] and not core.is_broken
+        core._inner.connector.events = [valid._replace(group=-1)]
+        assert core.take_events() == []
+    assert len(caplog.records) == 1 and "careless" in caplog.text
+
+
+def test_events_of_another_kind_disable_the_half(core: Asked) -> None:
+    core._inner.connector.events = ["an event"]
+    assert core.take_events() == [] and core.is_broken
 
 
 @pytest.mark.parametrize(("answer", "holds"), [((False, None), False), ((True, {"a": 1}), True), (None, False)])
