@@ -154,7 +154,8 @@ def test_models_are_pinned_and_a_broken_one_is_said(start: Start, tmp_path: Path
     until(lambda: state("three")["state"] == "unloaded", "it is unloaded", 60)
     answer = ask(server, "three")
     assert answer.status_code == 503 and "three could not be served" in answer.text and answer.headers["retry-after"]
-    assert state("three")["problem"] and answered(server, "two") == "1, 2, 3, 4, 5"
+    until(lambda: state("three")["problem"], "the other api process is told, too")
+    assert answered(server, "two") == "1, 2, 3, 4, 5"
 
     worker = server.children()["worker of two"].pid
     server.children()["api"].kill()
