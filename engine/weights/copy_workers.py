@@ -1,5 +1,6 @@
 """Copies weights from files to their parameters: directly on a CPU, where reading is copying; to a device by several
-threads, each of which reads into its own pinned memory while its previous copy is still under way."""
+threads, each of which reads into its own pinned memory while its previous copy of the same tensor is still under
+way."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -97,20 +98,19 @@ class Jobs:
         self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
 
     def put(self, job: Callable[[CopyWorker], _T], then: Callable[[_T], None]) -> None:
-        """Runs `job`, then `then` with its result. Raises the error of this job or an earlier one."""
+        """Runs `job`, then `then` with its result, when all tensors of the job are filled. Raises the error of this job
+        or an earlier one."""
         if self._pool is None:
-            then(job(self._workers[0]))
+            then(_run(self._workers[0], job))
             return
-        self._waiting.append((self._pool.submit(self._run, job), then))
+        self._waiting.append((self._pool.submit(self._run_in_thread, job), then))
         if len(self._waiting) > _NUM_AHEAD:
             self._take()
 
     def finish(self) -> None:
-        """Returns when all jobs are done and all tensors are filled."""
+        """Returns when all jobs are done."""
         while self._waiting:
             self._take()
-        for worker in self._workers:
-            worker.wait()
 
     def close(self) -> None:
         if self._pool is not None:
@@ -123,9 +123,18 @@ class Jobs:
     def _take_worker(self) -> None:
         self._of_thread.worker = self._free.get_nowait()
 
-    def _run(self, job: Callable[[CopyWorker], _T]) -> _T:
+    def _run_in_thread(self, job: Callable[[CopyWorker], _T]) -> _T:
         with torch.inference_mode():
-            return job(self._of_thread.worker)
+            return _run(self._of_thread.worker, job)
+
+
+def _run(worker: CopyWorker, job: Callable[[CopyWorker], _T]) -> _T:
+    """Returns, or raises, when no copy is under way any more: who then reads or frees a target does not know on which
+    stream it is filled. Other workers copy meanwhile."""
+    try:
+        return job(worker)
+    finally:
+        worker.wait()
 
 
 @contextmanager
