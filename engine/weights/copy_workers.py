@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from threading import local
 from typing import Any, Protocol, TypeVar
@@ -86,8 +87,9 @@ def _cuda_worker(device: torch.device) -> StagedCopy:
 class Jobs:
     """Runs jobs on copy workers and takes their results in the order in which the jobs were put."""
 
-    def __init__(self, workers: Sequence[CopyWorker]) -> None:
-        self._workers = workers
+    def __init__(self, workers: Sequence[CopyWorker], begin: Callable[[], None] = _nothing) -> None:
+        """begin: each thread that is not the caller's calls it first."""
+        self._workers, self._begin = workers, begin
         self._free: SimpleQueue[CopyWorker] = SimpleQueue()
         self._of_thread = local()
         self._pool: ThreadPoolExecutor | None = None
@@ -121,6 +123,7 @@ class Jobs:
         then(future.result())
 
     def _take_worker(self) -> None:
+        self._begin()
         self._of_thread.worker = self._free.get_nowait()
 
     def _run_in_thread(self, job: Callable[[CopyWorker], _T]) -> _T:
@@ -140,7 +143,11 @@ def _run(worker: CopyWorker, job: Callable[[CopyWorker], _T]) -> _T:
 @contextmanager
 def copy_jobs(device: torch.device) -> Iterator[Jobs]:
     """Jobs that fill tensors on this device; all are done when the context ends without an error."""
-    jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)] if device.type == "cuda" else [DirectCopy()])
+    if device.type == "cuda":
+        # A thread begins on GPU 0, where CUDA would make a context of some hundred MB.
+        jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)], partial(torch.cuda.set_device, device))
+    else:
+        jobs = Jobs([DirectCopy()])
     try:
         yield jobs
         jobs.finish()

@@ -14,7 +14,7 @@ import torch
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.runner.served import program_of
-from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy
+from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy, copy_jobs
 from pagewire.engine.weights.loader import check_weights, load_weights
 from pagewire.engine.weights.open import open_checkpoint
 from pagewire.kernels.ops import reference_ops
@@ -158,3 +158,30 @@ def test_no_copy_is_under_way_when_a_job_is_over(workers, fails):
     assert torch.equal(target, source)
     assert fails or torch.equal(taken[0], source)
     jobs.close()
+
+
+def test_each_thread_begins_on_the_device_before_its_first_job(monkeypatch):
+    """It would begin on GPU 0, whichever is the rank's."""
+    chosen, copied = {}, set()
+
+    def worker_of(device):
+        worker = late_worker()
+        fill = worker.fill
+
+        def checked(target, source):
+            assert chosen[threading.get_ident()] == device
+            copied.add(threading.get_ident())
+            fill(target, source)
+
+        worker.fill = checked
+        return worker
+
+    monkeypatch.setattr("pagewire.engine.weights.copy_workers._cuda_worker", worker_of)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device}))
+    sources = [torch.randn(9) for _ in range(20)]
+    targets = [torch.zeros(9) for _ in sources]
+    with copy_jobs(torch.device("cuda", 3)) as jobs:
+        for target, source in zip(targets, sources, strict=True):
+            jobs.put(lambda worker, pair=(target, source): worker.fill(*pair), lambda result: None)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert copied and threading.get_ident() not in chosen, "the caller's device is its own matter"
