@@ -196,7 +196,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the free memory)"),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, _doc("engine", "share of the GPU's memory for weights, activations and KV", ge=0, le=1)
+        float,
+        _doc(
+            "engine",
+            "share of the GPU's memory for weights, activations and KV; at most what is free at the start, less 512 MB",
+            ge=0,
+            le=1,
+        ),
     ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],

@@ -8,6 +8,10 @@ from .nvml import GpuMeter
 from .queue import CudaQueue
 from .report import DeviceReport
 
+_RESERVE_BYTES = (
+    512 << 20
+)  # modules of kernels, of cuBLAS and of NCCL, which are loaded later; an assumption, not measured
+
 
 class CudaDevice:
     """Makes the device the process's current one."""
@@ -32,8 +36,10 @@ class CudaDevice:
         return self._queue
 
     def cache_memory(self, *, taken: int, found: int = 0) -> int:
-        """The share that `utilization` allows, but no more than was free at start, less what the model takes."""
-        return max(0, min(int(self._utilization * self._total), self._free_at_start + found) - taken)
+        """The share that `utilization` allows, but no more than was free at start without the reserve, less what the
+        model takes."""
+        free = self._free_at_start + found - _RESERVE_BYTES
+        return max(0, min(int(self._utilization * self._total), free) - taken)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -18,6 +18,10 @@ from ..parallel.ring import Transfer
 
 Work = Callable[[], None]
 
+# Where torch does not tell (< 2.13): cuBLAS takes 32 MiB on Hopper and Blackwell, and less on others; cuBLASLt takes as
+# much again, if it does not use the same (https://github.com/pytorch/pytorch/pull/168175).
+_BLAS_WORKSPACE = 2 * (32 << 20)
+
 
 class Mark(Protocol):
     """A point in the queue."""
@@ -197,7 +201,8 @@ class Driver(Protocol):
 class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.blas_workspace = torch.backends.cuda.cublas_workspace_size()  # cuBLASLt uses the same
+        size: Callable[[], int] | None = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+        self.blas_workspace = _BLAS_WORKSPACE if size is None else size()  # cuBLASLt uses the same
         self._pool = torch.cuda.graph_pool_handle()
         self._reserved = 0  # bytes
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()

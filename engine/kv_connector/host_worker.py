@@ -44,11 +44,11 @@ class HostWorker:
         return len(self._left)
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """The system provides memory only as slots come into use, unless it must be pinned."""
+        """The system provides memory only as slots come into use. It is not pinned: copies from and to the device go
+        through tensors of chunks, and torch would round it up to a power of two."""
         self._copier = BlockCopier(cache)
         assert self._copier.block_bytes == self._facts.block_bytes, (self._copier.block_bytes, self._facts)
-        size = (self._num_slots, self._facts.block_bytes)
-        self._slots = torch.empty(size, dtype=torch.uint8, pin_memory=self._copier.device.type == "cuda")
+        self._slots = torch.empty(self._num_slots, self._facts.block_bytes, dtype=torch.uint8)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
         self._meta = self._decoder.decode(metadata)
@@ -74,12 +74,11 @@ class HostWorker:
                 self._chunks.append(_Chunk(load.rid, [slots_of[i] for i in part], [blocks[i] for i in part]))
 
     def _give_back(self, slots: Sequence[int]) -> None:
-        """Lets the system have the memory of these slots, in runs of neighbours, unless it is pinned."""
+        """Lets the system have the memory of these slots, in runs of neighbours."""
         first = 0
         for end in range(1, len(slots) + 1):
             if end == len(slots) or slots[end] != slots[end - 1] + 1:
-                if not self._slots.is_pinned():
-                    advise(self._slots[slots[first] : slots[end - 1] + 1], mmap.MADV_DONTNEED)
+                advise(self._slots[slots[first] : slots[end - 1] + 1], mmap.MADV_DONTNEED)
                 first = end
 
     def wait_for_layer_load(self, layer: int) -> None:

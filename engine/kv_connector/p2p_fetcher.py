@@ -1,4 +1,4 @@
-"""Loads blocks from peers in a thread of its own, many loads at once.
+"""Loads blocks from peers in a thread of its own, and on a GPU in a stream of its own, many loads at once.
 
 A load is a want at its peer. Pieces are verified and written into the pages of requests that compute nothing until
 their load is named as over. An item is there once all of its parts have come, of a block the last layers among them. A
@@ -137,12 +137,15 @@ class Fetcher:
         self._warned: set[str] = set()  # addresses
         self._num_loads = 0
         self._copier: BlockCopier | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the thread, on a GPU
         self.may_write = threading.Event()  # set once other connectors have read the old contents of the blocks
         self.may_write.set()
 
     def start(self, copier: BlockCopier) -> None:
         """Starts the thread. Called once."""
         self._copier = copier
+        if copier.device.type == "cuda":
+            self._stream = torch.cuda.Stream(copier.device)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="p2p fetcher", daemon=True)
         self._thread.start()
 
@@ -174,6 +177,9 @@ class Fetcher:
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)  # a thread begins on GPU 0
+            torch.cuda.set_stream(self._stream)
         try:
             while self._take_new():
                 self._wait()
@@ -468,8 +474,8 @@ class Fetcher:
                 begin, end = max(offset, i * page_bytes), min(last, (i + 1) * page_bytes)
                 part = of_items[:, begin - offset : end - offset].contiguous()
                 copier.write(pages[i::num_pages], part, begin - i * page_bytes)
-        if copier.device.type == "cuda":
-            torch.cuda.synchronize(copier.device)
+        if self._stream is not None:  # what reads the pages is launched after the load was named as over
+            self._stream.synchronize()  # not the device: it may have a stream that records
 
     def _finish(self, load: _Load) -> None:
         failed = [

@@ -1,10 +1,12 @@
 """Copies weights from files to their parameters: directly on a CPU, where reading is copying; to a device by several
-threads, each of which reads into its own pinned memory while its previous copy is still under way."""
+threads, each of which reads into its own pinned memory while its previous copy of the same tensor is still under
+way."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from threading import local
 from typing import Any, Protocol, TypeVar
@@ -76,9 +78,10 @@ def _nothing() -> None:
 
 
 def _cuda_worker(device: torch.device) -> StagedCopy:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream, of_caller = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
 
     def send(target: Tensor, staged: Tensor) -> Callable[[], None]:
+        stream.wait_stream(of_caller)  # work launched there may still use what lay in the target's memory before
         with torch.cuda.stream(stream):
             target.copy_(staged, non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -92,8 +95,9 @@ def _cuda_worker(device: torch.device) -> StagedCopy:
 class Jobs:
     """Runs jobs on copy workers and takes their results in the order in which the jobs were put."""
 
-    def __init__(self, workers: Sequence[CopyWorker]) -> None:
-        self._workers = workers
+    def __init__(self, workers: Sequence[CopyWorker], begin: Callable[[], None] = _nothing) -> None:
+        """begin: each thread that is not the caller's calls it first."""
+        self._workers, self._begin = workers, begin
         self._free: SimpleQueue[CopyWorker] = SimpleQueue()
         self._of_thread = local()
         self._pool: ThreadPoolExecutor | None = None
@@ -104,20 +108,19 @@ class Jobs:
         self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
 
     def put(self, job: Callable[[CopyWorker], _T], then: Callable[[_T], None]) -> None:
-        """Runs `job`, then `then` with its result. Raises the error of this job or an earlier one."""
+        """Runs `job`, then `then` with its result, when all tensors of the job are filled. Raises the error of this job
+        or an earlier one."""
         if self._pool is None:
-            then(job(self._workers[0]))
+            then(_run(self._workers[0], job))
             return
-        self._waiting.append((self._pool.submit(self._run, job), then))
+        self._waiting.append((self._pool.submit(self._run_in_thread, job), then))
         if len(self._waiting) > _NUM_AHEAD:
             self._take()
 
     def finish(self) -> None:
-        """Returns when all jobs are done and all tensors are filled."""
+        """Returns when all jobs are done."""
         while self._waiting:
             self._take()
-        for worker in self._workers:
-            worker.wait()
 
     def close(self) -> None:
         if self._pool is not None:
@@ -128,17 +131,31 @@ class Jobs:
         then(future.result())
 
     def _take_worker(self) -> None:
+        self._begin()
         self._of_thread.worker = self._free.get_nowait()
 
-    def _run(self, job: Callable[[CopyWorker], _T]) -> _T:
+    def _run_in_thread(self, job: Callable[[CopyWorker], _T]) -> _T:
         with torch.inference_mode():
-            return job(self._of_thread.worker)
+            return _run(self._of_thread.worker, job)
+
+
+def _run(worker: CopyWorker, job: Callable[[CopyWorker], _T]) -> _T:
+    """Returns, or raises, when no copy is under way any more: who then reads or frees a target does not know on which
+    stream it is filled. Other workers copy meanwhile."""
+    try:
+        return job(worker)
+    finally:
+        worker.wait()
 
 
 @contextmanager
 def copy_jobs(device: torch.device) -> Iterator[Jobs]:
     """Jobs that fill tensors on this device; all are done when the context ends without an error."""
-    jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)] if device.type == "cuda" else [DirectCopy()])
+    if device.type == "cuda":
+        # A thread begins on GPU 0, where CUDA would make a context of some hundred MB.
+        jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)], partial(torch.cuda.set_device, device))
+    else:
+        jobs = Jobs([DirectCopy()])
     try:
         yield jobs
         jobs.finish()

@@ -51,7 +51,7 @@ class Sink(Protocol):
         rows]."""
 
     def end(self, target: Target, values: Tensor) -> None:
-        """The memory is filled. On a device this is only true after `load_weights`."""
+        """The memory is filled, on a device too."""
 
     def stored(self, matrix: Matrix, expert: int, parts: Sequence[StoredWeight]) -> None:
         """A matrix that it keeps, or that of an expert in a stack: its parts, from the first rows to the last."""

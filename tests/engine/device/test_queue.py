@@ -53,7 +53,7 @@ class Cuda:
         patch.setattr(torch.cuda, "graph_pool_handle", self._new_pool)
         patch.setattr(torch.cuda, "synchronize", waits)
         patch.setattr(torch.cuda, "empty_cache", waits)
-        patch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 32 << 20)
+        patch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 32 << 20, raising=False)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: allocator.end_capture(), raising=False)
 
     def _new_pool(self) -> int:
@@ -78,6 +78,16 @@ def nothing() -> None:
 def num_bytes(work: Callable[[], object]) -> list[int]:
     """Of the tensors that the work allocates."""
     return [event.num_bytes for event in traced("work", lambda: [work()].clear()).events if event.num_bytes]
+
+
+@pytest.mark.parametrize(("tells", "size"), [(True, 32 << 20), (False, 64 << 20)])
+def test_what_cublas_keeps_is_assumed_where_torch_does_not_tell(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, tells: bool, size: int
+) -> None:
+    """Before 2.13 torch has no function for it."""
+    if not tells:
+        monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size")
+    assert CudaDriver(torch.device("cpu")).blas_workspace == size
 
 
 def test_recordings_share_a_pool_whose_memory_the_first_one_reserves(cuda: Cuda) -> None:

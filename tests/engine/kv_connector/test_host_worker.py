@@ -77,10 +77,14 @@ def test_a_load_of_another_connector_fails_no_block_of_the_host() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not told")
-def test_memory_of_slots_that_are_given_up_returns_and_the_others_keep_their_blocks() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_of_slots_that_are_given_up_returns_and_the_others_keep_their_blocks(device: str) -> None:
+    """Also beside a GPU, where pinned memory would stay, and be as much as the next power of two."""
     size = 3 * mmap.PAGESIZE // BLOCK_BYTES + 1  # slots with two whole system pages, at least
     worker = HostWorker(num_slots=3 * size, facts=FACTS)
-    worker.register_kv_caches(KvCache(shape=SHAPE, num_pages=4, block_size=SIZE, device=torch.device("cpu")))
+    cache = KvCache(shape=SHAPE, num_pages=4, block_size=SIZE, device=torch.device("cpu"))
+    cache.device = torch.device(device)  # no block is copied from it
+    worker.register_kv_caches(cache)
     worker._slots.fill_(7)
     given_up = [*range(size), 2 * size]
     worker.bind_connector_metadata(msgpack.encode(HostMeta(b"", b"", (), ids_to_bytes(given_up))))

@@ -6,8 +6,10 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, SIZE, FakeReque
 
 from pagewire.engine.kv_connector import p2p, p2p_wire
 from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.block_copy import BlockCopier
 from pagewire.engine.kv_connector.p2p import P2pConnector
+from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_settings import rank_addresses, read_settings, secure
 from pagewire.engine.kv_connector.p2p_wire import (
     Coming,
@@ -137,6 +141,54 @@ def test_a_request_stops_waiting_for_announced_blocks_that_never_come(end, folde
     else:
         assert decode.matched(early) == 0
     assert decode.core.get_num_new_matched_tokens(prompt(4, 30, seed=3), 0) == (None, True), "the peer is asked again"
+
+
+def test_on_a_gpu_a_load_waits_for_its_own_stream_only(folder, instance, monkeypatch):
+    """CUDA refuses to wait for a device one of whose streams records a graph, and then refuses the recording too."""
+    device = torch.device("cuda", 1)
+
+    class Stream:
+        """Its work is done when it is waited for."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+            self.work: list[Callable[[], None]] = []
+
+        def synchronize(self) -> None:
+            for one in self.work:
+                one()
+            self.work.clear()
+
+    chosen: dict[int, torch.device] = {}
+    streams: dict[int, Stream] = {}
+
+    class OnGpu:
+        """A copier that writes in the stream of the thread."""
+
+        def __init__(self, copier: BlockCopier) -> None:
+            self.copier, self.device, self.block_bytes = copier, device, copier.block_bytes
+
+        def write(self, *args: Any) -> None:
+            assert chosen[threading.get_ident()] == device
+            streams[threading.get_ident()].work.append(partial(self.copier.write, *args))
+
+    def wait_for_all(*args: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    start = Fetcher.start
+    monkeypatch.setattr(Fetcher, "start", lambda fetcher, copier: start(fetcher, OnGpu(copier)))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device}))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.update({threading.get_ident(): stream}))
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_all)
+    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
+    blocks = [5, 9, 3, 40, 0, 1, 2]
+    prefill.serve(prompt(1, 30), blocks)
+    request = prompt(2, 30)
+    assert decode.matched(request) == 7 * SIZE
+    assert decode.load(request, [8, 7, 20, 21, 60, 22, 33], 7) == set()
+    assert torch.equal(decode.content([8, 7, 20, 21, 60, 22, 33]), prefill.content(blocks))
+    assert threading.get_ident() not in streams
 
 
 def test_many_pieces_make_one_load(folder, instance, monkeypatch):
