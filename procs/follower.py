@@ -248,7 +248,7 @@ class _Membership:
                 kv_connectors.check_follower(config.kv_connector)
                 model = await asyncio.to_thread(self._find_model, config.model, address)
                 self._queue.put_nowait(_Prepared(structs.replace(config, model=model)))
-            except PagewireError as error:
+            except (PagewireError, OSError) as error:
                 self._queue.put_nowait(_Prepared(None, str(error)))
 
     def _find_model(self, model: ModelFacts, address: str) -> ModelFacts:
@@ -487,10 +487,12 @@ class _Host(Supervisor):
 
 def _wrong_files(model: ModelFacts) -> str | None:
     """Why this machine cannot load the model, as a clause; None: it can."""
-    if not Path(model.path).exists():
-        return f"{model.path} does not exist there"
     try:
+        if not Path(model.path).exists():
+            return f"{model.path} does not exist there"
         found = fingerprint(Path(model.path), Path(model.adapter) if model.adapter else None)
+    except OSError as error:  # of `exists`: a folder on the way may not be looked into
+        return f"{model.path} cannot be read: {error.strerror}"
     except PagewireError as error:
         return str(error).removesuffix(".")
     if model.fingerprint and found != model.fingerprint:

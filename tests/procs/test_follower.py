@@ -202,6 +202,20 @@ def test_missing_and_other_model_files_are_refused_with_both_values(
     assert capsys.readouterr().err.count("b cannot take part") == 2
 
 
+def test_a_path_of_the_model_that_cannot_be_looked_at_is_refused_with_its_cause(tmp_path: Path) -> None:
+    """As in a folder of another user: the system refuses to say whether it exists. There is nothing to copy."""
+    path = "/" + "x" * 300
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        lead.engine = replace(lead.engine, model=replace(lead.engine.model, path=path))
+        await lead.welcome()
+        refused = await lead.receive(Refused)
+        assert isinstance(refused, Refused)
+        assert f"{path} cannot be read: File name too long; copy the lead's there" in refused.reason
+
+    assert run(tmp_path, scenario) == 2
+
+
 def test_a_machine_without_the_key_file_of_the_kv_is_refused(tmp_path: Path) -> None:
     """It would make one of its own, with which nobody can load what its ranks serve."""
     (tmp_path / "kv").mkdir()
