@@ -356,17 +356,20 @@ class Lead(Supervisor):
 
     def _lose(self, machine: Machine, how: str) -> None:
         """This machine's processes have ended, or it has lost its lease for them. `how`: a clause without a subject."""
-        self._fleet.remove(machine.peer)
+        names = self._fleet.lose(machine)
         self._send(machine.peer, Gone())
-        if not machine.actors:
+        self._woken.set()
+        if not names:
+            if machine.actors:
+                self._print(f"{machine.name}, which was to run {', '.join(machine.actors)}, {how}.")
             return
-        self._moved.update(machine.actors)
+        self._moved.update(names)
         running = [
             child
-            for name in machine.actors
+            for name in names
             if (child := self._children.get(name)) is not None and isinstance(child.process, RemoteProcess)
         ]
-        summary = f"{machine.name}, the machine of {', '.join(machine.actors)}, {how}"
+        summary = f"{machine.name}, the machine of {', '.join(names)}, {how}"
         if running and all(child.process.returncode is not None for child in running):  # they are being replaced
             self._print(f"{summary}.")
         for i, child in enumerate(running):
@@ -375,7 +378,6 @@ class Lead(Supervisor):
                 self._faults[child.name] = Fault(child.name, summary, "", 1)
                 child.may_end = child.may_end or i > 0  # one death, not one of each process
                 child.process.end(-signal.SIGKILL)
-        self._woken.set()
 
     # ── messages of followers ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -443,7 +445,7 @@ class Lead(Supervisor):
 
     def _join(self, peer: bytes, join: Join) -> None:
         if (before := self._fleet.get(join.previous)) is not None:
-            self._lose(before, "has lost its connection to the lead and ended them")
+            self._lose(before, "has lost its connection to the lead and ended its processes")
         is_new = self._fleet.get(peer) is None
         config = self._config
         on_gpu = config.kernels is None

@@ -151,6 +151,12 @@ class Fleet:
         self._relieved.pop(peer, None)
         return self._machines.pop(peer, None)
 
+    def lose(self, machine: Machine) -> tuple[str, ...]:
+        """Forgets a follower whose processes have ended. Returns their actors: none of an heir, since another machine
+        still runs those, nor of one that has begun nothing."""
+        self.remove(machine.peer)
+        return machine.actors if machine.begins_at else ()
+
     def relieve(self, machine: Machine) -> None:
         """Its heir has its actors now. Until it is removed, its processes may run, and no others begin."""
         del self._machines[machine.peer]

@@ -34,6 +34,8 @@ from pagewire.procs.machine import versions_here
 from pagewire.procs.model_copy import ModelCopy
 from pagewire.procs.prepare import prepare_server
 from pagewire.procs.reach import Reach, ReachTimes
+from pagewire.procs.remote import RemoteProcess
+from pagewire.procs.supervisor import Child
 from pagewire.tools.servers import free_port
 
 CLOCK = 1_000_000.0  # of followers, seconds since 1970: far from the lead's
@@ -205,6 +207,29 @@ def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(
         assert await first.receive() == Gone() and await again.receive() == Assign(("worker-1",))
 
     assert run(tmp_path, scenario) == 0
+
+
+def test_an_heir_that_cannot_take_part_leaves_the_ranks_of_the_other_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        first, heir = peer(b"\1a"), peer(b"\1b")
+        first.send(join())
+        assert isinstance(await first.receive(), Joined) and await first.receive() == Assign(("worker-1",))
+        heir.send(join(name="c"))
+        assert isinstance(await heir.receive(), Joined)
+        machine = lead._fleet.machines[0]
+        machine.begins_at, machine.is_leaving = 1, True
+        child = lead._children["worker-1"] = Child("worker-1", RemoteProcess(), 1)
+        assert [one.name for one in lead._fleet.deal_heirs()] == ["c"]
+        heir.send(Refused("c cannot take part: it has no room."))
+        assert await heir.receive() == Gone()
+        assert lead._fleet.machines == (machine,)
+        assert child.process.returncode is None and not lead._moved
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    assert "pagewire: c, which was to run worker-1, cannot take part.\n" in said and "the machine of" not in said
 
 
 def test_a_follower_with_another_key_is_named_once_in_the_log_and_where_it_is_waited_for(
