@@ -129,6 +129,7 @@ class Beat(Struct, frozen=True, array_like=True, tag=True):
     epoch: Epoch = 0  # of the latest `Begin` that the follower has carried out
     children: tuple[ChildState, ...] = ()
     problem: str = ""  # mailboxes that its processes cannot reach, a sentence without its full stop; empty: none
+    unreached: dict[str, str] = {}  # actor → address, of these mailboxes
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):

@@ -956,6 +956,7 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
     progress: int = 0  # grows with each unit of work that it completes
     is_busy: bool = False  # a unit of work has begun and is not complete
     settings: int = 0  # number of the `Settings` that hold in it; of workers always 0
+    step_age_s: float = 0.0  # of the core, as in `Snapshot`
 
 
 class Reset(Struct, frozen=True, array_like=True, tag=True):

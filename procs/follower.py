@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -369,11 +369,11 @@ class _Host(Supervisor):
         *,
         keys: Keys | None,
         here: str,
-        on_change: Callable[[int, tuple[ChildState, ...], str], None],
+        on_change: Callable[[int, tuple[ChildState, ...], str, Mapping[str, str]], None],
         weight_fds: Sequence[int],
     ) -> None:
         """`here`: this machine's address. `on_change`: called with the epoch, the states of the processes, and which
-        mailboxes they cannot reach."""
+        mailboxes they cannot reach: a sentence, and actor → address."""
         super().__init__(config, actors=actors, keys=keys, quiet=True, weight_fds=weight_fds)
         self._is_owned = True  # the follower has the signals
         self._given = dict(begin.addresses)
@@ -466,7 +466,7 @@ class _Host(Supervisor):
         if problem and problem != self._told_problem:
             self._say(f"{problem}.")
         self._told_problem = problem
-        self._on_change(self._epoch, self._states(), problem)
+        self._on_change(self._epoch, self._states(), problem, self._reach.unreached)
 
     async def _kill(self) -> None:
         self._reach.close()

@@ -101,6 +101,7 @@ class Lead(Supervisor):
         self._moved: set[str] = set()  # actors whose addresses will change
         self._reason = ""  # of the epoch that begins
         self._begun = 0  # the latest epoch that the followers were told
+        self._begun_at = 0.0  # when they were (monotonic s)
         self._stopping: StopAll | None = None
         self._waits = ""  # what those wait for that take over from machines that leave, a clause
         self._said: set[str] = set()  # sentences that are printed once
@@ -170,7 +171,7 @@ class Lead(Supervisor):
             now = time.monotonic()
             deadline = max(deadline, self._copied_at + timeout_s)
             waiting = ", ".join(name for group in self._fleet.missing for name in group)
-            problem = self._reach.problem
+            problem = self._obstacle
             clause = self._waits_for(waiting) if waiting else self._copies or problem
             if now > deadline and problem and not waiting:
                 raise StartError(f"{problem} ({timeout_s:g} s; see {flag}).")
@@ -196,12 +197,17 @@ class Lead(Supervisor):
 
     @property
     def _is_complete(self) -> bool:
-        return self._fleet.is_complete and self._reach.is_complete
+        return self._fleet.is_complete and self._reach.is_complete and not self._obstacle
 
     @property
     def _obstacle(self) -> str:
-        problems = (machine.problem for machine in self._fleet.machines if machine.problem)
-        return self._reach.problem or next(problems, "")
+        addresses = self._given | self._fleet.addresses  # a follower may still look for a machine that was replaced
+        found = (
+            machine.problem
+            for machine in self._fleet.machines
+            if any(addresses.get(name) == address for name, address in machine.unreached.items())
+        )
+        return self._reach.problem or next(found, "")
 
     def _tell_apis(self, waits_for: str) -> None:
         """For /health; at the engine's start there are none yet."""
@@ -211,7 +217,7 @@ class Lead(Supervisor):
 
     def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
         """Tells the followers of this epoch, and counts their new processes among the children."""
-        self._begun = self._epoch
+        self._begun, self._begun_at = self._epoch, time.monotonic()
         self._moved.difference_update(lost)
         addresses = self._fleet.addresses
         # A new port, where no rank of an earlier group comes. Stages that send messages need none, since the ranks of
@@ -292,8 +298,36 @@ class Lead(Supervisor):
 
     async def _look_elsewhere(self) -> None:
         self._check_followers()
+        await self._end_standstill()
         if not self._must_end:
             await self._see_off()
+
+    # ── connections that cannot be made again ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _standstill(self) -> str:
+        """Why the engine has work and gets no further, a sentence; empty: it does, or the cause is another one. A
+        mailbox that cannot be reached is not enough: connections that were made before may work on."""
+        problem, core = self._obstacle, self._children.get("core")
+        if not problem or core is None:
+            return ""
+        if core.step_age_s > self._fleet.wait_s and core.epoch == self._epoch:
+            return f"No step has ended for {core.step_age_s:.0f} s: {problem}."
+        waits_s = time.monotonic() - self._begun_at
+        if self._restored < self._epoch and waits_s > self._fleet.wait_s:
+            return f"New processes do not get ready for {waits_s:.0f} s: {problem}."
+        return ""
+
+    async def _end_standstill(self) -> None:
+        """Begins the next epoch, with new ranks, as after messages that were lost: no process has failed. It begins
+        when all mailboxes can be reached. Raises StartError if that takes too long."""
+        if not (reason := self._standstill):
+            return
+        self._deaths.add("the connections between machines", "could not be made again", time.monotonic())
+        self._check_deaths(reason)
+        lost = [name for name in self._lost_with("worker") if name in self._children]
+        self._print(f"{reason} Replacing {', '.join(lost)}.")
+        await self._begin(lost, reason, self._epoch + 1, self._device_epoch + 1, is_planned=True)
 
     def _ping(self) -> Ping:
         return Ping(dict(self._fleet.late_beats), self._waits or self._obstacle)

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..ipc.codec import DecodeError, Decoder
 from ..ipc.control_messages import Beat, ChildState, Gone, Join, Joined, Refused, ToFollower, ToLead
@@ -52,7 +52,7 @@ class LeadLink:
         self._echo = 0  # number of the lead's latest message
         self._epoch = 0
         self._children: tuple[ChildState, ...] = ()
-        self._problem = ""
+        self._problem, self._unreached = "", dict[str, str]()
         self._outgoing: queue.SimpleQueue[ToLead] = queue.SimpleQueue()
         self._wake_fd, self._waker = os.pipe()
         os.set_blocking(self._wake_fd, False)
@@ -69,10 +69,11 @@ class LeadLink:
         self._outgoing.put(message)
         self._wake()
 
-    def report(self, epoch: int, children: tuple[ChildState, ...], problem: str) -> None:
+    def report(self, epoch: int, children: tuple[ChildState, ...], problem: str, unreached: Mapping[str, str]) -> None:
         """What the next beats say. They say it at once if it is new."""
-        if (epoch, children, problem) != (self._epoch, self._children, self._problem):
-            self._epoch, self._children, self._problem = epoch, children, problem
+        before = (self._epoch, self._children, self._problem, self._unreached)
+        if (epoch, children, problem, unreached) != before:
+            self._epoch, self._children, self._problem, self._unreached = epoch, children, problem, dict(unreached)
             self._is_due = True
             self._wake()
 
@@ -126,7 +127,8 @@ class LeadLink:
         if self._times is None:
             self._dealer.send(self._join(number))
         else:
-            self._dealer.send(Beat(number, self._echo, self._epoch, self._children, self._problem))
+            beat = Beat(number, self._echo, self._epoch, self._children, self._problem, self._unreached)
+            self._dealer.send(beat)
 
     def _heard(self, message: ToFollower) -> None:
         self.num_answers += 1

@@ -85,6 +85,7 @@ class Machine:
         self.epoch = 0  # of the latest `Begin` that it has carried out
         self.children: tuple[ChildState, ...] = ()
         self.problem = ""  # why its processes cannot work, as of the latest beat
+        self.unreached: Mapping[str, str] = {}  # actor → address, of the mailboxes that it names
 
     @property
     def is_copying(self) -> bool:
@@ -95,7 +96,8 @@ class Machine:
     def heard(self, beat: Beat, now: float) -> None:
         if beat.number > self.number:
             self.number, self.heard_at = beat.number, now
-            self.epoch, self.children, self.problem = beat.epoch, beat.children, beat.problem
+            self.epoch, self.children = beat.epoch, beat.children
+            self.problem, self.unreached = beat.problem, beat.unreached
 
 
 class Fleet:
@@ -163,10 +165,15 @@ class Fleet:
         self._relieved[machine.peer] = machine
         machine.actors = ()
 
+    @property
+    def wait_s(self) -> float:
+        """Without a sign of life, until something on another machine counts as lost."""
+        return self._times.wait_s
+
     def overdue(self, now: float) -> list[Machine]:
         """Followers from which nothing came for so long that their processes have ended."""
         known = (*self._machines.values(), *self._relieved.values())
-        return [machine for machine in known if now - machine.heard_at >= self._times.wait_s]
+        return [machine for machine in known if now - machine.heard_at >= self.wait_s]
 
     # ── who runs what ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -64,16 +64,24 @@ class Reach:
         return all(mailbox.was_reached and not mailbox.problem for mailbox in self._mailboxes.values())
 
     @property
-    def problem(self) -> str:
-        """Which mailboxes have not been reached for long and what to do, a sentence without its full stop; empty: there
-        are none."""
+    def unreached(self) -> dict[str, str]:
+        """The mailboxes that have not been reached for long: actor → address."""
         now = time.monotonic()
-        late = [
-            f"{mailbox.address.removeprefix('tcp://')}, the mailbox of {name}, cannot be reached from {self._here} "
-            f"({mailbox.problem})"
+        return {
+            name: mailbox.address
             for name, mailbox in self._mailboxes.items()
             if mailbox.problem
             and now > mailbox.since + (self._times.loss_s if mailbox.was_reached else self._times.patience_s)
+        }
+
+    @property
+    def problem(self) -> str:
+        """Which mailboxes have not been reached for long and what to do, a sentence without its full stop; empty: there
+        are none."""
+        late = [
+            f"{address.removeprefix('tcp://')}, the mailbox of {name}, cannot be reached from {self._here} "
+            f"({self._mailboxes[name].problem})"
+            for name, address in self.unreached.items()
         ]
         if not late:
             return ""

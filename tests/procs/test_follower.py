@@ -309,7 +309,7 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def scenario() -> None:
-        told: list[str] = []
+        told: list[tuple[str, dict[str, str]]] = []
         port = free_port()
         addresses = {
             "core": f"tcp://127.0.0.1:{port}",
@@ -324,7 +324,7 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
             {},
             keys=None,
             here="10.0.0.2",
-            on_change=lambda epoch, states, problem: told.append(problem),
+            on_change=lambda epoch, states, problem, unreached: told.append((problem, dict(unreached))),
             weight_fds=(),
         )
         host._reach = Reach("10.0.0.2", ReachTimes(patience_s=0.0))
@@ -332,16 +332,18 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
         await host._gather(context)
         context.close()
 
-        async def look() -> str:
+        async def look() -> tuple[str, dict[str, str]]:
             await host._look_elsewhere()
             return told[-1]
 
-        while not (problem := await look()):
+        while not (found := await look())[0]:
             await asyncio.sleep(0)
+        problem, unreached = found
+        assert unreached == {"core": f"tcp://127.0.0.1:{port}"}
         assert problem.startswith(f"127.0.0.1:{port}, the mailbox of core, cannot be reached from 10.0.0.2 (")
         assert "worker" not in problem
         with socket.create_server(("127.0.0.1", port)):
-            while await look():
+            while await look() != ("", {}):
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())

@@ -1,7 +1,9 @@
 """The lead before its processes start: real sockets, and followers that are played by the test."""
 
 import asyncio
+import math
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -281,13 +283,70 @@ def test_what_a_follower_cannot_reach_is_told_by_the_lead_once(
         follower.send(join())
         assert isinstance(await follower.receive(), Joined)
         for number in (2, 3):
-            follower.send(Beat(number, 0, problem="10.0.0.1:7, the mailbox of core, cannot be reached"))
+            follower.send(unreached(lead, number))
         await until_async(lambda: bool(lead._obstacle), "the lead knows it")
         follower.send(Beat(4, 0))
         await until_async(lambda: not lead._obstacle, "it was reached after all")
 
     assert run(tmp_path, scenario) == 0
-    assert capsys.readouterr().err.count("pagewire: 10.0.0.1:7, the mailbox of core, cannot be reached.\n") == 1
+    assert capsys.readouterr().err.count(f"pagewire: {PROBLEM}.\n") == 1
+
+
+PROBLEM = "10.0.0.1:7, the mailbox of core, cannot be reached"
+
+
+def unreached(lead: Lead, number: int, address: str = "") -> Beat:
+    """A beat of a follower that cannot reach the core. `address`: where it looks for it (default: where it is)."""
+    return Beat(number, 0, problem=PROBLEM, unreached={"core": address or lead._given["core"]})
+
+
+def test_no_epoch_begins_while_a_follower_cannot_reach_a_mailbox(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        with socket.create_server(("127.0.0.1", 0)) as mailbox:
+            address = "tcp://{}:{}".format(*mailbox.getsockname())
+            follower.send(unreached(lead, 2))
+            follower.send(Bound({"worker-1": address}, ""))
+            await until_async(lambda: lead._fleet.is_complete and lead._reach.is_complete, "its mailbox is reached")
+            (machine,) = lead._fleet.machines
+            machine.heard(unreached(lead, 3, "tcp://10.0.0.9:9"), machine.heard_at)
+            assert lead._is_complete, "it looks for a mailbox that has moved"
+            machine.heard(unreached(lead, 4), machine.heard_at)
+            assert not lead._is_complete
+            await until_async(lambda: lead.failure, "the start has taken too long", 30.0)
+
+    assert run(tmp_path, scenario, start_timeout_s=5.0) == 1
+    assert f"pagewire: {PROBLEM} (5 s; see --start-timeout-s)." in capsys.readouterr().err
+
+
+def test_the_engine_stands_still_if_no_step_ends_and_a_mailbox_cannot_be_reached(tmp_path: Path) -> None:
+    """Neither is enough: a step may be long, and connections that were made before may work on."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        lead._epoch = lead._restored = 5
+        core = lead._children["core"] = Child("core", RemoteProcess(), 5)
+        core.step_age_s = 7.1
+        assert not lead._standstill
+        follower.send(unreached(lead, 2))
+        await until_async(lambda: lead._obstacle, "the lead knows it")
+        assert lead._standstill == f"No step has ended for 7 s: {PROBLEM}."
+        core.step_age_s = 6.9
+        assert not lead._standstill, "a machine is lost after 7 s, too"
+        core.step_age_s, lead._epoch, lead._begun_at = 7.1, 6, math.inf
+        assert not lead._standstill, "this is what the core has said before it was told of the epoch"
+        lead._begun_at = -math.inf
+        assert lead._standstill == f"New processes do not get ready for inf s: {PROBLEM}."
+        follower.send(Beat(3, 0))
+        await until_async(lambda: not lead._standstill, "the mailbox is reached")
+
+    assert run(tmp_path, scenario) == 0
 
 
 def test_no_follower_ends_the_start_with_the_command_to_run_there(
