@@ -245,7 +245,7 @@ class Lead(Supervisor):
         ends of ranks within a moment are one death: of one that was killed, if there is any."""
         ranks = [child for child in died if kind(child.name) == "worker"]
         if ranks or any(kind(child.name) == "core" for child in died):
-            self._relieve([machine for machine in self._fleet.leaving if self._fleet.heir(machine) is not None])
+            self._relieve(list(self._fleet.ready_heirs))
         if ranks:
             deadline = time.monotonic() + _SAME_DEATH_S
             while not any(_was_killed(child) for child in ranks) and time.monotonic() < deadline:
@@ -338,17 +338,16 @@ class Lead(Supervisor):
         """Has others take over from machines that leave, as soon as they can. If none can come, the engine ends."""
         for machine in self._fleet.deal_heirs():
             self._send(machine.peer, Assign(machine.actors))
-        heirs = {machine: self._fleet.heir(machine) for machine in self._fleet.leaving}
-        alone = [machine for machine, heir in heirs.items() if heir is None]
-        ready = {machine: heir for machine, heir in heirs.items() if heir is not None and heir.bound is not None}
+        leaving, ready = self._fleet.leaving, self._fleet.ready_heirs
+        alone = [machine for machine in leaving if self._fleet.heir(machine) is None]
         may_come = self._ask_for_room(len(alone))
         waits = ""
         if ready:
             await self._hand_over(ready)
         elif alone and not may_come:
             self._elsewhere.heard(Leave(alone[0].actors), is_news=True)
-        elif heirs:
-            who = ", ".join(machine.name for machine in heirs)
+        elif leaving:
+            who = ", ".join(machine.name for machine in leaving)
             names = ", ".join(name for machine in alone for name in machine.actors)
             if alone:
                 waits = self._waits_for(f"{names}, because {who} leaves")

@@ -198,6 +198,12 @@ class Fleet:
         return next((one for one in others if one.actors == machine.actors and not one.is_leaving), None)
 
     @property
+    def ready_heirs(self) -> dict[Machine, Machine]:
+        """By the machines that leave: those that can take over now, since their mailboxes exist."""
+        heirs = {machine: self.heir(machine) for machine in self.leaving}
+        return {machine: heir for machine, heir in heirs.items() if heir is not None and heir.bound is not None}
+
+    @property
     def _working(self) -> list[Machine]:
         """Those that have actors, without the heirs of others that still work."""
         heirs = [self.heir(machine) for machine in self.leaving]

@@ -211,6 +211,37 @@ def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(
     assert run(tmp_path, scenario) == 0
 
 
+def test_a_death_relieves_a_machine_that_leaves_only_if_its_heir_has_mailboxes(tmp_path: Path) -> None:
+    """Else the engine would wait for a machine that still copies the model, while the other one could go on."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        for name in (b"\1a", b"\1b"):
+            follower = peer(name)
+            follower.send(join())
+            assert isinstance(await follower.receive(), Joined)
+        first, heir = lead._fleet.machines
+        await until_async(lambda: first.actors, "it has ranks")
+        first.begins_at, first.is_leaving = 1, True
+        assert lead._fleet.deal_heirs() == [heir]
+
+        async def replace_core() -> None:
+            core = lead._children["core"] = Child("core", RemoteProcess(), 1)
+            core.process.kill()
+            replacing = asyncio.ensure_future(lead._replace([core]))
+            await asyncio.sleep(0)
+            replacing.cancel()  # it may wait for the process, too
+            await asyncio.wait({replacing})
+            del lead._children["core"]
+
+        await replace_core()
+        assert list(lead._fleet.machines) == [first, heir]
+        heir.bound = Bound({"worker-1": "tcp://127.0.0.1:1"}, "")
+        await replace_core()
+        assert list(lead._fleet.machines) == [heir]
+
+    assert run(tmp_path, scenario) == 0
+
+
 def test_an_heir_that_cannot_take_part_leaves_the_ranks_of_the_other_machine_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

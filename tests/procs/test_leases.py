@@ -123,9 +123,9 @@ def test_a_machine_that_leaves_works_until_its_heir_has_mailboxes() -> None:
     assert fleet.deal_heirs() == [] and fleet.leaving == []
     a.is_leaving = True
     assert fleet.deal_heirs() == [c] and fleet.heir(a) is c and fleet.due(c) == [Assign(GROUPS[0])]
-    assert fleet.deal_heirs() == [] and fleet.missing == []
+    assert fleet.deal_heirs() == [] and fleet.missing == [] and fleet.ready_heirs == {}
     c.bound = Bound({"worker-1": "tcp://c:1"}, "")
-    assert fleet.addresses["worker-1"] == "tcp://a:1"
+    assert fleet.addresses["worker-1"] == "tcp://a:1" and fleet.ready_heirs == {a: c}
     assert fleet.begin(Begin(first_epoch(7) + 1, first_epoch(7), (), "another reason", {})) == [a, b]
     assert fleet.due(c) == [], "two of them would run the same ranks"
     fleet.relieve(a)
@@ -369,12 +369,11 @@ class SimLead:
             self._send(machine.peer, Assign(machine.actors), now)
         for machine in self.fleet.deal_heirs():
             self._send(machine.peer, Assign(machine.actors), now)
-        for machine in self.fleet.leaving:
-            if (heir := self.fleet.heir(machine)) is not None and heir.bound is not None:
-                self.epoch += not self.lost
-                self.lost.update(machine.actors)
-                self.fleet.relieve(machine)
-                self._send(machine.peer, Gone(), now)
+        for machine in self.fleet.ready_heirs:
+            self.epoch += not self.lost
+            self.lost.update(machine.actors)
+            self.fleet.relieve(machine)
+            self._send(machine.peer, Gone(), now)
         if self.lost and self.fleet.is_complete:
             self.epoch = self.epoch or first_epoch(self.fleet.term if self._world.has_terms else 0)
             begin = Begin(self.epoch, self.epoch, tuple(self.lost), "why", {})
