@@ -124,6 +124,7 @@ class Lead(Supervisor):
                 self._mailbox_fds[name] = listener.fileno()
         await self._complete(self._service.start_timeout_s, "--start-timeout-s")
         if self._must_end:
+            self._stop_all(StopAll("stopped while starting"))
             return
         epoch = first_epoch(self._fleet.term)
         self._epoch = self._device_epoch = self._restored = epoch

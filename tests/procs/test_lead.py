@@ -26,6 +26,7 @@ from pagewire.ipc.control_messages import (
     Join,
     Joined,
     Refused,
+    StopAll,
     ToFollower,
     ToLead,
 )
@@ -170,6 +171,19 @@ def test_the_lead_gives_the_model_and_waits_for_those_who_copy_it(
         assert lead._copied_at == at, "no more has come"
         follower.send(Copying(10**9, 10**9))
         await until_async(lambda: not lead._copies, "it has the model")
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_a_lead_that_is_stopped_while_it_waits_ends_those_that_have_joined(tmp_path: Path) -> None:
+    """As a lead that has failed it would have them look for the next one."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined) and await follower.receive() == Assign(("worker-1",))
+        lead.on_signal(signal.SIGTERM)
+        assert await follower.receive() == StopAll("stopped while starting")
 
     assert run(tmp_path, scenario) == 0
 
