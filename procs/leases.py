@@ -50,10 +50,14 @@ class Lease:
         self._sent[self._number] = now
         return self._number
 
-    def begin(self, number: int, lease_s: float) -> None:
-        """The lead has answered the `Join` of this number."""
+    def begin(self, number: int, lease_s: float, now: float) -> bool:
+        """The lead has answered the `Join` of this number. False: too late for a lease, and it answers later ones."""
+        sent_at = self._sent.get(number)
+        if sent_at is None or now >= sent_at + lease_s:
+            return False
         self._lease_s = lease_s
         self.confirm(number)
+        return True
 
     def confirm(self, number: int) -> None:
         """The lead has answered the message of this number."""

@@ -80,9 +80,13 @@ class PlayedLead:
         """Lets a follower join."""
         join = await self.receive(Join)
         assert isinstance(join, Join)
-        engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
-        self.send(Joined(join.number, term, HANG_S, 0.0, engine, service, self.files))
+        self.join(join.number, term=term)
         return join
+
+    def join(self, number: int, *, term: int = TERM) -> None:
+        """Answers the `Join` of this number."""
+        engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
+        self.send(Joined(number, term, HANG_S, 0.0, engine, service, self.files))
 
     def close(self) -> None:
         self._router.close()
@@ -166,6 +170,27 @@ def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
     said = capsys.readouterr().err
     assert said.count("b has joined the engine") == 2
     assert ("the lead has failed (why)" if how == "failure" else "the connection to the lead is lost") in said
+
+
+def test_a_lead_that_answers_late_gives_no_lease_that_has_run_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is started later than its follower hears all that the follower has said until then."""
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        numbers: list[int] = []
+        while len(numbers) < 4:  # one each half of a second, and a lease lasts for one
+            join = await lead.receive(Join)
+            assert isinstance(join, Join)
+            numbers.append(join.number)
+        for number in numbers:
+            lead.join(number)
+        await lead.receive(Beat)
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    assert said.count("b has joined the engine") == 1 and "is lost" not in said, said
 
 
 def test_an_earlier_lead_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,8 @@ def test_a_lease_runs_from_the_sending_of_what_was_answered() -> None:
     first = lease.send(0.0)
     assert not lease.has_run_out(1e9), "there is no lease before the lead has answered"
     lease.send(0.5)
-    lease.begin(first, 5.0)
-    assert lease.ends_at == 5.0
+    assert not lease.begin(first, 5.0, now=5.0) and lease.ends_at is None, "it would have run out"
+    assert lease.begin(first, 5.0, now=0.9) and lease.ends_at == 5.0
     third = lease.send(4.0)
     lease.confirm(third)
     assert not lease.has_run_out(8.9) and lease.has_run_out(9.0)
@@ -320,17 +320,16 @@ class SimFollower:
     def _take(self, message: object, now: float) -> None:
         match message:
             case Joined() if self.times is None:
-                if message.term < self.term:
-                    return
-                self.times, self.term = lease_times(message.hang_timeout_s), message.term
-                self.lease.begin(message.number, self.times.lease_s)
+                times = lease_times(message.hang_timeout_s)
+                if message.term >= self.term and self.lease.begin(message.number, times.lease_s, now):
+                    self.times, self.term = times, message.term
             case Beat():
                 self.echo = message.number
                 self.lease.confirm(message.echo)
-            case Assign():
+            case Assign() if self.times is not None:
                 self.actors = message.actors
                 self.to_lead.put(now, self.peer, Bound(dict.fromkeys(message.actors, "tcp://x:1"), ""))
-            case Begin() if message.epoch > self.epoch:
+            case Begin() if self.times is not None and message.epoch > self.epoch:
                 self.epoch = message.epoch
                 for name in self.actors if not self.children else message.lost:
                     if name in self.actors:
