@@ -63,7 +63,8 @@ class Copying(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Bound(Struct, frozen=True, array_like=True, tag=True):
-    """Answers `Assign`: the mailboxes of the actors exist, although no process reads them yet."""
+    """Answers `Assign`: the mailboxes of the actors exist, although no process reads them yet. Sent again after each
+    new epoch if the rendezvous is there: the next group of ranks gets another one."""
 
     addresses: dict[str, str]  # actor → ZeroMQ address
     rendezvous: str  # tcp://host:port where ranks can meet, if the first rank is among the actors

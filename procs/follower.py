@@ -313,7 +313,8 @@ class _Membership:
     def _begin(self, begin: Begin) -> None:
         assert self._config is not None
         if self._host is not None:
-            self._host.obey(begin)
+            if self._host.obey(begin):
+                self._bind_again()
             return
         http = HttpConfig(listen=ListenOptions(), service=self._service)
         self._host = _Host(
@@ -328,6 +329,15 @@ class _Membership:
         )
         self._of.weight_fds = []
         self._running = asyncio.ensure_future(self._host.run())
+        self._bind_again()
+
+    def _bind_again(self) -> None:
+        """Tells the lead where the ranks of the next epoch can meet, if that is here: the port of this one is used, or
+        another program may have it by then."""
+        assert self._bound is not None
+        if self._bound.rendezvous:
+            self._bound = structs.replace(self._bound, rendezvous=unused_address(self._of.host))
+            self._link.send(self._bound)
 
     async def _end(self) -> None:
         """Ends its processes, and then the connection, which says so."""
@@ -391,12 +401,14 @@ class _Host(Supervisor):
 
     # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
 
-    def obey(self, begin: Begin) -> None:
-        """Carries out an epoch, once."""
-        if begin.epoch > self._newest:
+    def obey(self, begin: Begin) -> bool:
+        """Carries out an epoch, once. Whether it is a new one."""
+        is_new = begin.epoch > self._newest
+        if is_new:
             self._newest = begin.epoch
             self._begins.append(begin)
             self._woken.set()
+        return is_new
 
     def stop(self) -> None:
         """Ends the processes in order."""

@@ -37,6 +37,7 @@ from pagewire.procs.follower import Follower, _Host
 from pagewire.procs.model_share import ModelShare
 from pagewire.procs.prepare import prepare, prepare_server
 from pagewire.procs.reach import Reach, ReachTimes
+from pagewire.procs.topology import RENDEZVOUS
 from pagewire.tools.servers import free_port
 
 HANG_S = 2.0
@@ -143,6 +144,30 @@ def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: P
         assert await lead.receive(Bound) == bound, "the same mailboxes"
         signal.raise_signal(signal.SIGTERM)
         assert await lead.receive(Leave) == Leave(("worker-1",))
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_each_group_of_ranks_that_begins_has_a_port_of_its_own_for_the_next_one(tmp_path: Path) -> None:
+    """The first rank is here, so the lead asks this machine where they meet. Another program may take a port."""
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        await lead.receive(Beat)
+        lead.send(Assign(("worker",)))
+        bounds = [await lead.receive(Bound)]
+        for epoch in (5, 6, 6):
+            last = bounds[-1]
+            assert isinstance(last, Bound)
+            addresses = {"core": f"tcp://127.0.0.1:{free_port()}", RENDEZVOUS: last.rendezvous}
+            lead.send(Begin(epoch, epoch, ("worker",), "It died.", addresses))
+            if len(bounds) < 3:  # the lead repeats an epoch until a beat confirms it
+                bounds.append(await lead.receive(Bound))
+        assert len({bound.rendezvous for bound in bounds if isinstance(bound, Bound)}) == 3
+        assert len({tuple(bound.addresses.items()) for bound in bounds if isinstance(bound, Bound)}) == 1
+        lead.send(Assign(("worker",)))
+        assert await lead.receive(Bound) == bounds[-1], "the repeated epoch has changed nothing"
+        lead.send(StopAll("The engine ends."))
 
     assert run(tmp_path, scenario) == 0
 
