@@ -30,7 +30,7 @@ from ..config.config import EngineConfig, HttpConfig
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 20
+SCHEMA_VERSION = 21
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
