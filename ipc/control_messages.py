@@ -63,7 +63,8 @@ class Copying(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Bound(Struct, frozen=True, array_like=True, tag=True):
-    """Answers `Assign`: the mailboxes of the actors exist, although no process reads them yet."""
+    """Answers `Assign`: the mailboxes of the actors exist, although no process reads them yet. Sent again after each
+    new epoch if the rendezvous is there: the next group of ranks gets another one."""
 
     addresses: dict[str, str]  # actor → ZeroMQ address
     rendezvous: str  # tcp://host:port where ranks can meet, if the first rank is among the actors
@@ -129,6 +130,7 @@ class Beat(Struct, frozen=True, array_like=True, tag=True):
     epoch: Epoch = 0  # of the latest `Begin` that the follower has carried out
     children: tuple[ChildState, ...] = ()
     problem: str = ""  # mailboxes that its processes cannot reach, a sentence without its full stop; empty: none
+    unreached: dict[str, str] = {}  # actor → address, of these mailboxes
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):

@@ -30,7 +30,7 @@ from ..config.config import EngineConfig, HttpConfig
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 20
+SCHEMA_VERSION = 21
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -974,6 +974,7 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
     progress: int = 0  # grows with each unit of work that it completes
     is_busy: bool = False  # a unit of work has begun and is not complete
     settings: int = 0  # number of the `Settings` that hold in it; of workers always 0
+    step_age_s: float = 0.0  # of the core, as in `Snapshot`
 
 
 class Reset(Struct, frozen=True, array_like=True, tag=True):

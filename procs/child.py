@@ -175,8 +175,10 @@ async def run_actor(
     post: Post,
     on_ready: Callable[[Facts], None],
     settings: int = 0,
+    step_age_s: Callable[[], float] = lambda: 0.0,
 ) -> None:
-    """Hands an actor its messages, until `Stop`. `settings`: the number of those that it was given."""
+    """Hands an actor its messages, until `Stop`. `settings`: the number of those that it was given. `step_age_s`: as
+    `Pong` has it."""
     woken = asyncio.Event()
     on_ready(actor.start(post))
     inbox.subscribe(asyncio.get_running_loop(), woken.set)
@@ -193,7 +195,8 @@ async def run_actor(
         for message in messages:
             if isinstance(message, Ping):
                 num_handled += 1
-                post("supervisor", Pong(name, epochs.chain, num_handled, settings=settings))
+                pong = Pong(name, epochs.chain, num_handled, settings=settings, step_age_s=step_age_s())
+                post("supervisor", pong)
                 pulse = Pulse(name, lag.seconds.report(), epochs.num_stale, epochs.engine, process_usage())
                 if kind(name) == "api":
                     actor.handle([pulse])  # a process has no outbox to itself
@@ -279,6 +282,16 @@ def make_actor(name: str, launch: Launch, engines: Sequence[Post] = ()) -> Actor
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
 
 
+def step_age_of(name: str, actor: object) -> Callable[[], float]:
+    """The `step_age_s` of `run_actor`."""
+    if kind(name) != "core":
+        return lambda: 0.0
+    from .core import CoreActor
+
+    assert isinstance(actor, CoreActor)
+    return lambda: actor.step_age_s
+
+
 def main(name: str, launch_file: str) -> int:
     """Runs one actor. The exit code: 0 after `Stop`, else see `exit_code`."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
@@ -351,7 +364,9 @@ def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
             import uvloop
 
             number = 0 if launch.settings is None else launch.settings.number
-            uvloop.run(run_actor(name, make_actor(name, launch, engines), epochs, inbox, post, on_ready, number))
+            actor = make_actor(name, launch, engines)
+            age = step_age_of(name, actor)
+            uvloop.run(run_actor(name, actor, epochs, inbox, post, on_ready, number, age))
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, PagewireError):

@@ -224,6 +224,12 @@ class CoreActor:
             case _:
                 assert_never(message)
 
+    @property
+    def step_age_s(self) -> float:
+        """Age of the oldest plan in flight (s); 0: none is in flight."""
+        is_in_flight = self._scheduler is not None and self._scheduler.num_in_flight > 0
+        return time.monotonic() - self._oldest_plan_at if is_in_flight else 0.0
+
     async def stop(self, grace_s: float) -> None:
         """The api has ended every request before this call."""
         if self._trace is not None:
@@ -600,7 +606,7 @@ class CoreActor:
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,
             num_output_tokens=counters.num_output_tokens,
-            step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
+            step_age_s=self.step_age_s,
             tiers=scheduler.tiers(),
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,

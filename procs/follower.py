@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -250,7 +250,7 @@ class _Membership:
                 kv_connectors.check_follower(config.kv_connector)
                 model = await asyncio.to_thread(self._find_model, config.model, address)
                 self._queue.put_nowait(_Prepared(structs.replace(config, model=model)))
-            except PagewireError as error:
+            except (PagewireError, OSError) as error:
                 self._queue.put_nowait(_Prepared(None, str(error)))
 
     def _find_model(self, model: ModelFacts, address: str) -> ModelFacts:
@@ -320,7 +320,8 @@ class _Membership:
     def _begin(self, begin: Begin) -> None:
         assert self._config is not None
         if self._host is not None:
-            self._host.obey(begin)
+            if self._host.obey(begin):
+                self._bind_again()
             return
         http = HttpConfig(listen=ListenOptions(), service=self._service)
         self._host = _Host(
@@ -335,6 +336,15 @@ class _Membership:
         )
         self._of.weight_fds = []
         self._running = asyncio.ensure_future(self._host.run())
+        self._bind_again()
+
+    def _bind_again(self) -> None:
+        """Tells the lead where the ranks of the next epoch can meet, if that is here: the port of this one is used, or
+        another program may have it by then."""
+        assert self._bound is not None
+        if self._bound.rendezvous:
+            self._bound = structs.replace(self._bound, rendezvous=unused_address(self._of.host))
+            self._link.send(self._bound)
 
     async def _end(self) -> None:
         """Ends its processes, and then the connection, which says so."""
@@ -376,11 +386,11 @@ class _Host(Supervisor):
         *,
         keys: Keys | None,
         here: str,
-        on_change: Callable[[int, tuple[ChildState, ...], str], None],
+        on_change: Callable[[int, tuple[ChildState, ...], str, Mapping[str, str]], None],
         weight_fds: Sequence[int],
     ) -> None:
         """`here`: this machine's address. `on_change`: called with the epoch, the states of the processes, and which
-        mailboxes they cannot reach."""
+        mailboxes they cannot reach: a sentence, and actor → address."""
         super().__init__(config, actors=actors, keys=keys, quiet=True, weight_fds=weight_fds)
         self._is_owned = True  # the follower has the signals
         self._given = dict(begin.addresses)
@@ -398,12 +408,14 @@ class _Host(Supervisor):
 
     # ── called by the follower ───────────────────────────────────────────────────────────────────────────────────────
 
-    def obey(self, begin: Begin) -> None:
-        """Carries out an epoch, once."""
-        if begin.epoch > self._newest:
+    def obey(self, begin: Begin) -> bool:
+        """Carries out an epoch, once. Whether it is a new one."""
+        is_new = begin.epoch > self._newest
+        if is_new:
             self._newest = begin.epoch
             self._begins.append(begin)
             self._woken.set()
+        return is_new
 
     def stop(self) -> None:
         """Ends the processes in order."""
@@ -473,7 +485,7 @@ class _Host(Supervisor):
         if problem and problem != self._told_problem:
             self._say(f"{problem}.")
         self._told_problem = problem
-        self._on_change(self._epoch, self._states(), problem)
+        self._on_change(self._epoch, self._states(), problem, self._reach.unreached)
 
     async def _kill(self) -> None:
         self._reach.close()
@@ -494,10 +506,12 @@ class _Host(Supervisor):
 
 def _wrong_files(model: ModelFacts) -> str | None:
     """Why this machine cannot load the model, as a clause; None: it can."""
-    if not Path(model.path).exists():
-        return f"{model.path} does not exist there"
     try:
+        if not Path(model.path).exists():
+            return f"{model.path} does not exist there"
         found = fingerprint(Path(model.path), Path(model.adapter) if model.adapter else None)
+    except OSError as error:  # of `exists`: a folder on the way may not be looked into
+        return f"{model.path} cannot be read: {error.strerror}"
     except PagewireError as error:
         return str(error).removesuffix(".")
     if model.fingerprint and found != model.fingerprint:

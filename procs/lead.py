@@ -101,6 +101,7 @@ class Lead(Supervisor):
         self._moved: set[str] = set()  # actors whose addresses will change
         self._reason = ""  # of the epoch that begins
         self._begun = 0  # the latest epoch that the followers were told
+        self._begun_at = 0.0  # when they were (monotonic s)
         self._stopping: StopAll | None = None
         self._waits = ""  # what those wait for that take over from machines that leave, a clause
         self._said: set[str] = set()  # sentences that are printed once
@@ -123,6 +124,7 @@ class Lead(Supervisor):
                 self._mailbox_fds[name] = listener.fileno()
         await self._complete(self._service.start_timeout_s, "--start-timeout-s")
         if self._must_end:
+            self._stop_all(StopAll("stopped while starting"))
             return
         epoch = first_epoch(self._fleet.term)
         self._epoch = self._device_epoch = self._restored = epoch
@@ -170,7 +172,7 @@ class Lead(Supervisor):
             now = time.monotonic()
             deadline = max(deadline, self._copied_at + timeout_s)
             waiting = ", ".join(name for group in self._fleet.missing for name in group)
-            problem = self._reach.problem
+            problem = self._obstacle
             clause = self._waits_for(waiting) if waiting else self._copies or problem
             if now > deadline and problem and not waiting:
                 raise StartError(f"{problem} ({timeout_s:g} s; see {flag}).")
@@ -196,12 +198,17 @@ class Lead(Supervisor):
 
     @property
     def _is_complete(self) -> bool:
-        return self._fleet.is_complete and self._reach.is_complete
+        return self._fleet.is_complete and self._reach.is_complete and not self._obstacle
 
     @property
     def _obstacle(self) -> str:
-        problems = (machine.problem for machine in self._fleet.machines if machine.problem)
-        return self._reach.problem or next(problems, "")
+        addresses = self._given | self._fleet.addresses  # a follower may still look for a machine that was replaced
+        found = (
+            machine.problem
+            for machine in self._fleet.machines
+            if any(addresses.get(name) == address for name, address in machine.unreached.items())
+        )
+        return self._reach.problem or next(found, "")
 
     def _tell_apis(self, waits_for: str) -> None:
         """For /health; at the engine's start there are none yet."""
@@ -211,7 +218,7 @@ class Lead(Supervisor):
 
     def _begin_elsewhere(self, lost: Sequence[str], reason: str) -> None:
         """Tells the followers of this epoch, and counts their new processes among the children."""
-        self._begun = self._epoch
+        self._begun, self._begun_at = self._epoch, time.monotonic()
         self._moved.difference_update(lost)
         addresses = self._fleet.addresses
         # A new port, where no rank of an earlier group comes. Stages that send messages need none, since the ranks of
@@ -239,7 +246,7 @@ class Lead(Supervisor):
         ends of ranks within a moment are one death: of one that was killed, if there is any."""
         ranks = [child for child in died if kind(child.name) == "worker"]
         if ranks or any(kind(child.name) == "core" for child in died):
-            self._relieve([machine for machine in self._fleet.leaving if self._fleet.heir(machine) is not None])
+            self._relieve(list(self._fleet.ready_heirs))
         if ranks:
             deadline = time.monotonic() + _SAME_DEATH_S
             while not any(_was_killed(child) for child in ranks) and time.monotonic() < deadline:
@@ -292,8 +299,36 @@ class Lead(Supervisor):
 
     async def _look_elsewhere(self) -> None:
         self._check_followers()
+        await self._end_standstill()
         if not self._must_end:
             await self._see_off()
+
+    # ── connections that cannot be made again ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _standstill(self) -> str:
+        """Why the engine has work and gets no further, a sentence; empty: it does, or the cause is another one. A
+        mailbox that cannot be reached is not enough: connections that were made before may work on."""
+        problem, core = self._obstacle, self._children.get("core")
+        if not problem or core is None:
+            return ""
+        if core.step_age_s > self._fleet.wait_s and core.epoch == self._epoch:
+            return f"No step has ended for {core.step_age_s:.0f} s: {problem}."
+        waits_s = time.monotonic() - self._begun_at
+        if self._restored < self._epoch and waits_s > self._fleet.wait_s:
+            return f"New processes do not get ready for {waits_s:.0f} s: {problem}."
+        return ""
+
+    async def _end_standstill(self) -> None:
+        """Begins the next epoch, with new ranks, as after messages that were lost: no process has failed. It begins
+        when all mailboxes can be reached. Raises StartError if that takes too long."""
+        if not (reason := self._standstill):
+            return
+        self._deaths.add("the connections between machines", "could not be made again", time.monotonic())
+        self._check_deaths(reason)
+        lost = [name for name in self._lost_with("worker") if name in self._children]
+        self._print(f"{reason} Replacing {', '.join(lost)}.")
+        await self._begin(lost, reason, self._epoch + 1, self._device_epoch + 1, is_planned=True)
 
     def _ping(self) -> Ping:
         return Ping(dict(self._fleet.late_beats), self._waits or self._obstacle)
@@ -304,17 +339,16 @@ class Lead(Supervisor):
         """Has others take over from machines that leave, as soon as they can. If none can come, the engine ends."""
         for machine in self._fleet.deal_heirs():
             self._send(machine.peer, Assign(machine.actors))
-        heirs = {machine: self._fleet.heir(machine) for machine in self._fleet.leaving}
-        alone = [machine for machine, heir in heirs.items() if heir is None]
-        ready = {machine: heir for machine, heir in heirs.items() if heir is not None and heir.bound is not None}
+        leaving, ready = self._fleet.leaving, self._fleet.ready_heirs
+        alone = [machine for machine in leaving if self._fleet.heir(machine) is None]
         may_come = self._ask_for_room(len(alone))
         waits = ""
         if ready:
             await self._hand_over(ready)
         elif alone and not may_come:
             self._elsewhere.heard(Leave(alone[0].actors), is_news=True)
-        elif heirs:
-            who = ", ".join(machine.name for machine in heirs)
+        elif leaving:
+            who = ", ".join(machine.name for machine in leaving)
             names = ", ".join(name for machine in alone for name in machine.actors)
             if alone:
                 waits = self._waits_for(f"{names}, because {who} leaves")
@@ -356,17 +390,20 @@ class Lead(Supervisor):
 
     def _lose(self, machine: Machine, how: str) -> None:
         """This machine's processes have ended, or it has lost its lease for them. `how`: a clause without a subject."""
-        self._fleet.remove(machine.peer)
+        names = self._fleet.lose(machine)
         self._send(machine.peer, Gone())
-        if not machine.actors:
+        self._woken.set()
+        if not names:
+            if machine.actors:
+                self._print(f"{machine.name}, which was to run {', '.join(machine.actors)}, {how}.")
             return
-        self._moved.update(machine.actors)
+        self._moved.update(names)
         running = [
             child
-            for name in machine.actors
+            for name in names
             if (child := self._children.get(name)) is not None and isinstance(child.process, RemoteProcess)
         ]
-        summary = f"{machine.name}, the machine of {', '.join(machine.actors)}, {how}"
+        summary = f"{machine.name}, the machine of {', '.join(names)}, {how}"
         if running and all(child.process.returncode is not None for child in running):  # they are being replaced
             self._print(f"{summary}.")
         for i, child in enumerate(running):
@@ -375,7 +412,6 @@ class Lead(Supervisor):
                 self._faults[child.name] = Fault(child.name, summary, "", 1)
                 child.may_end = child.may_end or i > 0  # one death, not one of each process
                 child.process.end(-signal.SIGKILL)
-        self._woken.set()
 
     # ── messages of followers ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -443,7 +479,7 @@ class Lead(Supervisor):
 
     def _join(self, peer: bytes, join: Join) -> None:
         if (before := self._fleet.get(join.previous)) is not None:
-            self._lose(before, "has lost its connection to the lead and ended them")
+            self._lose(before, "has lost its connection to the lead and ended its processes")
         is_new = self._fleet.get(peer) is None
         config = self._config
         on_gpu = config.kernels is None

@@ -9,10 +9,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from ..ipc.channel import ChannelFull
 from ..ipc.codec import DecodeError, Decoder
-from ..ipc.control_messages import Beat, ChildState, Gone, Join, Joined, Refused, ToFollower, ToLead
+from ..ipc.control_messages import Assign, Beat, Begin, ChildState, Gone, Join, Joined, Refused, ToFollower, ToLead
 from ..ipc.zmq_channel import Keys, ZmqContext
 from .leases import Lease, LeaseTimes, lease_times
 
@@ -52,7 +53,7 @@ class LeadLink:
         self._echo = 0  # number of the lead's latest message
         self._epoch = 0
         self._children: tuple[ChildState, ...] = ()
-        self._problem = ""
+        self._problem, self._unreached = "", dict[str, str]()
         self._outgoing: queue.SimpleQueue[ToLead] = queue.SimpleQueue()
         self._wake_fd, self._waker = os.pipe()
         os.set_blocking(self._wake_fd, False)
@@ -69,10 +70,11 @@ class LeadLink:
         self._outgoing.put(message)
         self._wake()
 
-    def report(self, epoch: int, children: tuple[ChildState, ...], problem: str) -> None:
+    def report(self, epoch: int, children: tuple[ChildState, ...], problem: str, unreached: Mapping[str, str]) -> None:
         """What the next beats say. They say it at once if it is new."""
-        if (epoch, children, problem) != (self._epoch, self._children, self._problem):
-            self._epoch, self._children, self._problem = epoch, children, problem
+        before = (self._epoch, self._children, self._problem, self._unreached)
+        if (epoch, children, problem, unreached) != before:
+            self._epoch, self._children, self._problem, self._unreached = epoch, children, problem, dict(unreached)
             self._is_due = True
             self._wake()
 
@@ -105,15 +107,13 @@ class LeadLink:
             until = next_at if self._lease.ends_at is None else min(next_at, self._lease.ends_at)
             self._dealer.wait(until - sleepless_clock() + 0.001, self._wake_fd)
             self._clear()
-            while not self._outgoing.empty():
-                self._dealer.send(self._outgoing.get())
+            self._send_queued()
             while (data := self._dealer.receive()) is not None:
                 try:
                     self._heard(self._decoder.decode(data))
                 except DecodeError:  # of another version; `Join` finds out which
                     continue
-        while not self._outgoing.empty():
-            self._dealer.send(self._outgoing.get())
+        self._send_queued()
         self._dealer.close()
         self._context.close()
 
@@ -124,9 +124,17 @@ class LeadLink:
     def _say(self, now: float) -> None:
         number = self._lease.send(now)
         if self._times is None:
-            self._dealer.send(self._join(number))
+            self._send(self._join(number))
         else:
-            self._dealer.send(Beat(number, self._echo, self._epoch, self._children, self._problem))
+            self._send(Beat(number, self._echo, self._epoch, self._children, self._problem, self._unreached))
+
+    def _send_queued(self) -> None:
+        while not self._outgoing.empty():
+            self._send(self._outgoing.get())
+
+    def _send(self, message: ToLead) -> None:
+        with contextlib.suppress(ChannelFull):  # there is no lead: what is queued already says the same
+            self._dealer.send(message)
 
     def _heard(self, message: ToFollower) -> None:
         self.num_answers += 1
@@ -136,13 +144,15 @@ class LeadLink:
                 self._lease.confirm(message.echo)
                 return
             case Joined():
-                if self._times is not None:
+                times = lease_times(message.hang_timeout_s)
+                if self._times is not None or not self._lease.begin(message.number, times.lease_s, sleepless_clock()):
                     return
-                self._times = lease_times(message.hang_timeout_s)
-                self._lease.begin(message.number, self._times.lease_s)
+                self._times = times
                 self._is_due = True  # the time of the next beat was that of the next `Join`
             case Refused():
                 self._is_closed = True
+            case Assign() | Begin() | Gone() if self._times is None:
+                return  # of a `Joined` that came too late; what is still true is repeated
         self._tell(message)
 
     def _tell(self, message: ToFollower) -> None:

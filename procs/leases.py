@@ -50,10 +50,14 @@ class Lease:
         self._sent[self._number] = now
         return self._number
 
-    def begin(self, number: int, lease_s: float) -> None:
-        """The lead has answered the `Join` of this number."""
+    def begin(self, number: int, lease_s: float, now: float) -> bool:
+        """The lead has answered the `Join` of this number. False: too late for a lease, and it answers later ones."""
+        sent_at = self._sent.get(number)
+        if sent_at is None or now >= sent_at + lease_s:
+            return False
         self._lease_s = lease_s
         self.confirm(number)
+        return True
 
     def confirm(self, number: int) -> None:
         """The lead has answered the message of this number."""
@@ -85,6 +89,7 @@ class Machine:
         self.epoch = 0  # of the latest `Begin` that it has carried out
         self.children: tuple[ChildState, ...] = ()
         self.problem = ""  # why its processes cannot work, as of the latest beat
+        self.unreached: Mapping[str, str] = {}  # actor → address, of the mailboxes that it names
 
     @property
     def is_copying(self) -> bool:
@@ -95,7 +100,8 @@ class Machine:
     def heard(self, beat: Beat, now: float) -> None:
         if beat.number > self.number:
             self.number, self.heard_at = beat.number, now
-            self.epoch, self.children, self.problem = beat.epoch, beat.children, beat.problem
+            self.epoch, self.children = beat.epoch, beat.children
+            self.problem, self.unreached = beat.problem, beat.unreached
 
 
 class Fleet:
@@ -151,16 +157,27 @@ class Fleet:
         self._relieved.pop(peer, None)
         return self._machines.pop(peer, None)
 
+    def lose(self, machine: Machine) -> tuple[str, ...]:
+        """Forgets a follower whose processes have ended. Returns their actors: none of an heir, since another machine
+        still runs those, nor of one that has begun nothing."""
+        self.remove(machine.peer)
+        return machine.actors if machine.begins_at else ()
+
     def relieve(self, machine: Machine) -> None:
         """Its heir has its actors now. Until it is removed, its processes may run, and no others begin."""
         del self._machines[machine.peer]
         self._relieved[machine.peer] = machine
         machine.actors = ()
 
+    @property
+    def wait_s(self) -> float:
+        """Without a sign of life, until something on another machine counts as lost."""
+        return self._times.wait_s
+
     def overdue(self, now: float) -> list[Machine]:
         """Followers from which nothing came for so long that their processes have ended."""
         known = (*self._machines.values(), *self._relieved.values())
-        return [machine for machine in known if now - machine.heard_at >= self._times.wait_s]
+        return [machine for machine in known if now - machine.heard_at >= self.wait_s]
 
     # ── who runs what ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,6 +200,12 @@ class Fleet:
         """The machine that takes over from one that leaves."""
         others = (one for one in self._machines.values() if one is not machine)
         return next((one for one in others if one.actors == machine.actors and not one.is_leaving), None)
+
+    @property
+    def ready_heirs(self) -> dict[Machine, Machine]:
+        """By the machines that leave: those that can take over now, since their mailboxes exist."""
+        heirs = {machine: self.heir(machine) for machine in self.leaving}
+        return {machine: heir for machine, heir in heirs.items() if heir is not None and heir.bound is not None}
 
     @property
     def _working(self) -> list[Machine]:

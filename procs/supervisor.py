@@ -98,6 +98,7 @@ class Child:
         self.loading: Loading | None = None  # the last one of a worker
         self.may_end = False  # it was asked to end
         self.settings = 0  # number of the `Settings` that hold in it
+        self.step_age_s = 0.0  # of the core: how long no step has ended although plans are in flight, as of its epoch
         self.exited = asyncio.ensure_future(process.wait())
 
 
@@ -749,6 +750,7 @@ class Supervisor:
                     if child.liveness is not None and message.epoch >= child.epoch:
                         child.epoch = message.epoch
                         child.settings = max(child.settings, message.settings)
+                        child.step_age_s = message.step_age_s
                         child.liveness.heard(message, time.monotonic())
         self._settle()
 

@@ -5,16 +5,22 @@ import ctypes
 import errno
 import os
 import socket
+from pathlib import Path
 
 import psutil
 
+_LISTEN = "0A"  # a state in /proc/net/tcp
 _PIDFD_GETFD = 438  # the system call's number, on all architectures
 
 
 def mailbox_port(process: psutil.Process) -> int:
-    """Where the mailbox of an actor's process can be reached by other machines."""
-    (port,) = {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-    return int(port)
+    """Where the mailbox of an actor's process can be reached by other machines. The process may have another network
+    than this one, which psutil does not see."""
+    folder = Path(f"/proc/{process.pid}")
+    own = {os.readlink(descriptor) for descriptor in (folder / "fd").iterdir()}
+    rows = [line.split() for line in (folder / "net" / "tcp").read_text().splitlines()[1:]]
+    (port,) = {row[1].partition(":")[2] for row in rows if row[3] == _LISTEN and f"socket:[{row[9]}]" in own}
+    return int(port, 16)
 
 
 def cut(sender: psutil.Process, port: int) -> int:

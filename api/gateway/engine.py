@@ -21,9 +21,9 @@ Post = Callable[[Submit | Cancel | Question], None]
 
 
 class Outage(Struct, frozen=True):
-    """Processes of an engine are being replaced."""
+    """An epoch of an engine begins: processes are being replaced, or a connection between them has lost messages."""
 
-    lost: tuple[str, ...]  # their names; (): the whole engine, because it is restarted
+    lost: tuple[str, ...]  # the names of those that have died; (): none has, as in a restart, or when ranks move
     reason: str
     since: float  # on the gateway's clock
 

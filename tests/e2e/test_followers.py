@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hidden_folder import can_hide, hiding, own_cache
 from kv_legs import until_loaded
 from open_requests import END_S, OpenRequest, open_stream
 from proxy import Proxy
+from two_networks import HERE, THERE, can_have_networks, two_networks, unreachable
 from waiting import until
 
 from pagewire.commands.metrics import read
@@ -36,30 +38,31 @@ class Machines:
         self,
         start: Start,
         folder: Path,
-        proxy: Proxy,
+        proxy: Proxy | None,
         lead_port: int,
         *flags: str,
+        host: str = "127.0.0.1",
         sizes: str = "tensor",
         hang_s: float = HANG_S,
     ) -> None:
-        """`sizes`: the two ranks are tensor-parallel ones, or pipeline's stages; `grid`: four, two in each of two
-        stages."""
-        self._start, self._key, self._proxy = start, folder / "key", proxy
+        """`proxy`: through which followers join; None: there is none. `host`: of the lead. `sizes`: the two ranks are
+        tensor-parallel ones, or pipeline's stages; `grid`: four, two in each of two stages."""
+        self._start, self._key = start, folder / "key"
+        self._address = f"tcp://{host}:{lead_port if proxy is None else proxy.port}"
         parallel = {"tensor": ("tensor",), "pipeline": ("pipeline",), "grid": ("tensor", "pipeline")}[sizes]
         self.lead = start(
             *(flag for size in parallel for flag in (f"--{size}-parallel-size", "2")),
-            *("--nnodes", "2", "--join-address", f"tcp://127.0.0.1:{lead_port}"),
+            *("--nnodes", "2", "--join-address", f"tcp://{host}:{lead_port}"),
             *("--key-file", str(self._key), "--hang-timeout-s", str(hang_s), "--outage-wait", "60"),
             *flags,
         )
         until(self._key.exists, "the key is made", END_S)
 
-    def join(self, name: str, host: str, *flags: str, hidden: Path | None = None) -> Server:
-        """A follower, which listens on no port for HTTP. `hidden`: a folder that is empty on its machine."""
+    def join(self, name: str, host: str, *flags: str, prefix: tuple[str, ...] = ()) -> Server:
+        """A follower, which listens on no port for HTTP. `prefix`: what goes before its command."""
         # `Server` adds --port; a follower has no such flag.
-        command = (*(() if hidden is None else hiding(hidden)), sys.executable, "-c", _WITHOUT_PORT)
-        address = f"tcp://127.0.0.1:{self._proxy.port}"
-        options = ("--join", address, "--key-file", str(self._key), "--name", name, "--host", host)
+        command = (*prefix, sys.executable, "-c", _WITHOUT_PORT)
+        options = ("--join", self._address, "--key-file", str(self._key), "--name", name, "--host", host)
         return self._start("launch", *options, *flags, command=command)
 
 
@@ -77,6 +80,15 @@ def second_proxy() -> Iterator[Proxy]:
     """Of another engine."""
     with Proxy(free_port()) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def there() -> Iterator[tuple[str, ...]]:
+    """What goes before a command that runs on another machine than the test. Ask for it before what the test starts."""
+    if not can_have_networks():
+        pytest.skip("this user may not make networks")
+    with two_networks() as there:
+        yield there
 
 
 @pytest.fixture
@@ -103,6 +115,16 @@ def text_of(stream: OpenRequest) -> str:
 def assert_whole(stream: OpenRequest, lead: Server) -> None:
     """It has the text of a stream that nothing disturbs."""
     assert text_of(stream) == text_of(long_stream(lead))
+
+
+def problem_of(server: Server) -> str:
+    """What /health says; empty: it is healthy."""
+    try:
+        server.get("/health")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()
+    return ""
 
 
 def says(server: Server, text: str) -> None:
@@ -292,7 +314,7 @@ def test_a_machine_without_the_model_copies_it_and_takes_over(
     machines = Machines(start, tmp_path, proxy, proxy.target, "--model", str(model))
     first = machines.join("b", "127.0.0.2")
     machines.lead.wait_ready()
-    spare = machines.join("c", "127.0.0.3", hidden=model)
+    spare = machines.join("c", "127.0.0.3", prefix=hiding(model))
     says(spare, "config.json cannot be read: No such file or directory; c copies the model from the lead.")
     says(spare, "c has the model in ")
     stream = long_stream(machines.lead)
@@ -437,4 +459,63 @@ def test_a_connection_that_breaks_again_and_again_ends_the_engine(start: Start, 
     assert "6 processes or connections have died within 60 s:" in said
     assert said.count("the connection of worker-1 to worker (tcp://127.0.0.1:") == 6
     assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
+    follower.kill()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut_off", ["worker-1", "core", "all"])
+def test_mailboxes_that_cannot_be_reached_for_long_pause_streams_without_a_death(
+    there: tuple[str, ...], start: Start, tmp_path: Path, cut_off: str
+) -> None:
+    """The machines still answer each other. An engine without work, in which no message is lost, only tells it. Else
+    ranks are replaced when nothing gets further, and begin when the network is back."""
+    machines = Machines(start, tmp_path, None, free_port(), host=HERE, sizes="pipeline", hang_s=15.0)
+    follower = machines.join("b", THERE, prefix=there)
+    machines.lead.wait_ready()
+    expected = text_of(long_stream(machines.lead))
+    ranks = {**machines.lead.children(), **follower.children()}
+    names = ["core", "worker", "worker-1"] if cut_off == "all" else [cut_off]
+    ports = [mailbox_port(ranks[name]) for name in names]
+    host = THERE if names[-1] == "worker-1" else HERE
+    told = f"{host}:{ports[-1]}, the mailbox of {names[-1]}, cannot be reached from "
+    if cut_off == "worker-1":  # which sends the core what it takes of its machine all the time
+        with unreachable(ports):
+            says(machines.lead, told)
+        until(lambda: "waits_for" not in machines.lead.get("/health"), "all are reached again", END_S)
+        assert text_of(long_stream(machines.lead)) == expected
+        assert ranks == {**machines.lead.children(), **follower.children()}
+
+    stream = long_stream(machines.lead)
+    with unreachable(ports):
+        says(machines.lead, "No step has ended for ")
+        until(lambda: not ranks["worker"].is_running(), "the ranks are replaced", END_S)
+        until(
+            lambda: f"requests wait until it is replaced. It is {told}" in problem_of(machines.lead), "it waits", END_S
+        )
+    assert text_of(stream) == expected
+    said = machines.lead.log.read_text()
+    assert "Replacing worker, worker-1." in said and "has not answered" not in said and "was killed" not in said, said
+    assert read(machines.lead.get("/metrics"), 0.0).values["processes_lost_total"] == 0, (
+        said + "FOLLOWER" + follower.log.read_text()
+    )
+    assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
+
+
+@pytest.mark.long
+def test_a_core_that_a_follower_cannot_reach_any_more_ends_the_engine(
+    there: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    """The lead itself reaches all mailboxes, and the ranks complete their steps."""
+    machines = Machines(start, tmp_path, None, free_port(), "--outage-wait", "1", host=HERE, sizes="pipeline")
+    follower = machines.join("b", THERE, prefix=there)
+    machines.lead.wait_ready()
+    stream = very_long_stream(machines.lead)
+    port = mailbox_port(machines.lead.children()["core"])
+    with unreachable([port]):
+        assert '"code":"engine_failed"' in stream.events()[-1].replace(" ", "")
+        assert machines.lead.process.wait(END_S) == 1
+    said = machines.lead.log.read_text()
+    problem = f"{HERE}:{port}, the mailbox of core, cannot be reached from {THERE} "
+    assert re.search(rf"No step has ended for \d+ s: {problem}", said), said
+    assert "(1 s; see --outage-wait)." in said, said
     follower.kill()

@@ -1,11 +1,15 @@
 """Messages survive encoding and decoding, and values out of bounds are refused."""
 
+import ast
 import math
 from array import array
+from hashlib import sha256
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from pagewire.ipc import control_messages, file_messages, reports
 from pagewire.ipc import messages as m
 from pagewire.ipc.codec import DecodeError, Decoder, encode
 
@@ -72,6 +76,31 @@ def test_every_message_is_frozen_and_columnar() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == m.__name__:
             config = kind.__struct_config__
             assert config.frozen and config.array_like, name
+
+
+SCHEMA = (21, "ec7e467776ed340d")
+"""`SCHEMA_VERSION`, and `digest_of_messages` with it."""
+
+
+def digest_of_messages() -> str:
+    """Of all structs that processes of an engine exchange: their names, and each field's name, type and default."""
+    digest = sha256()
+    for module in (m, reports, control_messages, file_messages):
+        assert module.__file__ is not None
+        for node in ast.parse(Path(module.__file__).read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                fields = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)]
+                digest.update(repr((node.name, [ast.unparse(one) for one in node.keywords], fields)).encode())
+    return digest.hexdigest()[:16]
+
+
+def test_other_messages_have_another_version() -> None:
+    """Two launches with one number drop each other's messages without a word if they are not the same."""
+    assert (m.SCHEMA_VERSION, digest_of_messages()) == SCHEMA, (
+        f"The messages are not those of SCHEMA_VERSION {SCHEMA[0]}. Raise it in ipc/messages.py, and write here "
+        f'SCHEMA = (the new number, "{digest_of_messages()}"). After a merge of two branches that have both raised it, '
+        "take one more than the larger number."
+    )
 
 
 def test_columns_give_each_request_its_tokens() -> None:

@@ -38,6 +38,7 @@ from pagewire.procs.follower import Follower, _Host
 from pagewire.procs.model_share import ModelShare
 from pagewire.procs.prepare import prepare, prepare_server
 from pagewire.procs.reach import Reach, ReachTimes
+from pagewire.procs.topology import RENDEZVOUS
 from pagewire.tools.servers import free_port
 
 HANG_S = 2.0
@@ -81,9 +82,13 @@ class PlayedLead:
         """Lets a follower join."""
         join = await self.receive(Join)
         assert isinstance(join, Join)
-        engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
-        self.send(Joined(join.number, term, HANG_S, 0.0, engine, service, self.files))
+        self.join(join.number, term=term)
         return join
+
+    def join(self, number: int, *, term: int = TERM) -> None:
+        """Answers the `Join` of this number."""
+        engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
+        self.send(Joined(number, term, HANG_S, 0.0, engine, service, self.files))
 
     def close(self) -> None:
         self._router.close()
@@ -144,6 +149,30 @@ def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: P
     assert run(tmp_path, scenario) == 0
 
 
+def test_each_group_of_ranks_that_begins_has_a_port_of_its_own_for_the_next_one(tmp_path: Path) -> None:
+    """The first rank is here, so the lead asks this machine where they meet. Another program may take a port."""
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        await lead.welcome()
+        await lead.receive(Beat)
+        lead.send(Assign(("worker",)))
+        bounds = [await lead.receive(Bound)]
+        for epoch in (5, 6, 6):
+            last = bounds[-1]
+            assert isinstance(last, Bound)
+            addresses = {"core": f"tcp://127.0.0.1:{free_port()}", RENDEZVOUS: last.rendezvous}
+            lead.send(Begin(epoch, epoch, ("worker",), "It died.", addresses))
+            if len(bounds) < 3:  # the lead repeats an epoch until a beat confirms it
+                bounds.append(await lead.receive(Bound))
+        assert len({bound.rendezvous for bound in bounds if isinstance(bound, Bound)}) == 3
+        assert len({tuple(bound.addresses.items()) for bound in bounds if isinstance(bound, Bound)}) == 1
+        lead.send(Assign(("worker",)))
+        assert await lead.receive(Bound) == bounds[-1], "the repeated epoch has changed nothing"
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+
+
 @pytest.mark.parametrize("how", ["silence", "gone", "failure"])
 def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
@@ -167,6 +196,27 @@ def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
     said = capsys.readouterr().err
     assert said.count("b has joined the engine") == 2
     assert ("the lead has failed (why)" if how == "failure" else "the connection to the lead is lost") in said
+
+
+def test_a_lead_that_answers_late_gives_no_lease_that_has_run_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is started later than its follower hears all that the follower has said until then."""
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        numbers: list[int] = []
+        while len(numbers) < 4:  # one each half of a second, and a lease lasts for one
+            join = await lead.receive(Join)
+            assert isinstance(join, Join)
+            numbers.append(join.number)
+        for number in numbers:
+            lead.join(number)
+        await lead.receive(Beat)
+        lead.send(StopAll("The engine ends."))
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    assert said.count("b has joined the engine") == 1 and "is lost" not in said, said
 
 
 def test_an_earlier_lead_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +251,20 @@ def test_missing_and_other_model_files_are_refused_with_both_values(
 
     assert run(tmp_path, other) == 2
     assert capsys.readouterr().err.count("b cannot take part") == 2
+
+
+def test_a_path_of_the_model_that_cannot_be_looked_at_is_refused_with_its_cause(tmp_path: Path) -> None:
+    """As in a folder of another user: the system refuses to say whether it exists. There is nothing to copy."""
+    path = "/" + "x" * 300
+
+    async def scenario(lead: PlayedLead, follower: Follower) -> None:
+        lead.engine = replace(lead.engine, model=replace(lead.engine.model, path=path))
+        await lead.welcome()
+        refused = await lead.receive(Refused)
+        assert isinstance(refused, Refused)
+        assert f"{path} cannot be read: File name too long; copy the lead's there" in refused.reason
+
+    assert run(tmp_path, scenario) == 2
 
 
 def test_a_machine_without_the_key_file_of_the_kv_is_refused(tmp_path: Path) -> None:
@@ -298,7 +362,7 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def scenario() -> None:
-        told: list[str] = []
+        told: list[tuple[str, dict[str, str]]] = []
         port = free_port()
         addresses = {
             "core": f"tcp://127.0.0.1:{port}",
@@ -313,7 +377,7 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
             {},
             keys=None,
             here="10.0.0.2",
-            on_change=lambda epoch, states, problem: told.append(problem),
+            on_change=lambda epoch, states, problem, unreached: told.append((problem, dict(unreached))),
             weight_fds=(),
         )
         host._reach = Reach("10.0.0.2", ReachTimes(patience_s=0.0))
@@ -321,16 +385,18 @@ def test_a_mailbox_that_its_processes_cannot_reach_is_told_to_the_lead_until_it_
         await host._gather(context)
         context.close()
 
-        async def look() -> str:
+        async def look() -> tuple[str, dict[str, str]]:
             await host._look_elsewhere()
             return told[-1]
 
-        while not (problem := await look()):
+        while not (found := await look())[0]:
             await asyncio.sleep(0)
+        problem, unreached = found
+        assert unreached == {"core": f"tcp://127.0.0.1:{port}"}
         assert problem.startswith(f"127.0.0.1:{port}, the mailbox of core, cannot be reached from 10.0.0.2 (")
         assert "worker" not in problem
         with socket.create_server(("127.0.0.1", port)):
-            while await look():
+            while await look() != ("", {}):
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())

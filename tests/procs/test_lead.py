@@ -1,7 +1,9 @@
 """The lead before its processes start: real sockets, and followers that are played by the test."""
 
 import asyncio
+import math
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from pagewire.ipc.control_messages import (
     Join,
     Joined,
     Refused,
+    StopAll,
     ToFollower,
     ToLead,
 )
@@ -34,6 +37,8 @@ from pagewire.procs.machine import versions_here
 from pagewire.procs.model_copy import ModelCopy
 from pagewire.procs.prepare import prepare_server
 from pagewire.procs.reach import Reach, ReachTimes
+from pagewire.procs.remote import RemoteProcess
+from pagewire.procs.supervisor import Child
 from pagewire.tools.servers import free_port
 
 CLOCK = 1_000_000.0  # of followers, seconds since 1970: far from the lead's
@@ -170,6 +175,19 @@ def test_the_lead_gives_the_model_and_waits_for_those_who_copy_it(
     assert run(tmp_path, scenario) == 0
 
 
+def test_a_lead_that_is_stopped_while_it_waits_ends_those_that_have_joined(tmp_path: Path) -> None:
+    """As a lead that has failed it would have them look for the next one."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined) and await follower.receive() == Assign(("worker-1",))
+        lead.on_signal(signal.SIGTERM)
+        assert await follower.receive() == StopAll("stopped while starting")
+
+    assert run(tmp_path, scenario) == 0
+
+
 def test_an_unknown_incarnation_is_told_to_join_again(tmp_path: Path) -> None:
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
         stranger = peer(b"\1a")
@@ -205,6 +223,60 @@ def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(
         assert await first.receive() == Gone() and await again.receive() == Assign(("worker-1",))
 
     assert run(tmp_path, scenario) == 0
+
+
+def test_a_death_relieves_a_machine_that_leaves_only_if_its_heir_has_mailboxes(tmp_path: Path) -> None:
+    """Else the engine would wait for a machine that still copies the model, while the other one could go on."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        for name in (b"\1a", b"\1b"):
+            follower = peer(name)
+            follower.send(join())
+            assert isinstance(await follower.receive(), Joined)
+        first, heir = lead._fleet.machines
+        await until_async(lambda: first.actors, "it has ranks")
+        first.begins_at, first.is_leaving = 1, True
+        assert lead._fleet.deal_heirs() == [heir]
+
+        async def replace_core() -> None:
+            core = lead._children["core"] = Child("core", RemoteProcess(), 1)
+            core.process.kill()
+            replacing = asyncio.ensure_future(lead._replace([core]))
+            await asyncio.sleep(0)
+            replacing.cancel()  # it may wait for the process, too
+            await asyncio.wait({replacing})
+            del lead._children["core"]
+
+        await replace_core()
+        assert list(lead._fleet.machines) == [first, heir]
+        heir.bound = Bound({"worker-1": "tcp://127.0.0.1:1"}, "")
+        await replace_core()
+        assert list(lead._fleet.machines) == [heir]
+
+    assert run(tmp_path, scenario) == 0
+
+
+def test_an_heir_that_cannot_take_part_leaves_the_ranks_of_the_other_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        first, heir = peer(b"\1a"), peer(b"\1b")
+        first.send(join())
+        assert isinstance(await first.receive(), Joined) and await first.receive() == Assign(("worker-1",))
+        heir.send(join(name="c"))
+        assert isinstance(await heir.receive(), Joined)
+        machine = lead._fleet.machines[0]
+        machine.begins_at, machine.is_leaving = 1, True
+        child = lead._children["worker-1"] = Child("worker-1", RemoteProcess(), 1)
+        assert [one.name for one in lead._fleet.deal_heirs()] == ["c"]
+        heir.send(Refused("c cannot take part: it has no room."))
+        assert await heir.receive() == Gone()
+        assert lead._fleet.machines == (machine,)
+        assert child.process.returncode is None and not lead._moved
+
+    assert run(tmp_path, scenario) == 0
+    said = capsys.readouterr().err
+    assert "pagewire: c, which was to run worker-1, cannot take part.\n" in said and "the machine of" not in said
 
 
 def test_a_follower_with_another_key_is_named_once_in_the_log_and_where_it_is_waited_for(
@@ -256,13 +328,70 @@ def test_what_a_follower_cannot_reach_is_told_by_the_lead_once(
         follower.send(join())
         assert isinstance(await follower.receive(), Joined)
         for number in (2, 3):
-            follower.send(Beat(number, 0, problem="10.0.0.1:7, the mailbox of core, cannot be reached"))
+            follower.send(unreached(lead, number))
         await until_async(lambda: bool(lead._obstacle), "the lead knows it")
         follower.send(Beat(4, 0))
         await until_async(lambda: not lead._obstacle, "it was reached after all")
 
     assert run(tmp_path, scenario) == 0
-    assert capsys.readouterr().err.count("pagewire: 10.0.0.1:7, the mailbox of core, cannot be reached.\n") == 1
+    assert capsys.readouterr().err.count(f"pagewire: {PROBLEM}.\n") == 1
+
+
+PROBLEM = "10.0.0.1:7, the mailbox of core, cannot be reached"
+
+
+def unreached(lead: Lead, number: int, address: str = "") -> Beat:
+    """A beat of a follower that cannot reach the core. `address`: where it looks for it (default: where it is)."""
+    return Beat(number, 0, problem=PROBLEM, unreached={"core": address or lead._given["core"]})
+
+
+def test_no_epoch_begins_while_a_follower_cannot_reach_a_mailbox(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        with socket.create_server(("127.0.0.1", 0)) as mailbox:
+            address = "tcp://{}:{}".format(*mailbox.getsockname())
+            follower.send(unreached(lead, 2))
+            follower.send(Bound({"worker-1": address}, ""))
+            await until_async(lambda: lead._fleet.is_complete and lead._reach.is_complete, "its mailbox is reached")
+            (machine,) = lead._fleet.machines
+            machine.heard(unreached(lead, 3, "tcp://10.0.0.9:9"), machine.heard_at)
+            assert lead._is_complete, "it looks for a mailbox that has moved"
+            machine.heard(unreached(lead, 4), machine.heard_at)
+            assert not lead._is_complete
+            await until_async(lambda: lead.failure, "the start has taken too long", 30.0)
+
+    assert run(tmp_path, scenario, start_timeout_s=5.0) == 1
+    assert f"pagewire: {PROBLEM} (5 s; see --start-timeout-s)." in capsys.readouterr().err
+
+
+def test_the_engine_stands_still_if_no_step_ends_and_a_mailbox_cannot_be_reached(tmp_path: Path) -> None:
+    """Neither is enough: a step may be long, and connections that were made before may work on."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        follower = peer(b"\1a")
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+        lead._epoch = lead._restored = 5
+        core = lead._children["core"] = Child("core", RemoteProcess(), 5)
+        core.step_age_s = 7.1
+        assert not lead._standstill
+        follower.send(unreached(lead, 2))
+        await until_async(lambda: lead._obstacle, "the lead knows it")
+        assert lead._standstill == f"No step has ended for 7 s: {PROBLEM}."
+        core.step_age_s = 6.9
+        assert not lead._standstill, "a machine is lost after 7 s, too"
+        core.step_age_s, lead._epoch, lead._begun_at = 7.1, 6, math.inf
+        assert not lead._standstill, "this is what the core has said before it was told of the epoch"
+        lead._begun_at = -math.inf
+        assert lead._standstill == f"New processes do not get ready for inf s: {PROBLEM}."
+        follower.send(Beat(3, 0))
+        await until_async(lambda: not lead._standstill, "the mailbox is reached")
+
+    assert run(tmp_path, scenario) == 0
 
 
 def test_no_follower_ends_the_start_with_the_command_to_run_there(

@@ -4,6 +4,7 @@ The histories have messages that are delayed, held back in one or both direction
 machines that freeze, are killed and come back, or leave, and leads that are replaced. The invariants:
 
 - a lead starts no process in the place of another one of its own that can still run;
+- a machine that is lost takes only its own processes with it, and not those of one whose heir it was;
 - no frame of a process that the present lead did not start is accepted;
 - without faults no machine is lost; when the faults end, the engine is whole again.
 
@@ -55,8 +56,8 @@ def test_a_lease_runs_from_the_sending_of_what_was_answered() -> None:
     first = lease.send(0.0)
     assert not lease.has_run_out(1e9), "there is no lease before the lead has answered"
     lease.send(0.5)
-    lease.begin(first, 5.0)
-    assert lease.ends_at == 5.0
+    assert not lease.begin(first, 5.0, now=5.0) and lease.ends_at is None, "it would have run out"
+    assert lease.begin(first, 5.0, now=0.9) and lease.ends_at == 5.0
     third = lease.send(4.0)
     lease.confirm(third)
     assert not lease.has_run_out(8.9) and lease.has_run_out(9.0)
@@ -122,9 +123,9 @@ def test_a_machine_that_leaves_works_until_its_heir_has_mailboxes() -> None:
     assert fleet.deal_heirs() == [] and fleet.leaving == []
     a.is_leaving = True
     assert fleet.deal_heirs() == [c] and fleet.heir(a) is c and fleet.due(c) == [Assign(GROUPS[0])]
-    assert fleet.deal_heirs() == [] and fleet.missing == []
+    assert fleet.deal_heirs() == [] and fleet.missing == [] and fleet.ready_heirs == {}
     c.bound = Bound({"worker-1": "tcp://c:1"}, "")
-    assert fleet.addresses["worker-1"] == "tcp://a:1"
+    assert fleet.addresses["worker-1"] == "tcp://a:1" and fleet.ready_heirs == {a: c}
     assert fleet.begin(Begin(first_epoch(7) + 1, first_epoch(7), (), "another reason", {})) == [a, b]
     assert fleet.due(c) == [], "two of them would run the same ranks"
     fleet.relieve(a)
@@ -145,6 +146,14 @@ def test_a_relieved_machine_that_says_nothing_is_waited_for_like_a_lost_one() ->
     for machine in (b, c):
         machine.heard(Beat(2, 1), now=5.0)
     assert fleet.overdue(6.9) == [] and fleet.overdue(7.0) == [a] and a.actors == ()
+
+
+def test_an_heir_that_is_lost_takes_nothing_with_it() -> None:
+    fleet = bound_fleet(b"a", b"b", b"c")
+    a, b, c = fleet.machines
+    a.is_leaving = True
+    assert fleet.deal_heirs() == [c] and fleet.lose(c) == () and fleet.machines == (a, b)
+    assert fleet.lose(a) == GROUPS[0] and fleet.missing == [GROUPS[0]]
 
 
 def test_who_leaves_is_no_heir_and_what_is_lost_is_given_first() -> None:
@@ -311,17 +320,16 @@ class SimFollower:
     def _take(self, message: object, now: float) -> None:
         match message:
             case Joined() if self.times is None:
-                if message.term < self.term:
-                    return
-                self.times, self.term = lease_times(message.hang_timeout_s), message.term
-                self.lease.begin(message.number, self.times.lease_s)
+                times = lease_times(message.hang_timeout_s)
+                if message.term >= self.term and self.lease.begin(message.number, times.lease_s, now):
+                    self.times, self.term = times, message.term
             case Beat():
                 self.echo = message.number
                 self.lease.confirm(message.echo)
-            case Assign():
+            case Assign() if self.times is not None:
                 self.actors = message.actors
                 self.to_lead.put(now, self.peer, Bound(dict.fromkeys(message.actors, "tcp://x:1"), ""))
-            case Begin() if message.epoch > self.epoch:
+            case Begin() if self.times is not None and message.epoch > self.epoch:
                 self.epoch = message.epoch
                 for name in self.actors if not self.children else message.lost:
                     if name in self.actors:
@@ -360,12 +368,11 @@ class SimLead:
             self._send(machine.peer, Assign(machine.actors), now)
         for machine in self.fleet.deal_heirs():
             self._send(machine.peer, Assign(machine.actors), now)
-        for machine in self.fleet.leaving:
-            if (heir := self.fleet.heir(machine)) is not None and heir.bound is not None:
-                self.epoch += not self.lost
-                self.lost.update(machine.actors)
-                self.fleet.relieve(machine)
-                self._send(machine.peer, Gone(), now)
+        for machine in self.fleet.ready_heirs:
+            self.epoch += not self.lost
+            self.lost.update(machine.actors)
+            self.fleet.relieve(machine)
+            self._send(machine.peer, Gone(), now)
         if self.lost and self.fleet.is_complete:
             self.epoch = self.epoch or first_epoch(self.fleet.term if self._world.has_terms else 0)
             begin = Begin(self.epoch, self.epoch, tuple(self.lost), "why", {})
@@ -404,13 +411,17 @@ class SimLead:
                 self._send(peer, due, now)
 
     def _lose(self, peer: bytes) -> None:
-        machine = self.fleet.remove(peer)
-        if machine is None:  # it was relieved
+        if (machine := self.fleet.get(peer)) is None:
+            self.fleet.remove(peer)  # it was relieved
             return
+        names = self.fleet.lose(machine)
         self.num_lost += 1
-        if machine.begins_at:
+        for other in self.fleet.machines:
+            if other.begins_at and set(names) & set(other.actors):
+                raise Violation(f"{self._world.now:.2f}: {', '.join(names)} works on a machine that was not lost")
+        if names:
             self.epoch += not self.lost  # before others take its place: its frames are old from now on
-            self.lost.update(machine.actors)
+            self.lost.update(names)
 
     def _send(self, peer: bytes, message: ToFollower, now: float) -> None:
         for follower in self._world.followers:
@@ -614,9 +625,23 @@ class _Hasty(Fleet):
         del self._relieved[machine.peer]
 
 
+class _Careless(Fleet):
+    """Takes all actors of a machine for those that it runs."""
+
+    def lose(self, machine: Machine) -> tuple[str, ...]:
+        super().lose(machine)
+        return machine.actors
+
+
 @pytest.mark.parametrize(
     "mutant",
-    ["the lead waits shorter than the lease", "lease from receipt", "no term", "who leaves is not waited for"],
+    [
+        "the lead waits shorter than the lease",
+        "lease from receipt",
+        "no term",
+        "who leaves is not waited for",
+        "an heir counts like who leaves",
+    ],
 )
 def test_a_history_finds_each_mutant(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "the lead waits shorter than the lease":
@@ -625,7 +650,10 @@ def test_a_history_finds_each_mutant(mutant: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(globals(), "Lease", _FromReceipt)
     elif mutant == "who leaves is not waited for":
         monkeypatch.setitem(globals(), "Fleet", _Hasty)
-    wanted = "of another lead" if mutant == "no term" else "still runs"
+    elif mutant == "an heir counts like who leaves":
+        monkeypatch.setitem(globals(), "Fleet", _Careless)
+    others = {"no term": "of another lead", "an heir counts like who leaves": "was not lost"}
+    wanted = others.get(mutant, "still runs")
     if mutant == "lease from receipt":
         with pytest.raises(Violation, match=wanted):
             held_back()
