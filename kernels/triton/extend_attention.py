@@ -270,16 +270,19 @@ def _add_unit(
         head = kv_head * GROUP + pair % GROUP
         real = of_tile < number
         position = begin + of_tile
-        of_token = (token + of_tile)[:, None]
+        first_token = token.to(tl.int64)  # the tokens of a step may have more than 2^31 numbers, those of a tile do not
+        of_token = of_tile[:, None]
         in_query = of_token * query_stride + head[:, None] * HEAD_DIM
-        q = load_rows(query, in_query, tl.arange(0, DIM_BLOCK)[None, :], real, HEAD_DIM, DIM_BLOCK)
+        queries = query + first_token * query_stride
+        q = load_rows(queries, in_query, tl.arange(0, DIM_BLOCK)[None, :], real, HEAD_DIM, DIM_BLOCK)
         if k_pages.dtype.element_ty.is_fp8():
             q = q.to(tl.float16)
         q_rope = None
         if query_rope is not None:
             in_rope = head[:, None] * ROPE_STRIDE + tl.arange(0, ROPE_DIM)[None, :]
             in_rope += of_token * rope_stride
-            q_rope = tl.load(query_rope + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
+            ropes = query_rope + first_token * rope_stride
+            q_rope = tl.load(ropes + in_rope, mask=real[:, None], other=0.0).to(q.dtype)
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + head, mask=real, other=0.0)[:, None]
@@ -320,7 +323,7 @@ def _add_unit(
         stored = real[:, None]
         if VALUE_BLOCK > VALUE_DIM:
             stored = stored & (value_dims < VALUE_DIM)
-        target = out + of_token * out_stride + head[:, None] * VALUE_DIM + value_dims
+        target = out + first_token * out_stride + (of_token * out_stride + head[:, None] * VALUE_DIM + value_dims)
         tl.store(target, result.to(out.dtype.element_ty), mask=stored)
 
 

@@ -79,6 +79,42 @@ def test_attention_of_prompts_reads_pages_beyond_2_31_numbers() -> None:
     assert not outs[0].isnan().any() and torch.equal(*outs)
 
 
+@pytest.mark.parametrize("rope", [0, 16])
+def test_attention_of_prompts_reads_and_writes_tokens_beyond_2_31_numbers(rope: int) -> None:
+    """As those of latent attention are: 128 heads of 512 numbers reach them with 32,768 tokens. rope: numbers of a
+    query beside those of a latent, or none."""
+    apart = 1 << 20  # numbers from a token to the next
+    first = MANY // apart - 20  # of the tokens that are computed, which lie on both sides
+    lens = torch.tensor([40, 30])
+    num = int(lens.sum())
+    width = DIM + rope
+    pages = torch.randn(5, 2, KV_HEADS, BLOCK, width).half()
+    k_pages, v_pages = pages[:, 0], None if rope else pages[:, 1]
+    table = torch.tensor([[0, 1, 2], [3, 4, 0]], dtype=torch.int32)
+    work = torch.from_numpy(extend_work(lens.numpy(), lens.numpy(), tile_tokens(HEADS // KV_HEADS, 16)))
+    query, query_rope = torch.randn(num, HEADS, DIM).half(), torch.randn(num, HEADS, rope).half()
+
+    def spread(values: Tensor) -> Tensor:
+        """The same numbers, from the token `first` on. There is memory where offsets of 32 bits would lead."""
+        numbers = virtual(MANY + (first + num) * apart)
+        found = numbers.as_strided((first + num, *values.shape[1:]), (apart, values.shape[2], 1), MANY)
+        found[first:] = values
+        return found
+
+    outs = []
+    for is_far in (False, True):
+        out = torch.full_like(query, torch.nan)
+        far = spread(out) if is_far else out
+        extend_attention(
+            far, spread(query) if is_far else query, k_pages, v_pages, table, lens.int(), work,
+            scale=0.25, num_programs=3, tile_rows=16,
+            query_rope=None if not rope else spread(query_rope) if is_far else query_rope,
+        )  # fmt: skip
+        outs.append(far[-num:].clone())
+        work[1:, 1] += first
+    assert not outs[0].isnan().any() and torch.equal(*outs)
+
+
 def test_keys_and_values_are_written_beyond_2_31_numbers() -> None:
     small, large, places = pools()
     states = torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM).half()
