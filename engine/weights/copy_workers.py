@@ -71,9 +71,10 @@ def _nothing() -> None:
 
 
 def _cuda_worker(device: torch.device) -> StagedCopy:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream, of_caller = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
 
     def send(target: Tensor, staged: Tensor) -> Callable[[], None]:
+        stream.wait_stream(of_caller)  # work launched there may still use what lay in the target's memory before
         with torch.cuda.stream(stream):
             target.copy_(staged, non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import torch
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.executors.weights import Options, Packing
 from pagewire.engine.runner.served import program_of
+from pagewire.engine.weights import copy_workers
 from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy, copy_jobs
 from pagewire.engine.weights.loader import check_weights, load_weights
 from pagewire.engine.weights.open import open_checkpoint
@@ -185,3 +186,37 @@ def test_each_thread_begins_on_the_device_before_its_first_job(monkeypatch):
             jobs.put(lambda worker, pair=(target, source): worker.fill(*pair), lambda result: None)
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
     assert copied and threading.get_ident() not in chosen, "the caller's device is its own matter"
+
+
+def test_a_copy_waits_for_work_on_what_lay_in_its_memory_before(monkeypatch):
+    """A matrix that was packed is freed while the device packs it, and the next one gets its memory."""
+
+    class Stream:
+        """Its work is done when another stream waits for it."""
+
+        def __init__(self, device):
+            self.work = []
+
+        def wait_stream(self, other):
+            while other.work:
+                other.work.pop(0)()
+
+    class Event:
+        def record(self, stream):
+            pass
+
+        def synchronize(self):
+            pass
+
+    empty, callers = torch.empty, Stream(None)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
+    worker = copy_workers._cuda_worker(torch.device("cuda", 1))
+    memory, packed = torch.ones(3), torch.zeros(3)
+    callers.work.append(lambda: packed.copy_(memory))
+    worker.fill(memory, torch.full((3,), 7.0))
+    worker.wait()
+    assert packed.tolist() == [1, 1, 1] and memory.tolist() == [7, 7, 7]
