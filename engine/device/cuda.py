@@ -8,9 +8,8 @@ from .nvml import GpuMeter
 from .queue import CudaQueue
 from .report import DeviceReport
 
-_RESERVE_BYTES = (
-    512 << 20
-)  # modules of kernels, of cuBLAS and of NCCL, which are loaded later; an assumption, not measured
+# Modules of kernels, of cuBLAS and of NCCL, which are loaded later. An assumption, not measured.
+_RESERVE_BYTES = 512 << 20
 
 
 class CudaDevice:
