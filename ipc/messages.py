@@ -577,8 +577,8 @@ class StageSeconds(Struct, frozen=True, array_like=True):
 
 
 class WorkerUsage(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core, about once a second, and twice if there are several stages or a `ReadExperts` has ended: what the
-    rank takes of its machine and its device."""
+    """worker → core, about once a second, twice if there are several stages, and with the next ping when a
+    `ReadExperts` has ended: what the rank takes of its machine and its device."""
 
     rank: int
     process: ProcessUsage

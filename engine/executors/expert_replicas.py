@@ -35,7 +35,7 @@ from .weights import Options, Packing, Weights
 
 log = logging.getLogger(__name__)
 
-_NICE = 10  # steps have ten times as much of a processor as a read beside them
+_NICE = 10  # more than steps, which have ten times as much of a processor then as a read beside them
 
 Wanted = tuple[Sequence[Matrix | Vector], Sink]
 """What an expert consists of, with the keys of the layer's stacks, and who takes it."""
@@ -103,7 +103,8 @@ class ExpertReplicas:
         """Runs on the thread, and takes no time."""
         self._slots.begin_thread()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
+            own = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread, as of those that compute steps
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, own + _NICE))
 
     def _read_all(self, layer: int, wanted: Sequence[Wanted], is_dropped: threading.Event) -> str:
         """Runs on the thread."""

@@ -48,7 +48,7 @@ from .states import StateIndex
 if TYPE_CHECKING:
     from .p2p_worker import P2pWorker
 
-_MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
+_MAX_QUESTIONS = 1024  # remembered at once; without `size` requests that end while they wait are never named again
 _MAX_EXPECTED = 4096  # announced requests that have not ended
 _ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
 _MAX_PEERS = 64  # that are connected because requests name them; the one that was used longest ago goes first
@@ -155,7 +155,8 @@ class P2pCore:
             self._retain([one for one in held if one.item.place >= max(num, expected.first[one.item.group])])
 
     def spoiled(self, request: KvRequest) -> None:
-        """Nothing more comes of what was announced."""
+        """Nothing more comes of what was announced, and no answer is awaited."""
+        self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
             # The worker half withdraws announcements before it reads new ones, so it must not hear of this one.

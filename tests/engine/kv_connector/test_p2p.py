@@ -122,6 +122,17 @@ def test_an_announcement_is_withdrawn_if_its_request_ends_while_it_waits(is_sent
     assert not store._coming and not store._num_coming and not prefill.core._expected
 
 
+def test_a_request_that_ends_while_it_waits_asks_no_more(folder, instance):
+    instance(serve=f"{folder}/kv")
+    middle = instance(serve=f"{folder}/next", peer=f"{folder}/kv")
+    waiting = prompt(2, 30)
+    wait_for(lambda: middle.core.get_num_new_matched_tokens(waiting, 0) and middle.core._questions, bool)
+    (peer,) = middle.core._peers.values()
+    assert peer.num_open == 1
+    middle.core.spoiled(waiting)
+    assert not middle.core._questions and not peer.num_open
+
+
 @pytest.mark.parametrize("end", ["cancelled", "never"])
 def test_a_request_stops_waiting_for_announced_blocks_that_never_come(end, folder, instance):
     prefill, decode = (
