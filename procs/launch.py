@@ -94,8 +94,9 @@ def main(argv: list[str] | None = None) -> int:
             if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
                 config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
         across = ranks if "core" in actors else ("core",) if here else ()  # the others of core and ranks, if elsewhere
-        if any(addresses.get(name, "").startswith("tcp://") for name in across if name not in actors):
-            is_apart = ("core" in actors) != (ranks[0] in actors)
+        far = {name for name in across if name not in actors and addresses.get(name, "").startswith("tcp://")}
+        if far:
+            is_apart = ("core" in actors and ranks[0] in far) or (ranks[0] in actors and "core" in far)
             check_several_machines(config.engine, "--actors", is_apart=is_apart)
             if is_apart and (note := note_on_folders(config.engine, "--actors")):
                 print(f"pagewire: {note}", file=sys.stderr, flush=True)

@@ -235,6 +235,8 @@ class _Parts:
                 return
             except (self._ray.exceptions.ActorDiedError, self._ray.exceptions.ActorUnschedulableError) as error:
                 self._warden, failure = None, error
+            except self._ray.exceptions.ActorUnavailableError:
+                return  # for a moment: the next tick asks again, and the warden makes no group twice
             except self._ray.exceptions.RayError as error:
                 failure = error
                 break

@@ -45,13 +45,13 @@ class Sleeper:
         self._posts = posts
         self._asked: list[_Asked] = []
 
-    async def ask(self, message: Sleep | Wake) -> Slept:
-        """Sends a message and returns the cores' answers as one: the first problem, or the sum of the bytes. Raises
-        RequestError if a process dies meanwhile."""
-        asked = _Asked(set(range(len(self._posts))))
+    async def ask(self, message: Sleep | Wake, engines: Sequence[int]) -> Slept:
+        """Sends a message to these engines and returns the cores' answers as one: the first problem, or the sum of the
+        bytes. Raises RequestError if a process dies meanwhile."""
+        asked = _Asked(set(engines))
         self._asked.append(asked)
-        for post in self._posts:
-            post(message)
+        for engine in engines:
+            self._posts[engine](message)
         try:
             return await asked.answer
         finally:
@@ -119,11 +119,13 @@ class AdminEndpoints:
     async def _ask(self, message: Sleep | Wake) -> Slept:
         self._service.check_health()
         engines = self._service.gateway.engines
-        for engine in engines:  # one that was given up would never answer
-            if engine.outage is not None:
+        able = [engine.number for engine in engines if engine.outage is None]
+        for engine in engines:
+            # It may never answer. No engine sleeps alone, but those that can wake do so: one that comes back is awake.
+            if engine.outage is not None and (isinstance(message, Sleep) or not able):
                 which = f"Engine {engine.number} is not ready. " if len(engines) > 1 else ""
                 raise RequestError("unavailable", f"{which}{engine.outage.reason} Ask again when it is ready.")
-        answer = await self._sleeper.ask(message)
+        answer = await self._sleeper.ask(message, able)
         if answer.is_asleep != isinstance(message, Sleep):
             raise RequestError("unavailable", answer.problem or "Another administrator has asked for the opposite.")
         return answer

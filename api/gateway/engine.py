@@ -58,8 +58,15 @@ class Engine(Member):
     def forget_load(self) -> None:
         """All of it is lost: the last report counts no more. Its totals stay, because counters must not go back."""
         if self.snapshot is not None:
+            groups = tuple(replace(group, num_held=0, num_idle=0) for group in self.snapshot.groups)
             self.snapshot = replace(
-                self.snapshot, num_running=0, num_waiting=0, num_blocks_used=0, step_age_s=0.0, is_asleep=False
+                self.snapshot,
+                num_running=0,
+                num_waiting=0,
+                num_blocks_used=0,
+                step_age_s=0.0,
+                is_asleep=False,
+                groups=groups,
             )
 
     @property

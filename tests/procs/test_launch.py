@@ -31,3 +31,12 @@ def test_a_core_and_ranks_on_different_machines(
 
     assert sentence in said(NETWORK)
     assert sentence not in said(SOCKETS)
+
+
+def test_a_later_rank_elsewhere_leaves_the_folder_to_the_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--actors", "core,grammar", "--key-file", str(tmp_path / "key"), "--tensor-parallel-size", "2"]
+    tier = ["--kv-connector", "disk,path=/d,size=1M"]
+    assert main([str(tmp_path), *flags, *tier, "--address", *SOCKETS, "worker-1=tcp://127.0.0.1:3"]) == 2
+    assert "--kv-connector disk" not in capfd.readouterr().err

@@ -8,7 +8,7 @@ from harness import Client, FakeEngine, make_app, request, run
 from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.access import ApiKey
-from pagewire.ipc.messages import Reset
+from pagewire.ipc.messages import Reset, Sleep, Wake
 
 ON: dict[str, Any] = {"admin_keys": (ApiKey("admin"),), "enable_sleep_mode": True}
 ADMIN = {"authorization": "Bearer admin"}
@@ -71,12 +71,31 @@ def test_a_wake_that_fails_is_a_503() -> None:
     assert answer.status == 503 and "too little free memory" in answer.error["message"]
 
 
-@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
-def test_while_an_engine_is_not_ready_nobody_waits_for_its_answer(path: str) -> None:
+def test_no_engine_sleeps_without_one_that_is_not_ready() -> None:
+    engine = _of_two("It has ended.")
+    answer = request(engine, "/sleep", b"", method="POST", headers=ADMIN, **ON)
+    assert answer.status == 503 and "Engine 1 is not ready. It has ended." in answer.error["message"]
+    assert not engine.is_asleep
+
+
+def test_an_engine_is_woken_without_one_that_was_given_up() -> None:
+    engine = _of_two("It has ended.")
+    engine.is_asleep = True
+    assert request(engine, "/wake_up", b"", method="POST", headers=ADMIN, **ON).json == {"is_sleeping": False}
+    assert not engine.is_asleep
+    engine.gateway.handle([Reset(2, 2, (), "It has ended, too.", 0)])
+    answer = request(engine, "/wake_up", b"", method="POST", headers=ADMIN, **ON)
+    assert answer.status == 503 and "Engine 0 is not ready. It has ended, too." in answer.error["message"]
+
+
+def _of_two(reason: str) -> FakeEngine:
+    """The first of two engines. The second one is away and answers nothing."""
+
+    def nobody(message: Sleep | Wake) -> None:
+        raise AssertionError("it is away")
+
     engine = FakeEngine()
     engine.gateway = Gateway(engine.post, lambda message: None)
-    engine.sleeper = Sleeper(engine.rest, lambda message: None)
-    engine.gateway.handle([Reset(2, 2, (), "It has ended.", 1)])
-    answer = request(engine, path, b"", method="POST", headers=ADMIN, **ON)
-    assert answer.status == 503 and "Engine 1 is not ready. It has ended." in answer.error["message"]
-    assert not engine.is_asleep, "no engine sleeps alone"
+    engine.sleeper = Sleeper(engine.rest, nobody)
+    engine.gateway.handle([Reset(2, 2, (), reason, 1)])
+    return engine

@@ -19,6 +19,7 @@ from pagewire.ipc.messages import (
     Describe,
     Detokenize,
     Failed,
+    GroupSnapshot,
     Limits,
     PromptEcho,
     Reset,
@@ -311,7 +312,8 @@ def test_admission_waits_for_every_sequence() -> None:
 
 def test_the_last_report_of_an_engine_that_is_away_does_not_count() -> None:
     gateway = Gateway(lambda message: None, lambda message: None, clock=lambda: 0.0)
-    full = Snapshot(9, 3, 4, 100, 60, 0, 70, 20, 50, 2.5, is_asleep=True)
+    groups = (GroupSnapshot("full", 60, 30, 7, 2),)
+    full = Snapshot(9, 3, 4, 100, 60, 0, 70, 20, 50, 2.5, is_asleep=True, groups=groups)
     gateway.handle([full, replace(full, engine=1)])
     gateway.handle([Reset(2, 2, ("tokenizer",), "It died.", 0)])
     assert len(gateway.snapshots) == 2, "its core goes on"
@@ -320,6 +322,7 @@ def test_the_last_report_of_an_engine_that_is_away_does_not_count() -> None:
     left = gateway.engines[0].snapshot
     assert left is not None, "/metrics shows its totals"
     assert (left.num_running, left.num_waiting, left.num_blocks_used, left.step_age_s) == (0, 0, 0, 0.0)
+    assert left.groups == (GroupSnapshot("full", 0, 0, 7, 2),)
     assert (left.num_prompt_tokens, left.num_output_tokens, left.num_blocks) == (70, 50, 100) and not left.is_asleep
     gateway.handle([Restored(3, 0), replace(full, num_running=1)])
     assert [core.num_running for core in gateway.snapshots] == [1, 3]
