@@ -169,6 +169,10 @@ class Lead(Supervisor):
         while not self._is_complete and not (self._must_end and not drains) and len(self._signals) < 2:
             for machine in self._fleet.deal():
                 self._send(machine.peer, Assign(machine.actors))
+            if drains:  # ranks are replaced in any case
+                for machine in self._fleet.deal_heirs():
+                    self._send(machine.peer, Assign(machine.actors))
+                self._relieve(list(self._fleet.ready_heirs))
             now = time.monotonic()
             deadline = max(deadline, self._copied_at + timeout_s)
             waiting = ", ".join(name for group in self._fleet.missing for name in group)

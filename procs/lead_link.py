@@ -143,9 +143,12 @@ class LeadLink:
                 self._echo = message.number
                 self._lease.confirm(message.echo)
                 return
+            case Joined() if self._times is not None:  # of a later `Join`
+                self._lease.confirm(message.number)
+                return
             case Joined():
                 times = lease_times(message.hang_timeout_s)
-                if self._times is not None or not self._lease.begin(message.number, times.lease_s, sleepless_clock()):
+                if not self._lease.begin(message.number, times.lease_s, sleepless_clock()):
                     return
                 self._times = times
                 self._is_due = True  # the time of the next beat was that of the next `Join`

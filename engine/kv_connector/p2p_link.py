@@ -30,6 +30,7 @@ from .pause import Pause
 START_WAIT_S = 1.0  # for the answer of a peer that is there when the engine starts
 _SEEK_S = 0.02  # between questions where the ranks are
 _PROBE_S = 0.02  # for which it cannot be asked before a probe is made
+_ATTEMPT_S = 1.0  # after which a probe that has no outcome has reached nobody
 OTHER_KEYS = "it has other keys (give both the same key-file), or is no engine"
 UNREACHED = "it cannot be reached"
 SILENT = "it does not answer in time"
@@ -77,7 +78,8 @@ class Peer:
     def give_up(self, answered: Collection[int]) -> None:
         """A question was not answered in time, but by these ranks. Tells the log why. The others may be elsewhere."""
         for link in [link for rank, link in enumerate(self.links) if rank not in answered] or [self._door]:
-            link.warn(link.why())
+            if (reason := link.why()) is not None:
+                link.warn(reason)
         self.lose()
 
     def answered(self) -> None:
@@ -225,10 +227,16 @@ class Link:
         if reason is not None:
             self.warn(reason)
 
-    def why(self) -> str:
-        """Why it has not answered the last question, a clause. The next one may fail for another reason."""
-        reason = self._refusal or self._trouble or (SILENT if self._unsent_at is None else UNREACHED)
-        self._end_probe()
+    def why(self) -> str | None:
+        """Why it has not answered the last question, a clause. None: the next question will tell, until which a probe
+        goes on, since a busy core asks once in a step. It may fail for another reason."""
+        reason = self._refusal
+        if reason is None and self._unsent_at is None:
+            reason = SILENT
+        elif reason is None:
+            self._find_trouble()
+            is_late = self._probe is not None and time.monotonic() > self._probe.began_at + _ATTEMPT_S
+            reason = self._trouble or (UNREACHED if is_late else None)
         self._unsent_at, self._trouble = None, None
         return reason
 

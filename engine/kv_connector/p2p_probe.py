@@ -5,6 +5,7 @@ its context with it. So connections that last have no monitor. A probe is a conn
 and has a handful of events whether anybody reads them or not.
 """
 
+import time
 from typing import Literal
 
 import zmq
@@ -29,6 +30,7 @@ _OUTCOMES: dict[int, Outcome] = {
 class Probe:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: Keys | None) -> None:
         """Raises ZMQError if there are too many sockets."""
+        self.began_at = time.monotonic()  # s
         self._outcome: Outcome | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._socket = context.socket(zmq.DEALER)

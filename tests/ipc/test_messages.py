@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pagewire.engine.kv_connector import chain, file_meta, host_meta, p2p_meta, v1_meta
 from pagewire.ipc import control_messages, file_messages, reports
 from pagewire.ipc import messages as m
 from pagewire.ipc.codec import DecodeError, Decoder, encode
@@ -78,14 +79,15 @@ def test_every_message_is_frozen_and_columnar() -> None:
             assert config.frozen and config.array_like, name
 
 
-SCHEMA = (21, "ec7e467776ed340d")
+SCHEMA = (21, "009f38c24e1b95ee")
 """`SCHEMA_VERSION`, and `digest_of_messages` with it."""
 
 
 def digest_of_messages() -> str:
     """Of all structs that processes of an engine exchange: their names, and each field's name, type and default."""
     digest = sha256()
-    for module in (m, reports, control_messages, file_messages):
+    metadata = (chain, file_meta, host_meta, p2p_meta, v1_meta)  # between the halves of a KV connector
+    for module in (m, reports, control_messages, file_messages, *metadata):
         assert module.__file__ is not None
         for node in ast.parse(Path(module.__file__).read_text()).body:
             if isinstance(node, ast.ClassDef):

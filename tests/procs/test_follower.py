@@ -34,7 +34,9 @@ from pagewire.ipc.control_messages import (
 )
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
+from pagewire.procs import lead_link
 from pagewire.procs.follower import Follower, _Host
+from pagewire.procs.leases import Lease
 from pagewire.procs.model_share import ModelShare
 from pagewire.procs.prepare import prepare, prepare_server
 from pagewire.procs.reach import Reach, ReachTimes
@@ -199,9 +201,17 @@ def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
 
 
 def test_a_lead_that_answers_late_gives_no_lease_that_has_run_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is started later than its follower hears all that the follower has said until then."""
+    leases: list[Lease] = []
+
+    class Noted(Lease):
+        def __init__(self) -> None:
+            super().__init__()
+            leases.append(self)
+
+    monkeypatch.setattr(lead_link, "Lease", Noted)
 
     async def scenario(lead: PlayedLead, follower: Follower) -> None:
         numbers: list[int] = []
@@ -211,6 +221,7 @@ def test_a_lead_that_answers_late_gives_no_lease_that_has_run_out(
             numbers.append(join.number)
         for number in numbers:
             lead.join(number)
+        await until_async(lambda: numbers[-1] not in leases[0]._sent, "the lease lasts as of the latest answer")
         await lead.receive(Beat)
         lead.send(StopAll("The engine ends."))
 

@@ -256,6 +256,28 @@ def test_a_death_relieves_a_machine_that_leaves_only_if_its_heir_has_mailboxes(t
     assert run(tmp_path, scenario) == 0
 
 
+def test_while_ranks_are_replaced_anyway_a_machine_that_leaves_is_relieved(tmp_path: Path) -> None:
+    """It is what the lead waits for: its mailboxes cannot be reached any more."""
+
+    async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
+        for name in (b"\1a", b"\1b"):
+            follower = peer(name)
+            follower.send(join())
+            assert isinstance(await follower.receive(), Joined)
+        first, heir = lead._fleet.machines
+        await until_async(lambda: first.actors, "it has ranks")
+        first.begins_at, first.is_leaving = 1, True
+        assert lead._fleet.deal_heirs() == [heir]
+        heir.bound = Bound({"worker-1": "tcp://127.0.0.1:1"}, "")
+        first.heard(unreached(lead, 2), first.heard_at)
+        waiting = asyncio.ensure_future(lead._complete(30.0, "--outage-wait", drains=True))
+        await until_async(lambda: list(lead._fleet.machines) == [heir], "it is relieved")
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    assert run(tmp_path, scenario) == 0
+
+
 def test_an_heir_that_cannot_take_part_leaves_the_ranks_of_the_other_machine_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,8 @@ class SimFollower:
                 times = lease_times(message.hang_timeout_s)
                 if message.term >= self.term and self.lease.begin(message.number, times.lease_s, now):
                     self.times, self.term = times, message.term
+            case Joined():
+                self.lease.confirm(message.number)
             case Beat():
                 self.echo = message.number
                 self.lease.confirm(message.echo)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from waiting import until
 
 from pagewire.engine.attention.cache_groups import Lifetime
 from pagewire.engine.attention.kv_cache import KvCache, KvShape, StateTile, Tile
-from pagewire.engine.kv_connector import p2p_fetcher, p2p_server, pause
+from pagewire.engine.kv_connector import p2p, p2p_fetcher, p2p_link, p2p_probe, p2p_server, pause
 from pagewire.engine.kv_connector.p2p import P2pConnector
 from pagewire.engine.kv_connector.p2p_fetcher import Fetcher
 from pagewire.engine.kv_connector.p2p_store import BlockStore
@@ -145,6 +146,33 @@ def test_other_keys_of_a_peer_that_is_named_are_told_on_both_sides(
     (ours,) = lines(caplog, "other keys")
     assert ours.startswith(f"the engine at {address} cannot serve KV to this one: it has other keys (give both the")
     assert lines(caplog, "was refused") == [f"127.0.0.1 was refused at {address}: its key-file is not the one here"]
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("step_s", [0.06, 0.12])
+def test_a_busy_core_which_asks_once_a_step_learns_of_other_keys_too(
+    step_s: float,
+    served: tuple[Instance, int],
+    instance: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode = instance(**{"peer": "named", "key-file": str(tmp_path / "others"), "timeout_ms": "100"})
+    request = prompt(10, 30)
+    request.kv_peer = f"tcp://127.0.0.1:{served[1]}"
+    num_steps = 0
+    clock = SimpleNamespace(monotonic=lambda: num_steps * step_s)
+    for module in (p2p, p2p_link, p2p_probe):
+        monkeypatch.setattr(module, "time", clock)
+
+    def are_told() -> list[str]:
+        nonlocal num_steps
+        num_steps += 1
+        decode.core.get_num_new_matched_tokens(request, 0)
+        return lines(caplog, "other keys")
+
+    until(are_told, "it is told", DEADLINE_S)
 
 
 @pytest.mark.usefixtures("no_pause")
