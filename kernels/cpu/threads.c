@@ -233,10 +233,12 @@ long pagewire_set_threads(long wanted)
     return wanted;
 }
 
-/* A child has the caller's memory and none of the other threads. They start with its first loop. */
+/* A child has the caller's memory and none of the other threads. They start with its first loop. One that another
+ * thread was running is the parent's: its tasks are not taken here. */
 static void after_fork(void)
 {
     pool.started = 1;
+    atomic_store(&pool.ticket, atomic_load(&pool.ticket) | CLOSED);
     pool.turn = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     atomic_store(&pool.num_asleep, 0);
     atomic_store(&pool.is_caller_asleep, 0);

@@ -37,6 +37,7 @@ static uint64_t draw(uint64_t *seed, uint64_t below)
 /* A loop and what its tasks have done. The counts are no atomics: the pool must order them. */
 typedef struct {
     long n, threads, spins, depth;
+    pid_t process;
     int counts[MOST];
     atomic_int is_used[MOST_THREADS]; /* a task with this index runs */
 } Loop;
@@ -45,6 +46,7 @@ static void task(const void *about, long i)
 {
     Loop *loop = (Loop *)about;
     long thread = pagewire_thread();
+    CHECK(getpid() == loop->process, "a loop of the process %d goes on in another one", loop->process);
     CHECK(0 <= i && i < loop->n, "task %ld of %ld", i, loop->n);
     CHECK(0 <= thread && thread < loop->threads, "thread %ld of %ld", thread, loop->threads);
     CHECK(!atomic_exchange(&loop->is_used[thread], 1), "two tasks at once have the thread %ld", thread);
@@ -52,7 +54,7 @@ static void task(const void *about, long i)
         ;
     loop->counts[i]++;
     if (loop->depth) {
-        Loop inner = {.n = i % 5, .threads = pagewire_num_threads(), .depth = loop->depth - 1};
+        Loop inner = {.n = i % 5, .threads = pagewire_num_threads(), .depth = loop->depth - 1, .process = getpid()};
         pagewire_run(inner.n, task, &inner);
         for (long j = 0; j < inner.n; j++)
             CHECK(inner.counts[j] == 1, "the inner task %ld ran %d times", j, inner.counts[j]);
@@ -63,7 +65,7 @@ static void task(const void *about, long i)
 
 static void run(long n, long spins, long depth)
 {
-    Loop loop = {.n = n, .threads = pagewire_num_threads(), .spins = spins, .depth = depth};
+    Loop loop = {.n = n, .threads = pagewire_num_threads(), .spins = spins, .depth = depth, .process = getpid()};
     pagewire_run(n, task, &loop);
     for (long i = 0; i < n; i++)
         CHECK(loop.counts[i] == 1, "task %ld of %ld ran %d times", i, n, loop.counts[i]);
