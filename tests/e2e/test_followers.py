@@ -172,29 +172,22 @@ def test_domains_on_two_machines(start: Start, tmp_path: Path, proxy: Proxy, is_
     each machine, too: tokens go to them through gloo."""
     flags = ["--kv-domains", "2", "--max-num-seqs", "1"]
     if is_sparse:
-        flags += ["--enable-expert-parallel", "--dtype", "float32", _sparse_model(tmp_path / "model")]
+        flags += [
+            "--enable-expert-parallel",
+            "--dtype",
+            "float32",
+            str(families.make_family(tmp_path / "model", "qwen3_moe")),
+        ]
     machines = Machines(start, tmp_path, proxy, proxy.target, *flags)
     follower = machines.join("b", "127.0.0.2")
     machines.lead.wait_ready()
-
-    def stream() -> OpenRequest:
-        """Longer than the time between two reports of the core, on fast machines, too."""
-        return open_stream(machines.lead, "/v1/completions", max_tokens=5 * TOKENS)
-
-    expected = text_of(stream())
-    streams = [stream() for _ in range(2)]
-    until(lambda: machines.lead.metric("pagewire:num_requests_running") == 2, "both domains serve", END_S)
+    expected = text_of(long_stream(machines.lead))
+    streams = [long_stream(machines.lead) for _ in range(2)]
+    assert not any(stream.has_ended for stream in streams), "both domains serve"
     follower.children()["worker-1"].kill()
     says(machines.lead, "worker-1 is replaced")
     assert [text_of(stream) for stream in streams] == [expected] * 2
     assert machines.lead.stop() == 0 and follower.process.wait(END_S) == 0
-
-
-def _sparse_model(folder: Path) -> str:
-    """A small model with experts, for long streams."""
-    config = families.make_family(folder, "qwen3_moe") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
-    return str(folder)
 
 
 @pytest.mark.long
