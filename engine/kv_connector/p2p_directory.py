@@ -8,7 +8,7 @@ from ...ipc.zmq_channel import Keys
 from .base import ConnectorFacts
 from .p2p_listener import Listener
 from .p2p_settings import told_addresses
-from .p2p_wire import MALFORMED, Hello, Layout, Welcome, decode_request, encode
+from .p2p_wire import MALFORMED, Hello, Layout, Lookup, Welcome, decode_request, encode
 
 
 class Directory:
@@ -28,12 +28,13 @@ class Directory:
             if not has_message:
                 continue
             sender, *frames = socket.recv_multipart()
-            if _is_hello(frames):
+            if _is_question(frames):
                 socket.send_multipart([sender, self._answer])  # a ROUTER drops it if the asker has left
 
 
-def _is_hello(frames: list[bytes]) -> bool:
+def _is_question(frames: list[bytes]) -> bool:
+    """A `Lookup` comes from one who believes that the first rank is still here."""
     try:
-        return len(frames) == 1 and isinstance(decode_request(frames[0]), Hello)
+        return len(frames) == 1 and isinstance(decode_request(frames[0]), Hello | Lookup)
     except MALFORMED:
         return False

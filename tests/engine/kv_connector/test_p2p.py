@@ -664,6 +664,7 @@ def test_ranks_on_several_machines_are_found_and_found_again(first, second, tran
         one.close()
     after = start_ranks(instance, second, port, **served)
     loads_from(after, decode, 2)
+    assert not peer.pause.until, "no question has waited for its deadline"
 
 
 def test_hosts_are_not_asked_for_where_all_ranks_are_on_one_machine(folder, instance):
