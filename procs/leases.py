@@ -171,7 +171,7 @@ class Fleet:
 
     @property
     def wait_s(self) -> float:
-        """Without a sign of life, until something on another machine counts as lost."""
+        """Seconds without a sign of life after which a machine counts as lost."""
         return self._times.wait_s
 
     def overdue(self, now: float) -> list[Machine]:

@@ -22,8 +22,8 @@ from .replica import LEAVE_S, STOP_S, Engine
 from .roster import Registry
 
 _OPEN = 100_000  # requests of a door that Serve does not queue: the router does
-# The longest end of a door whose successor serves. It has open streams only, and ends with the last one. Not without
-# bound, because Serve calls the application deploying until then.
+# How long a door that was replaced may stay. It has open streams only, and ends with the last one. There is a bound
+# because Serve calls the application deploying until then.
 _LAST_STREAM_S = 24 * 3600.0
 
 

@@ -15,7 +15,7 @@ Slots = tuple[tuple[int, ...], ...]
 _LEAST_IMBALANCE = 1.3  # of the busiest rank to the mean, from which replicas are worth their weights
 _LEAST_GAIN = 0.05  # of the busiest rank's tokens
 _LEAST_TOKENS = 32  # for each expert of a layer in a window; fewer say little
-_PATIENCE_S = 10.0  # with a quiet moment to come, in which a read takes nobody's time
+_PATIENCE_S = 10.0  # after which a read begins without a quiet moment
 
 
 def deal(num_experts: int, ranks: int) -> Slots:

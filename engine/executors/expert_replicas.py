@@ -35,7 +35,7 @@ from .weights import Options, Packing, Weights
 
 log = logging.getLogger(__name__)
 
-_NICE = 10  # more than steps, which have ten times as much of a processor then as a read beside them
+_NICE = 10  # added to the thread's nice value: steps get ten times its share of a processor
 
 Wanted = tuple[Sequence[Matrix | Vector], Sink]
 """What an expert consists of, with the keys of the layer's stacks, and who takes it."""
@@ -52,7 +52,7 @@ class Slots(Protocol):
         thread."""
 
     def begin_thread(self) -> None:
-        """Called once by the thread that reads: what it computes, it computes alone."""
+        """Called once by the thread that reads. Its kernels use no other threads from then on."""
 
 
 @dataclass(frozen=True)

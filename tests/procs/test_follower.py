@@ -265,7 +265,8 @@ def test_missing_and_other_model_files_are_refused_with_both_values(
 
 
 def test_a_path_of_the_model_that_cannot_be_looked_at_is_refused_with_its_cause(tmp_path: Path) -> None:
-    """As in a folder of another user: the system refuses to say whether it exists. There is nothing to copy."""
+    """The system refuses to say whether the path exists, as it does for a folder of another user. The lead offers no
+    files to copy."""
     path = "/" + "x" * 300
 
     async def scenario(lead: PlayedLead, follower: Follower) -> None:

@@ -33,6 +33,7 @@ from pagewire.ipc.control_messages import (
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 from pagewire.procs.lead import Lead, make_lead
+from pagewire.procs.leases import Machine
 from pagewire.procs.machine import versions_here
 from pagewire.procs.model_copy import ModelCopy
 from pagewire.procs.prepare import prepare_server
@@ -176,7 +177,7 @@ def test_the_lead_gives_the_model_and_waits_for_those_who_copy_it(
 
 
 def test_a_lead_that_is_stopped_while_it_waits_ends_those_that_have_joined(tmp_path: Path) -> None:
-    """As a lead that has failed it would have them look for the next one."""
+    """Followers of a lead that has failed wait for the next one; those of a lead that was stopped end with it."""
 
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
         follower = peer(b"\1a")
@@ -225,18 +226,24 @@ def test_a_follower_that_joins_again_takes_the_place_of_its_earlier_incarnation(
     assert run(tmp_path, scenario) == 0
 
 
+async def one_leaves(lead: Lead, peer: Callable[[bytes], Peer]) -> tuple[Machine, Machine]:
+    """(a machine that works and leaves, its heir, which has no mailboxes yet)."""
+    for name in (b"\1a", b"\1b"):
+        follower = peer(name)
+        follower.send(join())
+        assert isinstance(await follower.receive(), Joined)
+    first, heir = lead._fleet.machines
+    await until_async(lambda: first.actors, "it has ranks")
+    first.begins_at, first.is_leaving = 1, True
+    assert lead._fleet.deal_heirs() == [heir]
+    return first, heir
+
+
 def test_a_death_relieves_a_machine_that_leaves_only_if_its_heir_has_mailboxes(tmp_path: Path) -> None:
     """Else the engine would wait for a machine that still copies the model, while the other one could go on."""
 
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
-        for name in (b"\1a", b"\1b"):
-            follower = peer(name)
-            follower.send(join())
-            assert isinstance(await follower.receive(), Joined)
-        first, heir = lead._fleet.machines
-        await until_async(lambda: first.actors, "it has ranks")
-        first.begins_at, first.is_leaving = 1, True
-        assert lead._fleet.deal_heirs() == [heir]
+        first, heir = await one_leaves(lead, peer)
 
         async def replace_core() -> None:
             core = lead._children["core"] = Child("core", RemoteProcess(), 1)
@@ -260,14 +267,7 @@ def test_while_ranks_are_replaced_anyway_a_machine_that_leaves_is_relieved(tmp_p
     """It is what the lead waits for: its mailboxes cannot be reached any more."""
 
     async def scenario(lead: Lead, peer: Callable[[bytes], Peer]) -> None:
-        for name in (b"\1a", b"\1b"):
-            follower = peer(name)
-            follower.send(join())
-            assert isinstance(await follower.receive(), Joined)
-        first, heir = lead._fleet.machines
-        await until_async(lambda: first.actors, "it has ranks")
-        first.begins_at, first.is_leaving = 1, True
-        assert lead._fleet.deal_heirs() == [heir]
+        first, heir = await one_leaves(lead, peer)
         heir.bound = Bound({"worker-1": "tcp://127.0.0.1:1"}, "")
         first.heard(unreached(lead, 2), first.heard_at)
         waiting = asyncio.ensure_future(lead._complete(30.0, "--outage-wait", drains=True))

@@ -408,7 +408,7 @@ def test_a_connection_that_breaks_in_the_middle(
 def test_a_connection_that_cannot_be_made_again(
     served: tuple[Instance, int], proxy: Proxy, instance: Start, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As there are too many sockets at this moment: the load fails, and later ones do not."""
+    """The process has no descriptor left for a new socket: this load fails, and later ones succeed."""
     prefill, _ = served
     decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms="30000", **keys)
     computing, blocks = prompt(1, 41), list(range(30, 41))

@@ -60,7 +60,8 @@ def test_a_strided_source_is_copied_and_cast():
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("is_source_contiguous", [False, True])
 def test_a_part_of_each_matrix_of_a_stack_is_filled(is_source_contiguous, rows):
-    """As gates and ups that are one tensor are. rows: a part is less, or more, than a buffer has room for."""
+    """A target whose rows are a part of each expert's, such as the gates in a tensor of gates and ups. rows: of a part,
+    which fits into a buffer or does not."""
     source = torch.randn(5, 6, rows).transpose(1, 2) if not is_source_contiguous else torch.randn(5, rows, 6)
     memory = torch.full((5, rows + 2, 6), torch.nan, dtype=torch.bfloat16)
     worker = late_worker()

@@ -81,8 +81,8 @@ def test_attention_of_prompts_reads_pages_beyond_2_31_numbers() -> None:
 
 @pytest.mark.parametrize("rope", [0, 16])
 def test_attention_of_prompts_reads_and_writes_tokens_beyond_2_31_numbers(rope: int) -> None:
-    """As those of latent attention are: 128 heads of 512 numbers reach them with 32,768 tokens. rope: numbers of a
-    query beside those of a latent, or none."""
+    """Latent attention with 128 heads of 512 numbers has 2^31 numbers in 32,768 tokens. rope: numbers of a query beside
+    those of the latent, or none."""
     apart = 1 << 20  # numbers from a token to the next
     first = MANY // apart - 20  # of the tokens that are computed, which lie on both sides
     lens = torch.tensor([40, 30])
