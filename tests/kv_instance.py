@@ -17,6 +17,8 @@ from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_connector import Held, Item, KvRequest, TierConnector
 from pagewire.engine.kv_connector.base import ConnectorFacts, WorkerConnector
 from pagewire.engine.kv_connector.block_copy import BlockCopier
+from pagewire.engine.kv_connector.chain import ChainWorker
+from pagewire.engine.kv_connector.file_worker import FileWorker
 from pagewire.engine.kv_connector.registry import core_connector, worker_connector
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
@@ -219,6 +221,12 @@ class Instance:
 
         if self.worker.num_pending:
             until(is_settled, "every load ends", DEADLINE_S)
+
+    def wait_until_written(self) -> None:
+        """Waits until the threads that write have done all their jobs."""
+        parts = self.worker._parts if isinstance(self.worker, ChainWorker) else (self.worker,)
+        writers = [part._writer for part in parts if isinstance(part, FileWorker)]
+        until(lambda: not any(w._jobs or w._num_bytes for w in writers), "every block is written", DEADLINE_S)
 
     def run(self, request: Running) -> Running:
         """Admits and computes a request."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -15,17 +17,30 @@ NUM = 6  # streams of each api process
 
 
 @contextlib.contextmanager
-def stopped(process: psutil.Process) -> Iterator[None]:
-    """The process accepts no connection meanwhile, so another one does."""
-    process.suspend()
-    until(lambda: process.status() == psutil.STATUS_STOPPED, "the process is stopped")
+def stopped(process: psutil.Process, state: Path) -> Iterator[None]:
+    """The process accepts no connection meanwhile, so another one does. It holds no lock on `state`, for which the
+    others would wait."""
+
+    def is_stopped() -> bool:
+        process.suspend()
+        until(lambda: process.status() == psutil.STATUS_STOPPED, "the process is stopped")
+        with contextlib.closing(sqlite3.connect(state, timeout=0, isolation_level=None)) as database:
+            try:
+                database.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                process.resume()
+                return False
+            return True
+
+    until(is_stopped, "the process is stopped and holds no lock", 60)
     yield
     process.resume()
 
 
-def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[..., Server]) -> None:
-    flags = ("--api-processes", "2", "--kv-cache-memory", "64M", "--hang-timeout-s", "60")  # stopped is not hung
-    server = start(*flags).wait_ready()
+def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[..., Server], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    flags = ("--api-processes", "2", "--kv-cache-memory", "64M", "--state", str(state))
+    server = start(*flags, "--hang-timeout-s", "60").wait_ready()  # stopped is not hung
     texts: dict[int, str] = {}
 
     def stream(i: int, max_tokens: int, begun: threading.Barrier) -> None:
@@ -40,12 +55,12 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
             texts[i] = "broken"
 
     first, second = (server.children()[name] for name in ("api", "api-1"))
-    with stopped(second):
+    with stopped(second, state):
         created = httpx.post(f"{server.url}/v1/responses", json={"input": "Count from 1 to 5"}, timeout=60)
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
         upload = {"file": ("in.jsonl", json.dumps(line)), "purpose": (None, "batch")}
         file = httpx.post(f"{server.url}/v1/files", files=upload, timeout=60).json()
-    with stopped(first):
+    with stopped(first, state):
         batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = httpx.post(f"{server.url}/v1/batches", json=batch, timeout=60).json()
         body = {"input": "And back", "previous_response_id": created.json()["id"]}
@@ -57,7 +72,7 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
     threads = []
     # Those of the second process would take long to end by themselves.
     for other, numbers, max_tokens in ((second, range(NUM), 400), (first, range(NUM, 2 * NUM), 4000)):
-        with stopped(other):
+        with stopped(other, state):
             begun = threading.Barrier(NUM + 1, timeout=60)
             threads += [threading.Thread(target=stream, args=(i, max_tokens, begun)) for i in numbers]
             for thread in threads[-NUM:]:
@@ -75,7 +90,7 @@ def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[...
         30,
     )
     for process in server.of_kind("api"):  # both serve new connections
-        with stopped(process):
+        with stopped(process, state):
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
             assert answer.status_code == 200
     assert "api-1 was killed by SIGKILL" in server.log.read_text()

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 from kv_instance import FACTS, FILE_BYTES, SIZE, Instance, sequence
 from msgspec.structs import replace
-from waiting import until
 
 from pagewire.engine.kv_connector import disk
 from pagewire.engine.kv_connector.disk import DiskCore
-from pagewire.engine.kv_connector.file_worker import FileWorker
 from pagewire.errors import ConfigError
 
 KINDS = pytest.mark.parametrize("kind", ["disk", "shared"])
@@ -17,13 +15,6 @@ KINDS = pytest.mark.parametrize("kind", ["disk", "shared"])
 
 def spec(kind: str, path: Path, num_blocks: int = 64) -> str:
     return f"{kind},path={path}/kv,size={num_blocks * FILE_BYTES}"
-
-
-def wait_until_written(engine: Instance) -> None:
-    """Waits until the worker's thread has done all its jobs."""
-    assert isinstance(engine.worker, FileWorker)
-    writer = engine.worker._writer
-    until(lambda: not writer._jobs and not writer._pending, "every block is written")
 
 
 def block_files(path: Path) -> list[Path]:
@@ -53,7 +44,7 @@ def test_the_last_position_is_never_loaded(kind: str, tmp_path: Path) -> None:
     engine.serve(sequence(1, (1, 3 * SIZE)))
     engine.fill_device(2)
     core = engine.core
-    wait_until_written(engine)
+    engine.wait_until_written()
     assert core.get_num_new_matched_tokens(sequence(3, (1, 3 * SIZE)), 0) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(4, (1, 3 * SIZE + 1)), SIZE) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(5, (1, 1)), 0) == (0, False)
@@ -120,7 +111,7 @@ def test_reset_forgets_loads_under_way(kind: str, tmp_path: Path) -> None:
     engine = Instance(spec(kind, tmp_path))
     engine.serve(sequence(1, (1, 4 * SIZE + 1)))
     engine.fill_device(2)
-    wait_until_written(engine)
+    engine.wait_until_written()
     request = sequence(3, (1, 4 * SIZE + 1))
     assert engine.admit(request)
     engine.core.reset()
@@ -134,7 +125,7 @@ def test_a_smaller_disk_tier_removes_files_plan_by_plan(tmp_path: Path, monkeypa
     monkeypatch.setattr(disk, "_AT_ONCE", 4)
     engine = Instance(spec("disk", tmp_path))
     engine.serve(sequence(1, (1, 10 * SIZE + 2)))
-    wait_until_written(engine)
+    engine.wait_until_written()
     core: DiskCore = engine.core.core
     core.resize(3 * FILE_BYTES)
     engine.step()
@@ -142,7 +133,7 @@ def test_a_smaller_disk_tier_removes_files_plan_by_plan(tmp_path: Path, monkeypa
     engine.step()
     tier = core.tiers()[0]
     assert (tier.num_blocks, tier.capacity, tier.num_evicted) == (3, 3, 7)
-    wait_until_written(engine)
+    engine.wait_until_written()
     assert len(block_files(tmp_path)) == 3
     core.resize(64 * FILE_BYTES)
     engine.fill_device(2)

@@ -13,7 +13,7 @@ from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, sequence
 from pagewire.engine.core.kv_connector import KvEvent
 from pagewire.engine.kv_connector.file_worker import FileWorker
 
-from .test_disk import KINDS, block_files, spec, wait_until_written
+from .test_disk import KINDS, block_files, spec
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_the_block_of_a_damaged_file_is_computed_and_stored_again(kind: str, dam
     first = sequence(1, (1, 6 * SIZE + 1))
     engine.serve(first)
     engine.fill_device(2)
-    wait_until_written(engine)
+    engine.wait_until_written()
     (path,) = tmp_path.rglob(f"{first.keys[2].hex()}.*")
     whole = path.read_bytes()
     again = sequence(3, (1, 6 * SIZE + 1))
@@ -55,7 +55,7 @@ def test_the_block_of_a_damaged_file_is_computed_and_stored_again(kind: str, dam
     assert engine.serve(again) == 5
     assert engine.failed == [first.keys[2]]
     assert KvEvent(False, (first.keys[2],), kind) in engine.core.take_events()
-    wait_until_written(engine)
+    engine.wait_until_written()
     assert path.read_bytes() == whole, "the computed block is stored again"
     engine.fill_device(4)
     assert engine.serve(sequence(5, (1, 6 * SIZE + 1))) == 6
@@ -78,7 +78,7 @@ def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     first = sequence(1, (1, 4 * SIZE + 1))
     engine.serve(first)
-    wait_until_written(engine)
+    engine.wait_until_written()
     assert isinstance(engine.worker, FileWorker)
     path = next(tmp_path.rglob(f"{first.keys[0].hex()}.*"))
     data = memoryview(path.read_bytes())[-BLOCK_BYTES:]
@@ -96,7 +96,7 @@ def test_a_full_disk_stores_nothing_and_warns_once(kind: str, tmp_path: Path, ca
         engine = Instance(spec(kind, tmp_path))
         first = sequence(1, (1, 4 * SIZE + 1))
         engine.serve(first)
-        wait_until_written(engine)
+        engine.wait_until_written()
         assert block_files(tmp_path) == [], "no partial file is left"
         engine.fill_device(2)
         assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0

@@ -18,7 +18,6 @@ from pagewire.engine.kv_connector.redis_blocks import RedisBlocks
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import GroupShape
 
-from .test_disk import wait_until_written
 from .test_tier_histories import history
 
 pytestmark = needs_redis
@@ -46,10 +45,10 @@ def storage(
 def test_engines_share_prefixes(server: RedisServer) -> None:
     with closing(Instance(spec(server))) as first, closing(Instance(spec(server))) as second:
         assert first.serve(sequence(1, (1, 10 * SIZE + 2))) == 0
-        wait_until_written(first)
+        first.wait_until_written()
         assert len(server.names()) == 10
         assert second.serve(sequence(2, (1, 6 * SIZE), (2, 3 * SIZE))) == 6
-        wait_until_written(second)
+        second.wait_until_written()
         assert len(server.names()) == 10 + 3, "what is there is not written again"
         tier = second.core.tiers()[0]
         assert (tier.name, tier.num_hit_tokens, tier.num_stored, tier.num_failed) == ("redis", 6 * SIZE, 3, 0)
@@ -62,7 +61,7 @@ def test_another_model_namespace_or_owner_finds_nothing(server: RedisServer) -> 
     other = replace(FACTS, model_key=b"another".ljust(32))
     with closing(Instance(spec(server))) as first:
         first.serve(sequence(1, (1, 5 * SIZE + 1)))
-        wait_until_written(first)
+        first.wait_until_written()
     with closing(Instance(spec(server), facts=other)) as model:
         assert model.num_matched(sequence(1, (1, 5 * SIZE + 1))) == 0
     with closing(Instance(spec(server, namespace="elsewhere"))) as namespace:
@@ -79,7 +78,7 @@ def test_a_damaged_value_is_computed_and_stored_again(damage: str, server: Redis
     first = sequence(1, (1, 6 * SIZE + 1))
     with closing(Instance(spec(server))) as engine:
         engine.serve(first)
-        wait_until_written(engine)
+        engine.wait_until_written()
         (name,) = server.names(f"*{first.keys[2].hex()}.2")
         (other,) = server.names(f"*{first.keys[3].hex()}.3")
         whole = server.call("GET", name)
@@ -96,16 +95,16 @@ def test_a_damaged_value_is_computed_and_stored_again(damage: str, server: Redis
                 server.call("COPY", other, name, "REPLACE")
         assert engine.serve(again) == 5
         assert engine.failed == [first.keys[2]]
-        wait_until_written(engine)
+        engine.wait_until_written()
         assert server.call("GET", name) == whole
 
 
 def test_a_server_that_dies_under_a_load_costs_its_blocks(server: RedisServer) -> None:
     with closing(Instance(spec(server))) as engine:
         engine.serve(sequence(1, (1, 8 * SIZE + 1)))
-        wait_until_written(engine)
+        engine.wait_until_written()
         engine.fill_device(2)
-        wait_until_written(engine)
+        engine.wait_until_written()
         again = sequence(3, (1, 8 * SIZE + 1))
         assert engine.admit(again) and len(engine.loading) == 1
         server.freeze()
@@ -119,7 +118,7 @@ def test_a_server_that_dies_under_a_load_costs_its_blocks(server: RedisServer) -
         engine.end(again)
         assert engine.serve(sequence(4, (1, 8 * SIZE + 1))) == 0, "nothing is loaded while there is no server"
         engine.step()
-        wait_until_written(engine)
+        engine.wait_until_written()
 
 
 def test_a_server_that_comes_back_is_used_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +127,11 @@ def test_a_server_that_comes_back_is_used_again(server: RedisServer, monkeypatch
     server.kill()
     with closing(Instance(spec(server))) as engine:
         engine.serve(sequence(1, (1, 5 * SIZE + 1)))
-        wait_until_written(engine)
+        engine.wait_until_written()
         server.start()
         with closing(Instance(spec(server))) as other:
             other.serve(sequence(1, (1, 5 * SIZE + 1)))
-            wait_until_written(other)
+            other.wait_until_written()
         engine.fill_device(8)
         until(lambda: engine.num_matched(sequence(9, (1, 5 * SIZE + 1))) == 5 * SIZE, "they are found")
         assert engine.serve(sequence(10, (1, 5 * SIZE + 1))) == 5
@@ -141,7 +140,7 @@ def test_a_server_that_comes_back_is_used_again(server: RedisServer, monkeypatch
 def test_a_slow_server_costs_its_timeouts(server: RedisServer) -> None:
     with closing(Instance(spec(server))) as first:
         first.serve(sequence(1, (1, 5 * SIZE + 1)))
-        wait_until_written(first)
+        first.wait_until_written()
     with closing(Instance(spec(server, timeout_ms=50, fetch_timeout_ms=50))) as engine:
         server.freeze()
         assert engine.num_matched(sequence(2, (1, 5 * SIZE + 1))) == 0, "a look-up ends"
@@ -160,10 +159,10 @@ def test_a_server_that_answers_byte_by_byte_is_given_up(server: RedisServer) -> 
     """Every byte is in time, but not the block."""
     with closing(Instance(spec(server))) as first:
         first.serve(sequence(1, (1, 5 * SIZE + 1)))
-        wait_until_written(first)
+        first.wait_until_written()
     with closing(Instance(spec(server, fetch_timeout_ms=300))) as engine, socket.socket(socket.AF_UNIX) as listener:
         engine.serve(sequence(2, (2, 2 * SIZE)))
-        wait_until_written(engine)  # its connections are made
+        engine.wait_until_written()  # its connections are made
         request = sequence(3, (1, 5 * SIZE + 1))
         assert engine.admit(request)
         server.kill()
@@ -204,7 +203,7 @@ def test_the_budget_is_that_of_all_engines(server: RedisServer) -> None:
         for i in range(6):
             engine = (first, second)[i % 2]
             engine.serve(sequence(i, (i, 6 * SIZE)))
-            wait_until_written(engine)
+            engine.wait_until_written()
         assert len(server.names()) <= 20
         kept = sequence(9, (5, 6 * SIZE), (9, 1))
         assert second.num_matched(kept) == 6 * SIZE, "what was stored last is kept"
@@ -265,7 +264,7 @@ def test_a_full_server_keeps_what_it_has(caplog: pytest.LogCaptureFixture) -> No
         with closing(Instance(spec(server))) as engine:
             for i in range(3):
                 assert engine.serve(sequence(i, (1, 4 * SIZE))) == 0
-                wait_until_written(engine)
+                engine.wait_until_written()
         assert caplog.text.count("blocks cannot be written") == 1
 
 
@@ -280,7 +279,7 @@ def test_a_server_that_wants_a_password_is_refused_at_the_start(tmp_path: Path) 
         secret.write_text("let me in\n")
         with closing(Instance(spec(server, **{"password-file": secret}))) as engine:
             engine.serve(sequence(1, (1, 5 * SIZE + 1)))
-            wait_until_written(engine)
+            engine.wait_until_written()
             engine.fill_device(2)
             assert engine.serve(sequence(3, (1, 5 * SIZE + 1))) == 5
 

@@ -9,7 +9,7 @@ from waiting import until
 from pagewire.engine.core.kv_connector import Item
 from pagewire.engine.kv_connector.block_files import BlockFiles
 
-from .test_disk import block_files, spec, wait_until_written
+from .test_disk import block_files, spec
 
 
 def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path: Path) -> None:
@@ -21,10 +21,10 @@ def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path:
         files.write(Item(key, place), memoryview(bytes(BLOCK_BYTES)))
         files.touch(Item(key, place), 1_000_000_000)
     engine = Instance(spec("shared", tmp_path, 20))
-    wait_until_written(engine)
+    engine.wait_until_written()
     until(lambda: len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed")
     engine.serve(sequence(1, (1, 6 * SIZE)))
-    wait_until_written(engine)
+    engine.wait_until_written()
     engine.close()
     assert len(block_files(tmp_path)) <= 20
     assert all(list(tmp_path.rglob(f"{key.hex()}.*")) for key in sequence(1, (1, 6 * SIZE)).block_keys(6, SIZE))
@@ -38,11 +38,11 @@ def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     for engine, request in zip(engines, runs, strict=True):
         engine.end(request)
     engines[0].step()
-    wait_until_written(engines[0])
+    engines[0].wait_until_written()
     before = [path.stat().st_ino for path in block_files(tmp_path)]
     engines[1].core._index._seen.clear()
     engines[1].step()
-    wait_until_written(engines[1])
+    engines[1].wait_until_written()
     assert [path.stat().st_ino for path in block_files(tmp_path)] == before
     for engine in engines:
         engine.close()

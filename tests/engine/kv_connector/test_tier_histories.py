@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence
-from waiting import until
 
 from pagewire.engine.core.eviction import EvictionQueue
 from pagewire.engine.core.kv_connector import Held
@@ -62,6 +61,8 @@ def history(seed: int, specs: list[str], *, num_steps: int = 60) -> Instance:
             done = instance.step()
             if rng.random() < 0.6:
                 instance.settle()
+            if step % 4 == 3:  # a slow disk would have little to be loaded
+                instance.wait_until_written()
             for r in done:
                 running.append(admitted.pop(r.rid))
             held = [r.blocks for r in (*running, *admitted.values())]
@@ -142,7 +143,8 @@ def test_two_engines_load_from_one_shared_folder_within_its_size(tmp_path: Path)
         engine.serve(request(rng, i))
         if rng.random() < 0.3:
             engine.fill_device(1000 + i)
-    until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines), "every block is written")  # type: ignore[attr-defined]
+    for engine in engines:
+        engine.wait_until_written()
     assert all(engine.num_loaded for engine in engines)
     assert sum(engine.num_loaded for engine in engines) > 20
     for engine in engines:
