@@ -9,7 +9,6 @@ without keys: with `Keys`, both ends use CURVE (RFC 26/ZeroMQ) and must hold the
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import socket as unix_socket
 import tempfile
@@ -31,6 +30,7 @@ from .control_messages import ToLead
 from .epochs import HEADER_BYTES, Epochs, Link
 from .file_messages import ToShare
 from .gaps import Gaps, Numbers, OnGap, fail
+from .hosts import is_loopback
 from .messages import Hidden, Message, Reset
 from .refusals import EVENTS as REFUSAL_EVENTS
 from .refusals import ZmqRefusals
@@ -118,11 +118,7 @@ def check_address(address: str, keys: Keys | None) -> None:
     url = urlsplit(address)
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         raise ConfigError(f"{address!r} is no address; write ipc:///path or tcp://host:port.")
-    try:
-        loopback = ipaddress.ip_address(url.hostname).is_loopback
-    except ValueError:
-        loopback = url.hostname == "localhost"
-    if not loopback and keys is None:
+    if keys is None and not is_loopback(url.hostname):
         raise ConfigError(f"{address} can be reached from outside; give every machine the same --key-file.")
 
 

@@ -38,7 +38,6 @@ cache. llm-d counts how many domains have a block.
 """
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -57,6 +56,7 @@ import zmq
 from ..config.config import EngineConfig
 from ..engine.core.kv_events import DEVICE, Cleared, KvCacheEvent, Removed, Stored
 from ..errors import ConfigError
+from ..ipc.hosts import is_loopback
 from ..ipc.zmq_channel import Keys, admit_only, read_keys
 from .kv_mirror import KvMirror
 
@@ -381,11 +381,7 @@ def _is_open(flag: str, address: str) -> bool:
         host = port = None
     if not address.startswith("tcp://") or host is None or not port:
         raise ConfigError(f"{flag}: {address!r} is not an address; write ipc:///path or tcp://127.0.0.1:port.")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    return not loopback
+    return not is_loopback(host)
 
 
 def _bind(socket: "zmq.SyncSocket", address: str, max_queued: int, flag: str, keys: Keys | None) -> None:

@@ -4,11 +4,11 @@ A browser sends a page's requests to any address that the page names, even to a 
 names the page's origin in the `Origin` header. Other programs send no such header.
 """
 
-import ipaddress
 import re
 from collections.abc import Mapping
 
 from ...config.config import HttpConfig
+from ...ipc.hosts import is_address, is_loopback
 from .http_error import HttpError
 
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}(,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}){0,63}")
@@ -36,7 +36,7 @@ class Origins:
         # The owner of any name can let it resolve to this machine (DNS rebinding); a page of that name then has the
         # server's own origin. A server on loopback without keys is open to this machine only, so it answers to no name
         # that others control.
-        is_local = config.listen.uds is None and _is_loopback(config.listen.host)
+        is_local = config.listen.uds is None and is_loopback(config.listen.host)
         self._trusts_names = bool(config.api_keys) or not is_local or b"*" in self._allowed
 
     def check_name(self, host: bytes) -> None:
@@ -44,7 +44,7 @@ class Origins:
         if self._trusts_names or not host:  # browsers always send the header
             return
         name = _name(host)
-        if not (_is_loopback(name) or _is_address(name) or name.endswith(".localhost") or name in self._names):
+        if not (is_loopback(name) or is_address(name) or name.endswith(".localhost") or name in self._names):
             raise HttpError(
                 403,
                 "A server without keys that listens on loopback answers to localhost, addresses and the names in "
@@ -84,15 +84,3 @@ def _name(host: bytes) -> str:
     """The host without port and brackets."""
     text = host.decode("latin-1").lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
-
-
-def _is_loopback(name: str) -> bool:
-    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

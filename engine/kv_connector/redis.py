@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from ...errors import ConfigError
+from ...ipc.hosts import is_here, is_loopback
 from ..core.kv_connector import TierConnector
 from .base import ConnectorFacts, Options, WorkerConnector
 from .options import check_names, milliseconds_of, num_blocks_of, size_of
@@ -50,6 +51,7 @@ class RedisConnector:
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> TierConnector:
         settings = read_settings(options)
+        _check_hosts(settings, facts)
         blocks = _open(settings, facts, settings.timeout_s)
         try:
             num_blocks_of("redis", settings.size, facts.of_engine(max(map(blocks.file_bytes, range(facts.num_groups)))))
@@ -125,6 +127,23 @@ def _without_password(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     place = rest.rpartition("@")[2] if "@" in rest else rest
     return f"{scheme}{separator}{place}"
+
+
+def _check_hosts(settings: Settings, facts: ConnectorFacts) -> None:
+    """Raises ConfigError for an address that ranks on other machines take for one of their own."""
+    url = urlsplit(settings.url)
+    if url.scheme != "unix" and url.hostname is not None and not is_loopback(url.hostname):
+        return
+    away = next((host for host in facts.hosts if host and not is_here(host)), None)
+    if away is None:
+        return
+    problem = (
+        f"--kv-connector redis: url={settings.url} leads to another server, or none, on {away}, where a rank is; name "
+        "an address of the server that every machine reaches."
+    )
+    if facts.may_refuse:
+        raise ConfigError(problem)
+    log.warning("%s", problem)
 
 
 def _open(settings: Settings, facts: ConnectorFacts, timeout_s: float) -> RedisBlocks:

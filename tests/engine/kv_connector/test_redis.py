@@ -316,6 +316,22 @@ def test_wrong_options_are_refused(options: str, message: str) -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("url", ["unix:///tmp/redis.sock", "redis://localhost", "redis://127.0.0.1:6379/0"])
+def test_an_address_of_each_machine_s_own_is_refused_with_ranks_elsewhere(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """198.51.100.0/24 is for documents (RFC 5737): no machine is there. The core of a running engine goes on."""
+    options = {"url": url, "size": "1M", "timeout_ms": "1"}
+    facts = replace(FACTS, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES), hosts=("", "198.51.100.7"))
+    with pytest.raises(ConfigError, match=r"another server, or none, on 198\.51\.100\.7, where a rank is; name"):
+        RedisConnector.core(options, facts)
+    RedisConnector.core(options, replace(facts, may_refuse=False)).close()
+    assert "on 198.51.100.7, where a rank is" in caplog.text
+    caplog.clear()
+    RedisConnector.core(options, replace(facts, hosts=("", "127.0.0.1"))).close()
+    assert "where a rank is" not in caplog.text
+
+
 def test_a_size_below_one_block_is_refused(server: RedisServer) -> None:
     with pytest.raises(ConfigError, match="too small"):
         Instance(f"redis,url={server.url},size=100")
