@@ -15,7 +15,7 @@ _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
 
-def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 10.0) -> T:
+def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 30.0) -> T:
     """The first true value of `condition`. `what`: names the awaited state in the error at the deadline."""
     for pause_s in _pauses(what, timeout_s):
         if answer := condition():
@@ -24,7 +24,7 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: 
     raise AssertionError
 
 
-async def until_async(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 10.0) -> T:
+async def until_async(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 30.0) -> T:
     """`until` for an event loop, which keeps running."""
     for pause_s in _pauses(what, timeout_s):
         if answer := condition():

@@ -74,7 +74,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_at_the_first_start(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     small = ("--cpu-kernels", "torch", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-    server = start(*small, "--max-model-len", "64", command=SERVE).wait_ready()
+    server = start(*small, "--max-model-len", "64", command=SERVE).wait_ready(timeout_s=400)
     log = server.log.read_text()
     assert "The check of the GPU kernel rms_norm broke the device for this process (RuntimeError: CUDA error" in log
     assert "Replacing worker." in log and "The GPU kernel rms_norm failed its check: it broke the device" in log
