@@ -46,6 +46,7 @@ class Engine:
         self.sent: list[tuple[str, Message]] = []  # (receiver, message) to all actors except the worker
         self.num_steps = 0
         self.held = False  # while True, the worker answers no plan
+        self.hold_at = -1  # the number of steps after which it answers none
         self._plans: list[StepPlan] = []
         self._late: list[LateMasks] = []
 
@@ -85,7 +86,7 @@ class Engine:
             self.sent.append((receiver, message))
 
     def _step(self) -> None:
-        if self.held:
+        if self.held or self.num_steps == self.hold_at:
             asyncio.get_running_loop().call_later(0.005, self._step)
         elif self._plans and not self._beating.done():
             plan, late = self._plans[0], dict[int, list[int] | None]()
@@ -119,7 +120,7 @@ class Peer:
     async def hear(self, *, beats: bool = False) -> ToClient:
         """The next message. Snapshots are skipped unless `beats`."""
         while True:
-            data = await asyncio.wait_for(self._socket.recv(), 10)
+            data = await asyncio.wait_for(self._socket.recv(), 30)
             message: ToClient = msgspec.msgpack.decode(data, type=ToClient)
             if beats or not isinstance(message, Snapshot):
                 return message

@@ -16,6 +16,7 @@ class Proxy:
         self.holds_up = self.holds_down = False  # to the target, from the target: bytes wait
         self.num_refused = 0  # connections, while it was cut
         self.num_held = 0  # pieces of data that wait now
+        self.num_passed = 0  # pieces that have gone to the target
         self._changed = threading.Condition()
         self._is_cut = self._is_closed = False
         self._sockets: list[socket.socket] = []
@@ -69,6 +70,7 @@ class Proxy:
                     self._changed.wait_for(lambda: not (self.holds_up if is_up else self.holds_down))
                     self.num_held -= 1
                 sink.sendall(data)
+                self.num_passed += is_up
         for one in (source, sink):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from pagewire.ipc.zmq_channel import (
 )
 from pagewire.tools.servers import free_port
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 Pair = tuple[Inbox[object], Callable[[], object]]  # the receiving end, and a maker of sending ends
 
 

@@ -40,7 +40,7 @@ class Ends:
     def drain(self, num: int) -> list[object]:
         messages: list[object] = []
         while len(messages) < num:
-            assert self.inbox.wait(5.0)
+            assert self.inbox.wait(30.0)
             messages += self.inbox.drain()
         return messages
 
@@ -95,7 +95,7 @@ def test_a_reset_is_always_the_first_message_of_a_drain(ends: Ends) -> None:
         supervisor.send(message)
     lists: list[list[object]] = []
     while sum(map(len, lists)) < 4:
-        assert ends.inbox.wait(5.0)
+        assert ends.inbox.wait(30.0)
         if messages := ends.inbox.drain():
             lists.append(messages)
             assert reset(2) not in messages[1:]

@@ -156,7 +156,7 @@ def test_a_mailbox_without_an_owner_for_gaps_fails(ends: Ends) -> None:
     outbox = context.outbox(address, Link.DEVICE, sender="core")
     hidden = Hidden(1, width=2, data=b"12345678")
     outbox.send(hidden)
-    assert inbox.wait(5.0) and inbox.drain() == [hidden]
+    assert inbox.wait(30.0) and inbox.drain() == [hidden]
     header = Epochs().header(Link.DEVICE)
     outbox.send_bytes(header + b"\5" + bytes(7) + b"\4core")  # as if messages 2 to 5 had been lost
     until(lambda: inbox.wait(0.1), "the mark arrives")

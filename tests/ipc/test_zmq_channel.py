@@ -70,7 +70,7 @@ def test_the_data_of_a_pass_is_a_frame_of_its_own(tmp_path: Path) -> None:
     theirs.advance(Reset(2, 2, ("worker",), ""))
     outbox.send(first)
     outbox.send(Ping())
-    assert inbox.wait(5.0) and inbox.drain() == []
+    assert inbox.wait(30.0) and inbox.drain() == []
     reset = Reset(2, 2, ("worker",), "")
     control.send(reset)
     assert receive(inbox, 3) == [reset, first, Ping()]

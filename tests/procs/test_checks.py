@@ -161,7 +161,7 @@ class _Connection:
 
     def take(self) -> m.Enqueue | None:
         """The request that the next message becomes, or None if the client is told that it is invalid."""
-        for _ in range(500):
+        for _ in range(30_000):
             for request in self._port.drain():
                 assert isinstance(request, m.Enqueue) and request.rid >= CLIENT_RIDS
                 self._port.reply(m.Failed(request.rid, "unavailable", ""))  # the core's answer, which ends the request

@@ -43,7 +43,7 @@ def address() -> Iterator[str]:
 
 def run(test: Coroutine[object, object, None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(test, 60)
+        await asyncio.wait_for(test, 120)
 
     asyncio.run(bounded())
 
@@ -152,14 +152,16 @@ def test_a_client_that_takes_no_output_is_disconnected(address: str, monkeypatch
 def test_the_death_of_a_client_cancels_only_its_own_requests(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine, await EngineClient.connect(address) as other:
+            engine.held = True
             staying = other.generate([2], Sampling(seed=1), Limits(max_tokens=400, ignore_eos=True))
             async with peer(address) as victim:
                 await victim.say(Hello(PROTOCOL), *(generate(rid, [rid]) for rid in range(8)))
                 await victim.hear()
-                await until_async(lambda: engine.num_open == 9, "all requests are open")
-                steps_before = engine.num_steps
-            await until_async(lambda: engine.num_open == 1, "its sequences are cancelled")
-            assert engine.num_steps < steps_before + 100
+                await until_async(lambda: engine.num_open == 9, "all requests are open", 30)
+                engine.hold_at, engine.held = engine.num_steps + 20, False
+                await until_async(lambda: engine.num_steps == engine.hold_at, "all have output", 30)
+            await until_async(lambda: engine.num_open == 1, "its sequences are cancelled, none of which can end", 30)
+            engine.hold_at = -1
             assert await staying.ids() == [expected_output([2], 400, MAX_LEN, 1, True)]
             async with peer(address) as waiting:  # its sequence has computed nothing when it disconnects
                 engine.held = True

@@ -19,6 +19,7 @@ from pagewire.config.resolve import resolve
 from pagewire.engine.core import trace
 from pagewire.engine.core.groups import Groups
 from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.kv_connector import p2p_link
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p_link import Peer
 from pagewire.errors import ConfigError, StartError
@@ -159,8 +160,9 @@ def test_the_smallest_offer_of_the_ranks_is_opened_once_all_have_come() -> None:
     assert isinstance(core.scheduler, Scheduler) and core.scheduler.pool.num_pages == 90
 
 
-def test_ranks_are_told_on_which_machines_all_of_them_are(tmp_path: Path) -> None:
+def test_ranks_are_told_on_which_machines_all_of_them_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the core says it to whoever loads their KV."""
+    monkeypatch.setattr(p2p_link, "START_WAIT_S", 60.0)
     port = free_port(3)
     served = f"p2p,serve=tcp://127.0.0.1:{port},key-file={tmp_path / 'keys'}"
     config = config_of(tensor_parallel_size=2, device="cpu", kv_connector=(served,))

@@ -17,7 +17,8 @@ class Site:
 
     def __init__(self, *here: str) -> None:
         self.context = ZmqContext()
-        self.addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ACTORS}
+        first = free_port(len(ACTORS))
+        self.addresses = {name: f"tcp://127.0.0.1:{first + i}" for i, name in enumerate(ACTORS)}
         self.inboxes: dict[str, ZmqInbox[object]] = {
             name: self.context.inbox(self.addresses[name], ACTORS[name]) for name in ACTORS if name not in here
         }

@@ -34,7 +34,7 @@ from pagewire.ipc.control_messages import (
 )
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import Keys, PeerGone, ZmqContext, read_keys
-from pagewire.procs import lead_link
+from pagewire.procs import lead_link, supervisor
 from pagewire.procs.follower import Follower, _Host
 from pagewire.procs.leases import Lease
 from pagewire.procs.model_share import ModelShare
@@ -43,7 +43,7 @@ from pagewire.procs.reach import Reach, ReachTimes
 from pagewire.procs.topology import RENDEZVOUS
 from pagewire.tools.servers import free_port
 
-HANG_S = 2.0
+HANG_S = 30.0
 TERM = 7
 
 
@@ -56,17 +56,23 @@ class PlayedLead:
         self._router = self._context.router(self.address)
         self._decoder: Decoder[ToLead] = Decoder(ToLead)
         self.engine: EngineConfig = prepare(Config())
-        self.peer = b""
+        self.peer = b""  # the incarnation that has joined last
+        self._joined: set[bytes] = set()  # incarnations whose `Join` was answered
         self.answers = True  # beats
         self.files = ""  # the address of a `ModelShare`
 
     async def receive(self, kind: type) -> ToLead:
-        """The next message of this kind. Beats are answered meanwhile."""
+        """The next message of this kind. Beats are answered meanwhile. What an earlier incarnation has sent is skipped,
+        as is a `Join` that was repeated before the answer came."""
         found: list[ToLead] = []
 
         def take() -> bool:
             while not found and (frames := self._router.receive()) is not None:
-                self.peer, message = frames[0], self._decoder.decode(frames[-1])
+                peer, message = frames[0], self._decoder.decode(frames[-1])
+                if isinstance(message, Join) and peer not in self._joined:
+                    self.peer = peer
+                elif isinstance(message, Join) or peer != self.peer:
+                    continue
                 if isinstance(message, Beat) and self.answers:
                     self.send(Beat(1, message.number))
                 if isinstance(message, kind):
@@ -89,12 +95,31 @@ class PlayedLead:
 
     def join(self, number: int, *, term: int = TERM) -> None:
         """Answers the `Join` of this number."""
+        self._joined.add(self.peer)
         engine, service = msgspec.json.encode(self.engine), msgspec.json.encode(ServiceOptions())
         self.send(Joined(number, term, HANG_S, 0.0, engine, service, self.files))
 
     def close(self) -> None:
         self._router.close()
         self._context.close()
+
+
+class Clock:
+    """The clock of leases, which a test can set forward."""
+
+    def __init__(self) -> None:
+        self._read = lead_link.sleepless_clock
+        self.skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return self._read() + self.skipped_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lead_link, "sleepless_clock", clock)
+    return clock
 
 
 Scenario = Callable[[PlayedLead, Follower], Awaitable[None]]
@@ -151,8 +176,11 @@ def test_a_follower_joins_binds_its_mailboxes_and_leaves_by_a_signal(tmp_path: P
     assert run(tmp_path, scenario) == 0
 
 
-def test_each_group_of_ranks_that_begins_has_a_port_of_its_own_for_the_next_one(tmp_path: Path) -> None:
+def test_each_group_of_ranks_that_begins_has_a_port_of_its_own_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rank is here, so the lead asks this machine where they meet. Another program may take a port."""
+    monkeypatch.setattr(supervisor, "STOP_GRACE_S", 0.0)  # the rank waits for a core that does not exist
 
     async def scenario(lead: PlayedLead, follower: Follower) -> None:
         await lead.welcome()
@@ -177,7 +205,7 @@ def test_each_group_of_ranks_that_begins_has_a_port_of_its_own_for_the_next_one(
 
 @pytest.mark.parametrize("how", ["silence", "gone", "failure"])
 def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
-    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     async def scenario(lead: PlayedLead, follower: Follower) -> None:
         await lead.welcome()
@@ -185,6 +213,7 @@ def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
         before = lead.peer
         if how == "silence":
             lead.answers = False
+            clock.skipped_s += HANG_S
         else:
             lead.send(Gone() if how == "gone" else StopAll("why", is_failure=True))
         join = await lead.receive(Join)
@@ -201,27 +230,38 @@ def test_a_follower_that_loses_its_lead_joins_again_as_another_incarnation(
 
 
 def test_a_lead_that_answers_late_gives_no_lease_that_has_run_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """One that is started later than its follower hears all that the follower has said until then."""
     leases: list[Lease] = []
+    begun: list[bool] = []  # what each answer to a `Join` has given
 
     class Noted(Lease):
         def __init__(self) -> None:
             super().__init__()
             leases.append(self)
 
+        def begin(self, number: int, lease_s: float, now: float) -> bool:
+            begun.append(super().begin(number, lease_s, now))
+            return begun[-1]
+
     monkeypatch.setattr(lead_link, "Lease", Noted)
 
     async def scenario(lead: PlayedLead, follower: Follower) -> None:
-        numbers: list[int] = []
-        while len(numbers) < 4:  # one each half of a second, and a lease lasts for one
+        late: list[int] = []
+        good: list[int] = []
+        while len(good) < 2:
             join = await lead.receive(Join)
             assert isinstance(join, Join)
-            numbers.append(join.number)
-        for number in numbers:
+            age_s = leases[0]._sent[join.number] - leases[0]._sent[1]
+            (late if age_s < HANG_S else good).append(join.number)
+            clock.skipped_s = HANG_S
+        for number in late:
             lead.join(number)
-        await until_async(lambda: numbers[-1] not in leases[0]._sent, "the lease lasts as of the latest answer")
+        await until_async(lambda: begun == [False] * len(late), "each of them is too late", 30.0)
+        for number in good:
+            lead.join(number)
+        await until_async(lambda: good[-1] not in leases[0]._sent, "the lease lasts as of the latest answer", 30.0)
         await lead.receive(Beat)
         lead.send(StopAll("The engine ends."))
 

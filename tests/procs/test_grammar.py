@@ -183,7 +183,7 @@ def test_a_grammar_whose_requests_are_cancelled_is_not_compiled(tmp_path: Path) 
                 engine.handle(Cancel((11, 30)))
                 received(engine, "api")
                 actor.handle([message for message in received(engine, "grammar") if isinstance(message, Sampled)])
-                await until_async(lambda: len(posted) == 2, "two grammars of cancelled requests are answered", 1)
+                await until_async(lambda: len(posted) == 2, "two grammars of cancelled requests are answered", 30)
                 assert sorted(m.rid for m in posted if isinstance(m, Constrained) and m.kind is None) == [10, 20]
                 assert actor._sandbox.num_pending == 2
                 engine.handle(*(message for message in posted if isinstance(message, Constrained)))
@@ -238,7 +238,7 @@ def refuse_and_compile(folder: Path) -> None:
 def test_all_grammars_together_have_a_memory_limit(tmp_path: Path) -> None:
     # In a process of its own: the limit counts what the process allocates, and other tests leave memory behind.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(refuse_and_compile, tmp_path).result(60)
+        pool.submit(refuse_and_compile, tmp_path).result(120)
 
 
 def test_an_idle_sandbox_process_that_was_killed_is_replaced() -> None:

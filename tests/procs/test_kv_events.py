@@ -29,6 +29,7 @@ from pagewire.procs import kv_events
 from pagewire.procs.core import CoreActor
 from pagewire.procs.kv_events import END, NUM_KEPT, KvEventPublisher
 from pagewire.procs.topology import workers
+from pagewire.tools.servers import free_port
 
 KEY = bytes(range(32))
 TOPIC = "kv@pod-7@m"
@@ -42,18 +43,20 @@ class Router:
     """A subscriber and a client of the replay socket."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.SyncSocket]", address: str, replay: str, keys: Keys | None = None
+        self, context: "zmq.Context[zmq.SyncSocket]", address: str | None, replay: str, keys: Keys | None = None
     ) -> None:
+        """`address`: None: it does not subscribe."""
         self._events = context.socket(zmq.SUB)
         self._events.subscribe(b"kv@")
         self._replay = context.socket(zmq.DEALER)
         for socket, where in ((self._events, address), (self._replay, replay)):
             socket.linger = 0
-            socket.rcvtimeo = 10_000
+            socket.rcvtimeo = 30_000
             if keys is not None:
                 socket.curve_serverkey = socket.curve_publickey = keys.public.encode()
                 socket.curve_secretkey = keys.secret.encode()
-            socket.connect(where)
+            if where is not None:
+                socket.connect(where)
 
     def frames(self) -> list[bytes]:
         return self._events.recv_multipart()
@@ -91,9 +94,9 @@ class Router:
 
 
 @contextmanager
-def router(folder: str) -> Iterator[Router]:
+def router(folder: str, *, subscribes: bool = True) -> Iterator[Router]:
     context = zmq.Context()
-    subscriber = Router(context, f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    subscriber = Router(context, f"ipc://{folder}/events" if subscribes else None, f"ipc://{folder}/replay")
     try:
         yield subscriber
     finally:
@@ -115,12 +118,20 @@ def publishing(num_domains: int = 1) -> Iterator[tuple[str, Callable[..., None]]
         assert list(Path(folder).iterdir()) == []
 
 
-def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None]) -> int:
+def until_sent(folder: str, number: int) -> None:
+    """Waits for the publisher's thread to send this batch, so that a later subscriber gets it in a snapshot alone."""
+    with router(folder, subscribes=False) as reader:
+        until(lambda: len(reader.ask(number)) > 1, f"batch {number} is sent", 30)
+
+
+def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None], *, has_replay: bool = True) -> int:
     """Publish until the subscription is established and its snapshot came; return the number of the next batch."""
     publish([Cleared()])  # or there is nothing to tell
     number, (_, events, _) = subscriber.receive()
     while events[0] != ["AllBlocksCleared"]:
         number, (_, events, _) = subscriber.receive()
+    for _ in range(2 if has_replay else 0):  # that may have been no snapshot: one follows before the second answer
+        subscriber.ask(2**40)
     mark = [number + 1] * 4
     publish([Stored((b"mark" * 8,), None, array("i", mark).tobytes(), 4)])
     while events[-1][0] != "BlockStored" or events[-1][3] != mark:
@@ -168,6 +179,7 @@ def test_missed_batches_can_be_replayed() -> None:
     with publishing() as (folder, publish):
         for number in range(50):
             publish([stored(number)])
+        until_sent(folder, 49)
         with router(folder) as late:
             number = connected(late, publish)
             replayed = list(late.replay(20))
@@ -184,7 +196,7 @@ def test_only_the_last_batches_are_kept_and_a_slow_subscriber_is_not_awaited() -
         first = connected(subscriber, publish)
         for number in range(NUM_KEPT + 2):  # the subscriber reads none of them meanwhile
             publish([stored(number % 100)])
-        until(lambda: len(list(subscriber.replay(first + NUM_KEPT + 1))) > 0, "all batches are sent")
+        until(lambda: len(list(subscriber.replay(first + NUM_KEPT + 1))) > 0, "all batches are sent", 60)
         for _ in range(2):  # the first replay does not use up the second
             assert len(list(subscriber.replay(first + 2))) == NUM_KEPT
         # A run that begins later would be worse than nothing. All blocks follow, after which less of the past is kept.
@@ -382,6 +394,7 @@ def test_a_late_subscriber_is_told_the_blocks_of_all_domains(monkeypatch: pytest
             publish([Cleared(), *(stored(number) for number in range(domain, 5))], domain)
         publish([Removed(stored(4).keys)], 1)
         publish([Removed(stored(i).keys) for i in range(2, 5)], 2)
+        until_sent(folder, 4)
         with router(folder) as late:
             by_rank, one = ByRank(), LlmD(late.ask)
             wanted = {3: {0, 1, 2, 3, 4}, 4: {1, 2, 3}, 5: set[int]()}
@@ -442,6 +455,7 @@ def test_a_late_subscriber_is_told_all_blocks_with_parents_first(monkeypatch: py
         publish([Cleared(), *(block(i) for i in range(35))])
         publish([Removed((chain[3], chain[34]))])
         publish([block(3)])  # its children are older now
+        until_sent(folder, 2)
         with router(folder) as late:
             seen = LlmD(late.ask)
             wanted = {("gpu", -1, i): 1 for i in range(34)}
@@ -486,8 +500,7 @@ def test_a_subscriber_whose_batches_are_gone_goes_on_with_a_snapshot(monkeypatch
 
 def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own, other = read_keys(tmp_path / "own"), read_keys(tmp_path / "other")
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    port = free_port(2)
     events, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + 1}"
     flags = {"kv_events": events, "kv_events_host": "pod-7"}
     config = engine_config(**flags, kv_events_key_file=str(tmp_path / "own"))
@@ -497,7 +510,7 @@ def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: 
         plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
         friend = Router(context, f"tcp://127.0.0.1:{port}", replay, keys=own)
         try:
-            connected(friend, publisher.publish)
+            connected(friend, publisher.publish, has_replay=False)
             assert not stranger.waits(1) and not plain.waits(1)
         finally:
             for one in (stranger, plain, friend):
@@ -508,7 +521,7 @@ def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: 
     with zmq.Context() as context:
         plain, friend = (Router(context, f"tcp://127.0.0.1:{port}", replay, keys=keys) for keys in (None, own))
         try:
-            connected(friend, publisher.publish)
+            connected(friend, publisher.publish, has_replay=False)
             assert not plain.waits(1)
         finally:
             plain.close()
@@ -518,7 +531,7 @@ def test_other_machines_need_keys_or_the_operators_word(tmp_path: Path, caplog: 
     with zmq.Context() as context:
         plain = Router(context, f"tcp://127.0.0.1:{port}", replay)
         try:
-            connected(plain, publisher.publish)
+            connected(plain, publisher.publish, has_replay=False)
         finally:
             plain.close()
             publisher.close()

@@ -38,7 +38,7 @@ def test_output_goes_to_the_api_of_its_request_and_reports_go_to_all() -> None:
         for inbox, num in zip(inboxes, (2, 3), strict=True):
             messages: list[object] = []
             while len(messages) < num:
-                assert inbox.wait(5.0)
+                assert inbox.wait(30.0)
                 messages += inbox.drain()
             received.append(messages)
         assert received[0] == [TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[0], "c", b""))), pulse]
@@ -62,7 +62,9 @@ def test_with_its_pong_a_process_lets_others_notice_that_its_last_message_was_lo
         post = Mailman("tokenizer", addresses, ours, num_ranks=1, num_apis=1).post
         post("core", Cancel((1,)))
         until(lambda: inbox.drain() == [Cancel((1,))], "the first one arrives")
+        before = proxy.num_passed
         post("supervisor", Pong("tokenizer"))
+        until(lambda: proxy.num_passed > before, "the mark of the first one is through")
         proxy.partition(up=True, down=False)
         post("core", Cancel((2,)))
         until(lambda: proxy.num_held > 0, "the last one is under way")

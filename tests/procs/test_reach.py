@@ -13,12 +13,13 @@ from waiting import until_async
 from pagewire.procs.reach import Reach, ReachTimes, watch_peer
 from pagewire.tools.servers import free_port
 
-AT_ONCE = ReachTimes(patience_s=0.0, loss_s=0.0, pause_s=0.0, recheck_s=0.0)
+AT_ONCE = ReachTimes(patience_s=0.0, loss_s=0.0, attempt_s=30.0, pause_s=0.0, recheck_s=0.0)
 
 
 def test_a_refused_address_is_named_until_it_listens_and_when_it_stops() -> None:
     async def scenario() -> None:
-        open_port, closed_port = free_port(), free_port()
+        open_port = free_port(2)
+        closed_port = open_port + 1
         with socket.create_server(("127.0.0.1", open_port)):
             reach = Reach("10.0.0.1", AT_ONCE)
             addresses = {"worker": f"tcp://127.0.0.1:{open_port}", "worker-1": f"tcp://127.0.0.1:{closed_port}"}
@@ -45,7 +46,7 @@ def test_a_refused_address_is_named_until_it_listens_and_when_it_stops() -> None
 def test_a_mailbox_that_was_reached_is_told_later() -> None:
     async def scenario() -> None:
         port = free_port()
-        patient = Reach("b", ReachTimes(patience_s=0.0, loss_s=1000.0, pause_s=0.0, recheck_s=0.0))
+        patient = Reach("b", ReachTimes(patience_s=0.0, loss_s=1000.0, attempt_s=30.0, pause_s=0.0, recheck_s=0.0))
         with socket.create_server(("127.0.0.1", port)):
             patient.seek({"core": f"tcp://127.0.0.1:{port}"})
             await until_async(lambda: patient.is_complete, "it is reached")
@@ -65,7 +66,7 @@ def test_a_mailbox_without_a_process_has_one_connection_and_one_with_a_process_o
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=4) as mailbox:
             mailbox.setblocking(False)
-            reach = Reach("b", ReachTimes(patience_s=0.0, attempt_s=0.05, pause_s=0.0, recheck_s=0.0))
+            reach = Reach("b", ReachTimes(patience_s=0.0, attempt_s=30.0, pause_s=0.0, recheck_s=0.0))
             reach.seek({"core": "tcp://{}:{}".format(*mailbox.getsockname())})
             await until_async(lambda: reach.is_complete, "it is reached")
             for _ in range(2000):  # turns of the loop, of which an attempt takes a few
