@@ -38,16 +38,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._own, text.encode())
 
-    def expect(self, text: str, timeout_s: float = 30.0) -> None:
-        """Returns when `text` has been printed after the text that was expected before."""
+    def expect(self, *texts: str, timeout_s: float = 30.0) -> str:
+        """The first of `texts` that has been printed after the text that was expected before."""
 
-        def is_shown() -> bool:
-            self._read(0.1)
-            return text in self.shown[self._from :]
+        def found() -> str:
+            if not any(text in self.shown[self._from :] for text in texts):
+                self._read(0.1)
+            new = self.shown[self._from :]
+            return next((text for text in texts if text in new), "")
 
-        if text not in self.shown[self._from :]:
-            until(is_shown, lambda: f"{text!r} in\n{self.shown}", timeout_s)
+        text = until(found, lambda: f"{' or '.join(map(repr, texts))} in\n{self.shown}", timeout_s)
         self._from = self.shown.index(text, self._from) + len(text)
+        return text
 
     def wait(self, timeout_s: float = 30.0) -> int:
         """The exit code."""

@@ -89,17 +89,20 @@ def test_outputs_have_logprobs_usage_and_finish(address: str) -> None:
 def test_cancelled_requests_end(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine, await EngineClient.connect(address) as client:
-            generation = client.generate([1, 2], Sampling(seed=1), Limits(ignore_eos=True), n=2)
-            got: list[list[int]] = [[], []]
-            finishes = []
-            async for choice, tokens in generation:
-                got[choice] += bytes_to_ids(tokens.ids)
-                generation.cancel()
-                finishes += [tokens.finish] if tokens.finish else []
+            for _ in range(5):  # on a busy machine both may end at the limit before the core hears of it
+                generation = client.generate([1, 2], Sampling(seed=1), Limits(ignore_eos=True), n=2)
+                got: list[list[int]] = [[], []]
+                finishes = []
+                async for choice, tokens in generation:
+                    got[choice] += bytes_to_ids(tokens.ids)
+                    generation.cancel()
+                    finishes += [tokens.finish] if tokens.finish else []
+                for choice, ids in enumerate(got):
+                    assert ids == expected([1, 2], MAX_LEN, 1 + choice, ignore_eos=True)[: len(ids)]
+                if finishes == ["abort", "abort"]:
+                    break
             assert finishes == ["abort", "abort"]
-            for choice, ids in enumerate(got):
-                assert ids == expected([1, 2], MAX_LEN, 1 + choice, ignore_eos=True)[: len(ids)]
-                assert len(ids) < MAX_LEN - 2, "it ended at the limit"
+            assert all(len(ids) < MAX_LEN - 2 for ids in got), "it ended at the limit"
             async with client.generate([1, 2], limits=Limits(ignore_eos=True)):
                 await until_async(lambda: engine.num_open == 1, "the request runs")
             await until_async(lambda: engine.num_open == 0, "leaving the block cancels")
@@ -159,15 +162,17 @@ def test_a_full_queue_refuses(address: str) -> None:
 def test_outputs_continue_when_the_engine_is_replaced(
     address: str, announces_stop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.client.engine_client.SILENCE_LIMIT_S", 0.5)
+    limit = "pagewire.client.engine_client.SILENCE_LIMIT_S"
+    monkeypatch.setattr(limit, 60.0)
 
     async def scenario() -> None:
         async with Engine(address) as first, await EngineClient.connect(address) as client:
-            limits = Limits(max_tokens=200, ignore_eos=True)
-            generations = [client.generate([i, 2], Sampling(seed=i), limits, n=2) for i in range(6)]
+            limits = Limits(max_tokens=400, ignore_eos=True)
+            generations = [client.generate([i, 2], Sampling(seed=i), limits, n=2) for i in range(2)]
             late = client.generate([40], Sampling(seed=1), Limits(max_tokens=3))
             await late.ids()
-            await until_async(lambda: first.num_steps > 60, "the requests run")
+            ids = [ids for generation in generations for ids in generation._ids]
+            await until_async(lambda: all(len(one) > 30 for one in ids), "tokens of all requests have come", 30)
             first.held = True
             if not announces_stop:  # it dies
                 first.core._clients._sessions.clear()  # type: ignore[union-attr]
@@ -176,13 +181,17 @@ def test_outputs_continue_when_the_engine_is_replaced(
                 await until_async(lambda: not client._is_welcome, "the client knows that the engine stops")
             cancelled = client.generate([3], limits=limits)
             cancelled.cancel()
+            if not announces_stop:
+                monkeypatch.setattr(limit, 0.0)
+                await until_async(lambda: not client._is_welcome, "the client notices the silence")
+                monkeypatch.setattr(limit, 60.0)
             async with Engine(address) as second:
                 outputs = await asyncio.gather(*(g.ids() for g in generations))
-                assert 0 < second.num_steps < 200, "delivered tokens are not computed again"
+                assert 0 < second.num_steps < 400, "delivered tokens are not computed again"
                 assert await cancelled.ids() == [[]]
                 assert second.num_open == 0
             for i, output in enumerate(outputs):
-                assert output == [expected([i, 2], 200, i + k, ignore_eos=True) for k in range(2)]
+                assert output == [expected([i, 2], 400, i + k, ignore_eos=True) for k in range(2)]
 
     run(scenario())
 

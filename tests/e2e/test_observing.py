@@ -59,6 +59,7 @@ def test_the_phases_of_a_request_are_in_the_metrics_and_the_answer(start: Callab
             samples(server)["generation_tokens_total"] >= before["generation_tokens_total"] + usage["completion_tokens"]
         ),
         "the engine reports the tokens",
+        60,
     )
     after = samples(server)
 
@@ -90,7 +91,7 @@ def test_the_phases_of_a_request_are_in_the_metrics_and_the_answer(start: Callab
     assert grown("step_decode_rows_sum") >= usage["completion_tokens"] - 1
     assert after["prompt_tokens_cached_by_source_total[device]"] == after["prefix_cache_hits_total"]
     lags = [f"event_loop_lag_seconds_count[{process}]" for process in ("api", "tokenizer", "core", "detokenizer")]
-    until(lambda: all(map(samples(server).__getitem__, lags)), "each process has seen how late its event loop is")
+    until(lambda: all(map(samples(server).__getitem__, lags)), "each process has seen how late its event loop is", 60)
 
 
 def test_a_stream_ends_with_its_timings(server: Server) -> None:
@@ -102,36 +103,46 @@ def test_a_stream_ends_with_its_timings(server: Server) -> None:
 
 
 def test_disconnects_and_refusals_are_counted_by_reason(server: Server) -> None:
+    server.wait_idle()  # requests of other tests may be given up late
     before = samples(server)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True, "ignore_eos": True,
-                      "max_tokens": 7000}, timeout=60) as response:  # fmt: skip
-        next(response.iter_lines())
+    left, kind = 0, "request_aborts_total[client_gone]"
+    body = {"prompt": "a", "stream": True, "ignore_eos": True, "max_tokens": 7000}
+
+    def is_counted() -> bool:
+        """On a busy machine a stream may end before it is left."""
+        nonlocal left
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+        left += 1
+        return samples(server)[kind] > before[kind]
+
+    until(is_counted, "a disconnect is counted", 60)
+    server.wait_idle()
+    assert before[kind] < samples(server)[kind] <= before[kind] + left
     too_long = {"prompt": "word " * 50_000, "max_tokens": 1}
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
-    until(
-        lambda: samples(server)["request_aborts_total[client_gone]"] == before["request_aborts_total[client_gone]"] + 1,
-        "the disconnect is counted",
-    )
     kind = "request_errors_total[context_length_exceeded]"
-    assert samples(server)[kind] == before[kind] + 1
+    until(lambda: samples(server)[kind] == before[kind] + 1, "the refusal is counted", 60)
 
 
 def test_request_logs_spans_and_the_metrics_prefix_of_vllm(start: Callable[..., Server], collector: Collector) -> None:
     flags = ("--enable-log-requests", "--otlp-traces-endpoint", collector.url, "--metrics-prefix", "vllm")
-    server = start(*flags).wait_ready()
+    server = start(*flags, environment={"OTEL_BSP_SCHEDULE_DELAY": "200"}).wait_ready()
+    url = f"{server.url}/v1/completions"
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER}-01"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 5}, headers=headers).json()
+    asked = {**CHAT, "max_tokens": 5}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, headers=headers, timeout=60).json()
     usage = answer["usage"]
     unsampled = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
-    httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers=unsampled)
-    refused = httpx.post(
-        f"{server.url}/v1/completions", json={"prompt": "word " * 50_000}, headers={"x-request-id": "b"}
-    )
+    httpx.post(url, json={"prompt": "abc", "max_tokens": 2}, headers=unsampled, timeout=60)
+    refused = httpx.post(url, json={"prompt": "word " * 50_000}, headers={"x-request-id": "b"}, timeout=60)
     assert refused.status_code == 400
-    assert server.metric("vllm:request_success_total") == 3 and "pagewire:" not in server.get("/metrics")
+    until(lambda: server.metric("vllm:request_success_total") == 3, "the requests are counted", 60)
+    assert "pagewire:" not in server.get("/metrics")
     command = [sys.executable, "-m", "pagewire", "top", "--once", "--interval", "0.1", "--url", server.url]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert re.search(r"ended: length +2", shown)
+    until(lambda: len(collector.spans) == 7, "the spans are exported", 60)
     assert server.stop() == 0
 
     lines = [line for line in server.log.read_text().splitlines() if "request_id=" in line]
@@ -164,11 +175,18 @@ def test_request_logs_spans_and_the_metrics_prefix_of_vllm(start: Callable[..., 
 
 def test_what_the_machine_does_is_plausible(start: Callable[..., Server]) -> None:
     server = start("--kv-cache-memory", "64M").wait_ready()
+    measured = "memory_bandwidth_bytes_per_second[measured]"
 
     def now(name: str) -> float:
         return samples(server).get(name, 0.0)
 
-    until(lambda: now("worker_memory_bytes[weights]") > 0, "the worker reports")
+    def have_all_reported() -> bool:
+        known = samples(server)
+        processes = ("api", "tokenizer", "core", "detokenizer", "grammar", "worker")
+        named = all(f"process_cpu_seconds_total[{name}]" in known for name in processes)
+        return named and known.get("worker_memory_bytes[weights]", 0.0) > 0
+
+    until(have_all_reported, "all processes report", 60)
     first = samples(server)
     pagewire_weights = first["worker_memory_bytes[weights]"]
     assert 3 << 20 < pagewire_weights < 64 << 20, "the demo model has 2 million parameters"
@@ -177,29 +195,35 @@ def test_what_the_machine_does_is_plausible(start: Callable[..., Server]) -> Non
     assert first["worker_memory_bytes[workspace]"] > 0
     resident = sum(first[f"process_resident_memory_bytes[worker][{kind}]"] for kind in ("anonymous", "file", "shared"))
     assert resident > pagewire_weights and first["process_threads[worker]"] >= 1
-    assert {"api", "tokenizer", "core", "detokenizer", "grammar", "worker"} <= {
-        name[len("process_cpu_seconds_total[") : -1] for name in first if name.startswith("process_cpu_seconds_total[")
-    }
-    assert "memory_bandwidth_bytes_per_second[measured]" not in first, "it is measured in an engine that was used"
+    assert measured not in first, "it is measured in an engine that was used"
 
-    def ask() -> None:
-        body = {"prompt": "Count from 1 to 20", "max_tokens": 2000, "ignore_eos": True}
+    def ask(max_tokens: int = 2000) -> None:
+        body = {"prompt": "Count from 1 to 20", "max_tokens": max_tokens, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    def ask_until_seen() -> None:
         while not is_seen.is_set():
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+            ask()
+
+    def share() -> float:
+        """Of the bandwidth, in the last ten seconds; if it was known later than that, other steps are needed."""
+        if not (ratio := now("memory_roof_ratio")):
+            ask(100)
+        return ratio
 
     is_seen = threading.Event()
     with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(ask)
+        asked = asking.submit(ask_until_seen)
         try:
-            until(lambda: now("worker_memory_bytes[kv_used]") > 0, "the KV of a request is in use")
+            until(lambda: now("worker_memory_bytes[kv_used]") > 0, "the KV of a request is in use", 60)
         finally:
             is_seen.set()
     asked.result()
-    until(lambda: now("worker_memory_bytes[kv_used]") == 0, "its KV is given back")
-    until(lambda: now("memory_roof_ratio") > 0, "the bandwidth is measured when the engine is idle")
+    until(lambda: now("worker_memory_bytes[kv_used]") == 0, "its KV is given back", 60)
+    until(lambda: now(measured) > 0, "the bandwidth is measured when the engine is idle", 120)
+    assert until(share, "the share of it that steps use is known", 60) < 100
     last = samples(server)
     assert last["worker_memory_bytes[kv_cached]"] > 0
     assert last["process_cpu_seconds_total[worker]"] > first["process_cpu_seconds_total[worker]"] > 0
     assert last["estimated_read_bytes_per_gpu_total"] >= 1999 * 0.9 * pagewire_weights
-    assert 1e8 < last["memory_bandwidth_bytes_per_second[measured]"] < 1e13
-    assert 0 < last["memory_roof_ratio"] < 100
+    assert 1e8 < last[measured] < 1e13

@@ -53,9 +53,13 @@ def test_chat_plain_and_streamed(client: Any) -> None:
     answer = client.chat(MODEL, asked(QUESTION), options=GREEDY)
     assert answer.message.content == ANSWER and answer.done and answer.done_reason == "stop"
     assert answer.eval_count > 10 and answer.total_duration > answer.eval_duration > 0
-    parts = list(client.chat(MODEL, asked(QUESTION), options=GREEDY, stream=True))
-    assert "".join(part.message.content for part in parts) == ANSWER and len(parts) > 5
-    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    for _ in range(20):  # on a busy machine many tokens may come in one part
+        parts = list(client.chat(MODEL, asked(QUESTION), options=GREEDY, stream=True))
+        assert "".join(part.message.content for part in parts) == ANSWER
+        assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+        if len(parts) > 5:
+            break
+    assert len(parts) > 5
 
 
 def test_generate_and_raw(client: Any) -> None:

@@ -30,6 +30,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 Open = Callable[..., Page]
+expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="module")

@@ -51,10 +51,14 @@ def test_streamed_events_are_numbered_and_have_the_text(client: openai.OpenAI) -
 
 
 def test_the_stream_helper_assembles_the_text(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="pagewire-demo", input=QUESTION, temperature=0) as stream:
-        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert snapshots[-1] == ANSWER == final.output_text and len(snapshots) > 5
+    for _ in range(20):  # on a busy machine many tokens may come in one event
+        with client.responses.stream(model="pagewire-demo", input=QUESTION, temperature=0) as stream:
+            snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert snapshots[-1] == ANSWER == final.output_text
+        if len(snapshots) > 5:
+            break
+    assert len(snapshots) > 5
 
 
 def test_a_conversation_continues_by_response_id_or_with_resent_items(client: openai.OpenAI) -> None:
@@ -149,7 +153,7 @@ def test_errors_name_the_param_or_the_code(client: openai.OpenAI) -> None:
 
 def post(server: Server, path: str, body: dict[str, object]) -> Any:
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read())
 
 
@@ -163,4 +167,4 @@ def test_detokenize_is_the_inverse_of_tokenize(server: Server, client: openai.Op
     assert chat.usage is not None
     assert post(server, "/tokenize", {"messages": messages})["count"] == chat.usage.prompt_tokens
     assert json.loads(server.get("/ready")) == {"status": "ready"}
-    assert json.loads(server.get("/load"))["server_load"] == 0
+    server.wait_idle()

@@ -4,13 +4,13 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
+from replaced import until_replaced
 from waiting import until, until_async
 
 from pagewire.bench.serve.route_streams import Body, Told, differences, read_streams, wait_until_all_ready
@@ -73,7 +73,7 @@ def kv_digests(server: Server) -> set[str]:
 
 def test_prompts_are_computed_by_one_engine_and_continued_by_the_other(fleet: tuple[Server, Server, Server]) -> None:
     prefill, decode, router = fleet
-    until(lambda: kv_digests(prefill) == kv_digests(decode) != {""}, "before any request they say that KV travels")
+    until(lambda: kv_digests(prefill) == kv_digests(decode) != {""}, "before any request they say that KV travels", 60)
     asked = [*short_prompts(4, 300), *long_prompts(6)]
     wanted = expected(decode, asked)
     before = prefill.metric("pagewire:prompt_tokens_total")
@@ -81,8 +81,8 @@ def test_prompts_are_computed_by_one_engine_and_continued_by_the_other(fleet: tu
     assert not differences(wanted, told), router.log.read_text()
     legs = router.metrics()["pagewire_router_prefill_legs_total"]
     assert legs > 0 and router.metrics()["pagewire_router_prefill_legs_failed_total"] == 0
-    until(lambda: prefill.metric("pagewire:prompt_tokens_total") > before, "prompts were computed there")
-    until(lambda: decode.metric("pagewire:external_prefix_cache_hits_total") > 0, "their KV was loaded")
+    until(lambda: prefill.metric("pagewire:prompt_tokens_total") > before, "prompts were computed there", 60)
+    until(lambda: decode.metric("pagewire:external_prefix_cache_hits_total") > 0, "their KV was loaded", 60)
 
 
 def test_streams_go_on_when_the_prefill_engine_is_killed(fleet: tuple[Server, Server, Server]) -> None:
@@ -139,15 +139,11 @@ def test_a_rank_that_dies_during_a_transfer_loses_no_request(transport: str, tmp
 
             assert not differences(wanted, asyncio.run(read())), decode.log.read_text()
 
-        def are_whole(engine: Server) -> bool:
-            return ranks <= engine.children().keys()
-
         ranks = {"worker", "worker-1"}
         for engine in (prefill, decode):
             before = engine.children()
             ask(4, before["worker-1"])
-            until(partial(are_whole, engine), "the ranks are replaced", 60.0)
-            after = engine.children()
+            after = until_replaced(engine, before, ranks)
             assert {name for name in before if after[name].pid != before[name].pid} == ranks
             engine.wait_ready()
             if engine is prefill:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from defaults import NARROW
+from waiting import until
 
 from pagewire.bench.serve import route
 from pagewire.bench.serve.route_streams import bodies, differences, read_streams, wait_until_all_ready
@@ -26,12 +27,18 @@ def test_streams_continue_after_kill_9_of_a_whole_engine(on_default: str, start:
     assert not any(stream.error for stream in expected) and len({tuple(stream.texts) for stream in expected}) > 8
     wait_until_all_ready(router, 2)
     undisturbed = asyncio.run(read_streams(router.url, requests, [0]))
-    resumed = asyncio.run(route.killed_beneath(router, engines[1], requests, after=600))
+    told = list(undisturbed)
+    for after in (600, 300, 100):  # the streams may have ended before the kill
+        told += asyncio.run(route.killed_beneath(router, engines[1], requests, after=after))
+        if router.metric("pagewire_router_resumes_total") > 0:
+            break
+        engines[1].start().wait_ready()
+        wait_until_all_ready(router, 2)
     if on_default == NARROW:  # tokens may depend on the batch, which differs between engines
-        errors = [stream.error for stream in (*undisturbed, *resumed) if stream.error is not None]
+        errors = [stream.error for stream in told if stream.error is not None]
         assert all("another one sampled other tokens" in error for error in errors), router.log.read_text()
     else:
-        assert not differences(expected, undisturbed), "undisturbed"
-        assert not differences(expected, resumed), router.log.read_text()
-    metrics = router.metrics()
-    assert metrics["pagewire_router_resumes_total"] > 0 and metrics["pagewire_router_engine_ready"] == 1
+        wanted = expected * (len(told) // len(expected))
+        assert not differences(wanted, told), router.log.read_text()
+    assert router.metric("pagewire_router_resumes_total") > 0
+    until(lambda: router.metric("pagewire_router_engine_ready") == 1, "one engine is left", 60)

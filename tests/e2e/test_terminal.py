@@ -140,10 +140,14 @@ def test_an_answer_can_be_interrupted(server: Server, terminal: Callable[..., Te
     talk.type("/set ignore_eos true\n")
     talk.expect("ignore_eos true")
     talk.expect("> ")
-    talk.type("Count from 1 to 5\n")
-    talk.expect("1, 2")
-    talk.type("\x03")
-    talk.expect("(interrupted)")
+    for _ in range(5):  # on a busy machine the answer may end before the signal comes
+        talk.type("/new\nCount from 1 to 5\n")
+        talk.expect("1, 2")
+        talk.type("\x03")
+        talk.type("\n")  # as above
+        if (shown := talk.expect("(interrupted)", "(Ctrl-D quits)")) == "(interrupted)":
+            break
+    assert shown == "(interrupted)"
     talk.type("/set ignore_eos\n/set max_tokens 30\nCount from 1 to 3\n")
     talk.expect("1, 2, 3")
     talk.type("/exit\n")
@@ -250,7 +254,7 @@ def test_run_batch_answers_all_requests_and_continues_a_partial_output(server: S
 
 @pytest.mark.long
 def test_a_killed_run_batch_continues_without_loss(server: Server, tmp_path: Path) -> None:
-    lines = [batch_line(f"{i}", 18, max_tokens=200, seed=i) for i in range(60)]
+    lines = [batch_line(f"{i}", 18, max_tokens=200, seed=i, ignore_eos=True) for i in range(60)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     words = ("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
     process = subprocess.Popen(
@@ -274,7 +278,7 @@ def test_run_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: 
     run.type("\x03")
     run.expect("run the command again to continue")
     assert run.wait() == 130
-    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the running requests end")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the running requests end", 60)
 
 
 def test_tokenize_prints_the_prompt_ids_of_the_server(server: Server, tmp_path: Path) -> None:
@@ -303,7 +307,7 @@ def test_explain_prints_the_memory_that_the_start_announces(
     assert result.returncode == 0, result.stderr
     (plan,) = [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("weights ")]
     log = start(*more).wait_ready().log
-    until(lambda: "weights " in log.read_text(), "the start announces the weights")
+    until(lambda: "weights " in log.read_text(), "the start announces the weights", 60)
     (announced,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
     assert plan == announced
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("max-num-seqs")]

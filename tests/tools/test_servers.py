@@ -85,7 +85,7 @@ def test_a_child_left_behind_is_an_error_and_is_killed(tmp_path: Path, monkeypat
         Server(tmp_path, command=command("'orphan'")) as server,
     ):
         (child,) = server.children().values()
-    assert not is_alive(child)
+    until(lambda: not is_alive(child), "it dies", 60)
 
 
 def test_a_killed_server_starts_again_on_its_port_and_appends_to_its_log(tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
     server = Server(tmp_path, command=command("'deaf'")).wait_ready()
     (child,) = server.children().values()
     assert end(server.process, timeout_s=0.2) == [child] and server.stop() == -9
-    assert not is_alive(child)
+    until(lambda: not is_alive(child), "it dies", 60)
