@@ -17,7 +17,10 @@ def mailbox_port(process: psutil.Process) -> int:
     """Where the mailbox of an actor's process can be reached by other machines. The process may have another network
     than this one, which psutil does not see."""
     folder = Path(f"/proc/{process.pid}")
-    own = {os.readlink(descriptor) for descriptor in (folder / "fd").iterdir()}
+    own = set()
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has been closed
+            own.add(os.readlink(descriptor))
     rows = [line.split() for line in (folder / "net" / "tcp").read_text().splitlines()[1:]]
     (port,) = {row[1].partition(":")[2] for row in rows if row[3] == _LISTEN and f"socket:[{row[9]}]" in own}
     return int(port, 16)

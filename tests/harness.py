@@ -138,10 +138,10 @@ class FakeEngine:
         match message:
             case Submit():
                 assert _tokenizers.decode(encode(message)) == message, "the mailbox would drop it"
-                self.submits.append(message)
                 rids = range(message.rid, message.rid + message.n)
                 self.open.update({rid: (message, -1 if message.resume_chars < 0 else 0) for rid in rids})
                 self.loop.call_soon(self._admit, list(rids))
+                self.submits.append(message)  # last: what a thread that waits for it then asks of the loop comes later
             case Cancel(rids=cancelled):
                 self.cancels.extend(cancelled)
                 for rid in cancelled:

@@ -38,8 +38,12 @@ class RunningKeeper:
 
     def contents(self) -> list[bytes]:
         """Of these memfds."""
-        found = [fd for fd in Path(f"/proc/{self.process.pid}/fd").iterdir() if _MEMFD in os.readlink(fd)]
-        return [fd.read_bytes() for fd in sorted(found, key=lambda fd: int(fd.name))]
+        found = {}
+        for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if _MEMFD in os.readlink(fd):
+                    found[int(fd.name)] = fd.read_bytes()
+        return [found[number] for number in sorted(found)]
 
     def kill(self) -> None:
         self.process.kill()

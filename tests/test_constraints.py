@@ -28,7 +28,7 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from pagewire.procs import grammar_sandbox
+from pagewire.procs import grammar_sandbox, killable
 from pagewire.procs.core import CoreActor
 from pagewire.procs.inline import Inline
 
@@ -226,6 +226,7 @@ def test_a_grammar_over_the_time_limit_is_refused(
     serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_sandbox, "LIMIT_S", 0.3)
+    monkeypatch.setattr(killable, "_WALL_FACTOR", 400)  # `fine` may have to wait for a core
     service = serve()
     slow = [service.ask(PROMPTS[0], cycle(*SETS, fault="hangs", free=i)) for i in range(2)]
     streams = service.ask(PROMPTS[1], max_tokens=60)

@@ -202,7 +202,11 @@ def test_training_is_deterministic_from_its_seed(hybrid: bool, tmp_path: Path) -
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         command = [sys.executable, "-m", "pagewire.tools.demo_model.train", "--out", str(tmp_path / name), *small]
         runs.append(subprocess.Popen([*command, *kind, "--seed", seed], env=environment, stderr=subprocess.DEVNULL))
-    assert [run.wait(120) for run in runs] == [0, 0, 0]
+    try:
+        assert [run.wait(900) for run in runs] == [0, 0, 0]
+    finally:
+        for run in runs:
+            run.kill()
 
     def files(name: str) -> list[bytes]:
         return [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "tokenizer.json")]

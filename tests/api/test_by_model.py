@@ -38,7 +38,7 @@ class Several:
         engine = self.engines[number]
         residence = Residence(lambda is_open, keep_s: self.told.append((number, is_open, keep_s)))
         residence.state = LOADED
-        engine.gateway = Gateway(engine.post, api_index=number, outage_wait_s=5.0, on_use=residence.use)
+        engine.gateway = Gateway(engine.post, api_index=number, outage_wait_s=600.0, on_use=residence.use)
         config = replace(CONFIG, served_model_names=names, system_prompt=system_prompt)
         return Served(engine.gateway, config, engine.sleeper, lambda: None, residence=residence)
 

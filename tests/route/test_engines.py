@@ -1,6 +1,7 @@
 """What a router says of its engines, in its log and in /health: why they are not ready, and how they differ."""
 
 import asyncio
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from waiting import until
 from pagewire.ipc.messages import Snapshot, TierSnapshot
 from pagewire.route import engines
 from pagewire.route.load_report import MAX_KEYS
+from pagewire.tools.servers import free_port
 
 from .routed import Behind, Routed
 
@@ -32,12 +34,6 @@ def stack() -> Iterator[ExitStack]:
 
 def listener(port: int = 0) -> socket.socket:
     return socket.create_server(("127.0.0.1", port))
-
-
-def free_port() -> int:
-    with listener() as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def states(router: Routed) -> dict[str, dict[str, Any]]:
@@ -56,10 +52,25 @@ def lines_missing(caplog: pytest.LogCaptureFixture, *urls: str) -> list[str]:
 def check_again(router: Routed) -> None:
     """Checks every engine twice more than the router does."""
     for engine in [*router.server.fleet.engines, *router.server.fleet.engines]:
-        asyncio.run_coroutine_threadsafe(engine.check(), router.loop).result(10)
+        asyncio.run_coroutine_threadsafe(engine.check(), router.loop).result(100)
 
 
-def test_engines_that_were_never_reached_are_a_line_each(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+def resolve_as(monkeypatch: pytest.MonkeyPatch, name: str, address: str | None) -> None:
+    """Resolves a name without DNS; None: it does not exist."""
+    resolve = socket.getaddrinfo
+
+    def resolve_here(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host == name and address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(address if host == name else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+
+
+def test_engines_that_were_never_reached_are_a_line_each(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_as(monkeypatch, "engine.invalid", None)
     refusing, unknown = f"http://127.0.0.1:{free_port()}", "http://engine.invalid:8000"
     absent = "unix:/nothing/is/here"
     whole = stack.enter_context(Behind(FakeEngine(PIECES)))
@@ -177,12 +188,7 @@ def test_an_engine_that_does_not_answer_to_this_name_says_so_itself(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
 ) -> None:
     behind = stack.enter_context(Behind(FakeEngine(PIECES)))
-    resolve = socket.getaddrinfo
-
-    def resolve_here(host: Any, *arguments: Any, **options: Any) -> Any:
-        return resolve("127.0.0.1" if host == "engine.example" else host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+    resolve_as(monkeypatch, "engine.example", "127.0.0.1")
     url = f"http://engine.example:{behind.port}"
     router = stack.enter_context(Routed(url, wait=False, api_keys=keys))
     until(lambda: lines(caplog, url), "it has its line")
@@ -236,6 +242,7 @@ class Foreign(ThreadingHTTPServer):
             """Nothing on stderr."""
 
 
+@pytest.mark.usefixtures("no_own_checks")
 def test_a_load_that_cannot_be_read_is_a_warning_until_it_can(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,7 +256,6 @@ def test_a_load_that_cannot_be_read_is_a_warning_until_it_can(
     assert lines(caplog, foreign.url) == [f"engine {foreign.url} is not ready: It is not ready (status 502)."]
     assert states(router)[foreign.url]["warning"] is None, "its /load is not the trouble"
     foreign.answers["/ready"] = 200, b"{}"
-    router.wait_ready(1)
     check_again(router)
     warning = "Its /load cannot be read (status 502), so its load and its models are unknown."
     assert states(router)[foreign.url]["warning"] == warning
@@ -264,8 +270,9 @@ def test_a_load_that_cannot_be_read_is_a_warning_until_it_can(
 
 
 def test_engines_of_a_model_that_differ_are_a_line_and_a_warning(
-    stack: ExitStack, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engines, "_COMPARE_INTERVAL_S", math.inf)  # until it has heard from all
     facts: list[dict[str, Any]] = [
         {"max_model_len": 128, "files_digest": "a"},
         {"max_model_len": 64, "files_digest": "b"},
@@ -274,6 +281,7 @@ def test_engines_of_a_model_that_differ_are_a_line_and_a_warning(
     other = stack.enter_context(Behind(FakeEngine(PIECES), served_model_names=("other",), **facts[1]))
     third = stack.enter_context(Behind(FakeEngine(PIECES), **facts[0]))
     router = stack.enter_context(Routed(usual, odd, other, third, admin_keys=("root",)))
+    monkeypatch.setattr(engines, "_COMPARE_INTERVAL_S", 0.0)
     until(lambda: states(router)[odd.address]["warning"], "the difference is found")
     told = [line for line in lines(caplog, "differ in their") if "no longer" not in line]
     assert len({*told}) == len(told) and any(f"128 ({usual.address}, {third.address})" in line for line in told)

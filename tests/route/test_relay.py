@@ -15,12 +15,15 @@ from msgspec.structs import replace
 from waiting import until
 
 from pagewire.ipc.messages import Submit
+from pagewire.tools.servers import free_port
 
 from .routed import Answered, Behind, MortalEngine, Routed
 
 PIECES = ["Hel", "lo ", "wor", "ld, ", "ag", "ain"]
 TEXT = "".join(PIECES)
 STREAM: dict[str, Any] = {"stream": True, "max_tokens": 50}
+# An engine's load that was said during a request and is read after it counts as another router's.
+no_stale_loads = pytest.mark.usefixtures("no_own_checks")
 
 
 @pytest.fixture
@@ -126,6 +129,7 @@ def test_a_body_of_unclear_length_is_refused(stack: ExitStack, encodings: tuple[
     assert not engine.engine.submits
 
 
+@no_stale_loads
 def test_load_is_balanced(stack: ExitStack) -> None:
     engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
@@ -146,6 +150,7 @@ def test_a_request_goes_to_an_engine_that_serves_its_model(stack: ExitStack) -> 
     assert [engine["loaded"] for engine in router.ask("/health").json["engines"]] == [list(each) for each in names]
 
 
+@no_stale_loads
 def test_a_prompt_goes_to_the_engine_with_its_prefix(stack: ExitStack) -> None:
     engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
@@ -296,6 +301,7 @@ def test_requests_of_a_full_engine_go_to_another_until_all_are_full(stack: ExitS
     assert (answer.status, answer.code) == (429, "queue_full") and answer.headers["retry-after"]
 
 
+@no_stale_loads
 def test_internal_errors_of_an_engine_are_not_retried(stack: ExitStack) -> None:
     engine = FakeEngine(PIECES)
     engine.fail_after = 2
@@ -352,8 +358,7 @@ def test_a_stream_fails_if_the_next_engine_samples_other_tokens(stack: ExitStack
 
 
 def test_without_an_engine_requests_wait_and_then_fail(stack: ExitStack) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     router = stack.enter_context(Routed(f"http://127.0.0.1:{port}", wait=False, outage_wait=0.2))
     answer = router.complete()
     assert (answer.status, answer.code) == (503, "engine_unavailable") and answer.headers["retry-after"]
@@ -361,8 +366,7 @@ def test_without_an_engine_requests_wait_and_then_fail(stack: ExitStack) -> None
 
 
 def test_a_waiting_request_is_served_when_the_engine_is_back(stack: ExitStack) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     router = stack.enter_context(Routed(f"http://127.0.0.1:{port}", wait=False))
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(router.complete(**STREAM).text))

@@ -27,7 +27,7 @@ from ...api.pooling.types import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ...api.responses.types import ResponsesRequest
 from ...tools.servers import Server
 
-IDLE_TIMEOUT_S = 15.0
+IDLE_TIMEOUT_S = 60.0
 FLAGS = ("--max-model-len", "192", "--head-timeout-s", "2", "--body-timeout-s", "2",
          "--timeout-keep-alive", "2", "--no-access-log")  # fmt: skip
 INSIDES = (b"Traceback", b".py", b" object at 0x", b"msgspec", b"site-packages", b"/tmp/", b"/home/")
@@ -351,7 +351,7 @@ def leftovers(url: str) -> dict[str, float]:
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         found = {name: float(line.rpartition(" ")[2]) for name in names for line in lines
                  if line.startswith(f"pagewire:{name}{{")}  # fmt: skip
@@ -366,7 +366,7 @@ def run(url: str, pid: int, arguments: argparse.Namespace) -> Report:
     report, before = Report(), children(pid)
     asyncio.run(send_all(url, arguments, report))
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        urllib.request.urlopen(f"{url}/health", timeout=60).close()
         held = leftovers(url)
     except OSError:
         report.wrong.append("the server is no longer healthy")

@@ -28,7 +28,7 @@ from ...engine.checkpoint.source import DEMO_MODEL
 from ...tools.servers import Server, ServerError
 
 LIMIT_S = 10.0
-SERVE_LIMIT_S = 60.0  # of the command, which imports much, on a busy machine
+SERVE_LIMIT_S = 180.0  # of the command, which imports much, on a busy machine
 _START_LIMIT_S = 60.0
 _JUDGE_BYTES = 6 << 30  # memory limit of a load: a loader that trusts a false header allocates more
 _JSON_FILES = ("config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

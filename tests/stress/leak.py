@@ -123,7 +123,7 @@ def kinds(i: int) -> list[tuple[bytes, int]]:
 
 async def hang_up(port: int, i: int) -> None:
     """Requests a long answer and disconnects after its first byte."""
-    connection = await connect(port, completion(4000, is_stream=True, prompt=f"{i} is a number"))
+    connection = await connect(port, completion(400, is_stream=True, prompt=f"{i} is a number"))
     await asyncio.get_running_loop().sock_recv(connection, 1)
     leave(connection, is_reset=bool(i % 2))
 
