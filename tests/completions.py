@@ -2,9 +2,12 @@
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from http.client import HTTPResponse
 from typing import Any
+
+from waiting import until
 
 from pagewire.tools.servers import Server
 
@@ -38,3 +41,31 @@ def stream(server: Server, prompt: Any, on_first: Callable[[], object] = lambda:
     assert events[-1].strip() == b"data: [DONE]", events[-1]
     choices = [json.loads(line[6:])["choices"][0] for line in events[:-1] if line.strip()]
     return [token for choice in choices for token in choice["token_ids"] or ()]
+
+
+def open_streams(
+    pool: Executor, server: Server, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[list[Future[None]], list[list[int]]]:
+    """Streams that have begun, of which at least one goes on, and the tokens of each, to which more are added. `pool`:
+    has a thread for each."""
+
+    def read(prompt: list[int], got: list[int]) -> None:
+        with ask(server, prompt, max_tokens=num_tokens, stream=True) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        got += choice.get("token_ids") or []
+
+    def begin() -> tuple[list[Future[None]], list[list[int]]]:
+        outputs: list[list[int]] = [[] for _ in prompts]
+        streams = [pool.submit(read, prompt, got) for prompt, got in zip(prompts, outputs, strict=True)]
+        pairs = list(zip(streams, outputs, strict=True))
+        until(lambda: all(got or each.done() for each, got in pairs), "every stream has begun", 120)
+        return streams, outputs
+
+    for _ in range(5):  # all may end while this process does not run
+        streams, outputs = begin()
+        if min(map(len, outputs)) < num_tokens:
+            break
+    assert min(map(len, outputs)) < num_tokens, "all streams have ended"
+    return streams, outputs

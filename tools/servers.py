@@ -30,8 +30,9 @@ PAGEWIRE = (sys.executable, "-m", "pagewire")
 SERVE = (*PAGEWIRE, "serve", "--threads", "1")
 ROUTE = (*PAGEWIRE, "route")
 START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
-_LEFT_S = 5.0  # how long descendants may outlive the first process
+_STOP_TIMEOUT_S = 120.0  # from SIGTERM to SIGKILL, more than the default --drain-timeout
+_LEFT_S = 30.0  # how long descendants may outlive the first process
+_DEATH_S = 30.0  # from SIGKILL to the end of a process
 _POLL_S = 0.02
 _TAIL = 2000  # characters of its log that an error quotes
 
@@ -131,7 +132,7 @@ class Server:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        _left_of(those)
+        _left_of(those, _DEATH_S)
 
     def close(self) -> None:
         """Kills it and removes its files."""
@@ -164,7 +165,7 @@ class Server:
 
     def get(self, path: str) -> str:
         """The body of a GET. Raises OSError for any other status than 200."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return str(response.read().decode())
 
     def metrics(self) -> dict[str, float]:
@@ -240,28 +241,31 @@ def descendants(process: "subprocess.Popen[bytes]", *, itself: bool = False) -> 
 
 
 def end(
-    process: "subprocess.Popen[bytes]", others: Iterable[psutil.Process] = (), timeout_s: float = _STOP_TIMEOUT_S
+    process: "subprocess.Popen[bytes]",
+    others: Iterable[psutil.Process] = (),
+    timeout_s: float = _STOP_TIMEOUT_S,
+    left_s: float | None = None,
 ) -> list[psutil.Process]:
     """Sends SIGTERM to a process, then SIGKILL, by pid, to the process, its descendants and `others` that are left.
 
-    Returns the descendants and others that had to be killed."""
+    `left_s`: how long these may outlive the process; None: `_LEFT_S`. Returns those of them that had to be killed."""
     those = {*others, *descendants(process)}
     process.terminate()  # does nothing if it has ended
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
     process.kill()
     process.wait()
-    left = _left_of(those)
+    left = _left_of(those, _LEFT_S if left_s is None else left_s)
     for one in left:
         with suppress(psutil.Error):
             one.kill()  # psutil refuses if another process has the pid by now
-    _left_of(left)
+    _left_of(left, _DEATH_S)
     return left
 
 
-def _left_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes that are alive after `_LEFT_S`."""
-    left, deadline = list(processes), time.monotonic() + _LEFT_S
+def _left_of(processes: Iterable[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """The processes that are alive after `limit_s`."""
+    left, deadline = list(processes), time.monotonic() + limit_s
     while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return left
@@ -284,20 +288,33 @@ def log_tail(log: Path) -> str:
 # ── ports and waiting ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_given: set[int] = set()  # ports, by this process
+
+
 def free_port(num: int = 1) -> int:
     """A free port, the first of `num` that follow each other, below the range of ports for outgoing connections: such a
-    connection of another test could take the port before the server does."""
+    connection of another test could take the port before the server does. None is given twice, and each worker of
+    pytest-xdist has ports of its own, because a server may bind its port much later."""
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % num_workers  # one that is replaced counts on
+    width = 15_000 // num_workers
+    if len(_given) > width // 2:
+        _given.clear()
     while True:
-        port = 15_000 + secrets.randbelow(15_000 - num)
-        with ExitStack() as stack, suppress(OSError):
-            for i in range(num):
-                stack.enter_context(socket.socket()).bind((HOST, port + i))
-            return port
+        port = 15_000 + worker * width + secrets.randbelow(width - num)
+        ports = range(port, port + num)
+        if _given.isdisjoint(ports):
+            with ExitStack() as stack, suppress(OSError):
+                for each in ports:
+                    stack.enter_context(socket.socket()).bind((HOST, each))
+                _given.update(ports)
+                return port
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
     """Returns when the condition is true. Raises AssertionError with `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    deadline, is_late = time.monotonic() + timeout_s, False
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert not is_late, f"not within {timeout_s} s: {what}"
+        is_late = time.monotonic() > deadline  # checked once more, because this process may not have run meanwhile
         time.sleep(_POLL_S)

@@ -143,7 +143,7 @@ def test_a_process_tree_is_measured_and_ended_whole() -> None:
         assert tree.cpu_seconds() > 0.05  # mostly of a child that has ended
         assert tree.peak_bytes() > 5_000_000
         tree.close()
-        assert end(parent, tree.seen) == [grandchild]
+        assert end(parent, tree.seen, left_s=0.1) == [grandchild]
     assert not is_alive(grandchild)
 
 

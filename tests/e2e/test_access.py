@@ -66,7 +66,7 @@ def test_a_unix_socket_serves_with_rate_limits_per_api_key(start: Callable[..., 
             assert server.stop() == 0
         else:  # leaves the socket file, which must not prevent the next start
             server.process.send_signal(signal.SIGKILL)
-            server.process.wait(30)
+            server.process.wait(60)
         assert file.exists() != is_last
         log = server.log.read_text()
         assert "POST /llm/v1/completions 429" in log and "sk-" not in log and "Count from" in log
@@ -95,5 +95,5 @@ def test_tls_works_and_a_missing_certificate_ends_the_start(start: Callable[...,
     assert server.stop() == 0
     os.remove(certificate)
     again = start("--ssl-certfile", certificate)
-    assert again.process.wait(30) == 2
+    assert again.process.wait(60) == 2
     assert "cert.pem cannot be used: No such file or directory." in again.log.read_text()

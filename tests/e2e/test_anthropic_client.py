@@ -136,7 +136,7 @@ def test_a_batch_of_messages_is_answered(client: Any) -> None:
     params = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "temperature": 0}
     requests = [{"custom_id": "good", "params": params}, {"custom_id": "bad", "params": params | {"max_tokens": 0}}]
     batch = client.messages.batches.create(requests=requests)
-    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended", "the batch has ended")
+    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended", "the batch has ended", 60)
     good, bad = client.messages.batches.results(batch.id)
     assert (good.custom_id, good.result.message.content[0].text) == ("good", ANSWER)
     assert (bad.custom_id, bad.result.type) == ("bad", "errored")

@@ -143,12 +143,12 @@ def test_a_disconnect_frees_the_row_and_the_blocks_of_the_request(server: Server
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    response = urllib.request.urlopen(request, timeout=10)
+    response = urllib.request.urlopen(request, timeout=60)
     assert response.readline().startswith(b"data: ")
-    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs", 60)
     response.close()
-    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the row is free")
-    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "the blocks are free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the row is free", 60)
+    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "the blocks are free", 60)
 
 
 CHAT = b'"messages": [{"role": "user", "content": "hi"}]'
@@ -174,10 +174,10 @@ def test_an_invalid_request_gets_an_error_with_status_code_and_message(
 ) -> None:
     request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=60)
     with caught.value as answer:
         assert answer.code == status
         error = json.loads(answer.read())["error"]
     assert error["code"] == code or code is None
     assert isinstance(error["message"], str) and len(error["message"]) > 10 and "Traceback" not in error["message"]
-    assert server.answers("/health")
+    assert server.answers("/health", 60)

@@ -47,15 +47,15 @@ def test_domains_of_a_server(tmp_path: Path, start: Callable[..., Server]) -> No
         found = [clients.submit(complete, server, prompt, temperature=1, seed=3) for prompt in PROMPTS]
         assert [ids for each in found for ids in each.result()] == seeded
     for name in ("disk", "shared"):
-        until(lambda name=name: list((tmp_path / name).rglob("*.0")), f"{name} has blocks")  # type: ignore[misc]
+        until(lambda name=name: list((tmp_path / name).rglob("*.0")), f"{name} has blocks", 120)  # type: ignore[misc]
     assert {path.name for path in (tmp_path / "disk").iterdir()} == {f"domain-{i}-of-2" for i in range(2)}
     for what in ("sleep", "wake_up"):
         assert httpx.post(f"{server.url}/{what}", headers=ADMIN, timeout=60).status_code == 200
     assert complete(server, PROMPTS) == greedy, "the devices have lost all KV"
-    until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 0, "the hits of tiers are reported")
+    until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 0, "the hits of tiers are reported", 60)
     assert server.metric("pagewire:kv_tier_failed_blocks_total") == 0
     tokens = server.metric("pagewire:expert_tokens_total")
-    until(lambda: server.metric("pagewire:expert_tokens_total") > 0, f"both ranks report their load, {tokens}")
+    until(lambda: server.metric("pagewire:expert_tokens_total") > 0, f"both ranks report their load, {tokens}", 60)
 
     workers = server.of_kind("worker")
     core = server.children()["core"].pid

@@ -14,6 +14,7 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from completions import open_streams
 from waiting import until
 
 from pagewire.tools.servers import Server
@@ -33,16 +34,6 @@ def _refusal(server: Server, path: str, body: dict[str, Any]) -> str:
     assert refused.value.code == 400
     message: str = json.load(refused.value)["error"]["message"]
     return message
-
-
-def _stream(server: Server, prompt: list[int], got: list[int]) -> None:
-    """Adds the ids of the output to `got` as they come."""
-    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with _post(server, "/v1/completions", {**body, "max_tokens": NUM_TOKENS, "stream": True}) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    got += choice.get("token_ids") or []
 
 
 @pytest.mark.slow
@@ -76,11 +67,8 @@ def test_completions_and_streams_whose_processes_are_killed(
     assert "encoder" in _refusal(server, "/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1})
     assert "640" in _refusal(server, "/v1/completions", {"prompt": [5] * 641})
 
-    outputs: list[list[int]] = [[] for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        streams = [pool.submit(_stream, server, prompt, got) for prompt, got in zip(prompts, outputs, strict=True)]
-        until(lambda: all(outputs), "every stream has begun", timeout_s=120)
-        assert min(map(len, outputs)) < NUM_TOKENS, "no stream has ended"
+        streams, outputs = open_streams(pool, server, prompts, NUM_TOKENS)
         for process in ("worker", "core"):
             (victim,) = server.of_kind(process)
             victim.send_signal(signal.SIGKILL)

@@ -40,14 +40,14 @@ def test_uneven_parts_of_the_experts(
     assert complete(server, PROMPTS, max_tokens=16) == expected
     # Two layers have experts, and each token has three of them in each.
     computed = sum(len(prompt) + 15 for prompt in PROMPTS)
-    until(lambda: server.metric("pagewire:expert_tokens_total") == 2 * 3 * computed, "idle ranks report their load")
-    until(lambda: server.metric("pagewire:expert_imbalance") >= 2, "the ratio of each of two layers")
+    until(lambda: server.metric("pagewire:expert_tokens_total") == 2 * 3 * computed, "idle ranks report their load", 60)
+    until(lambda: server.metric("pagewire:expert_imbalance") >= 2, "the ratio of each of two layers", 60)
     assert server.stop() == 0, server.log.read_text()
 
 
 def test_a_model_without_experts_is_refused_before_anything_starts(start: Callable[..., Server]) -> None:
     server = start("--tensor-parallel-size", "2", "--enable-expert-parallel")
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     expected = "pagewire: --enable-expert-parallel is for models with experts, and this one has none; leave it out.\n"
     assert server.log.read_text() == expected
 
@@ -73,10 +73,10 @@ def test_replicas_follow_the_load_under_a_stream(num_stages: int, tmp_path: Path
     for _ in range(2):
         assert complete(server, PROMPTS[:1], max_tokens=700) == [expected]
     moved = "the ranks get the experts ((0, 1, -1), (2, 3, 0))"
-    until(lambda: server.log.read_text().count(moved) == 3, "a replica in each of the layers")
+    until(lambda: server.log.read_text().count(moved) == 3, "a replica in each of the layers", 60)
     assert complete(server, PROMPTS[:1], max_tokens=700) == [expected]
     # 1.5 : 0.5 instead of 2 : 0.
-    until(lambda: server.metric("pagewire:expert_imbalance") < 1.6 * 3, "the second rank has replicas")
+    until(lambda: server.metric("pagewire:expert_imbalance") < 1.6 * 3, "the second rank has replicas", 60)
     server.of_kind("worker")[1].kill()
     assert complete(server, PROMPTS[:1], max_tokens=700) == [expected], "new ranks have what was dealt"
     assert server.stop() == 0, server.log.read_text()

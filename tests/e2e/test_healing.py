@@ -24,7 +24,7 @@ from pagewire.tools.servers import ROOT, Server
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STREAMS, TOKENS = 16, 96
-HANG_S = 2.0
+HANG_S = 8.0
 PATIENCE_S = 30.0  # until new connections are served after the death of an api process, on a busy machine
 POISON_LEN = 700  # tokens, far more than the streams have
 
@@ -101,7 +101,7 @@ def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
         return server.process.poll() is not None or len(victims) == 8
 
     until(has_ended, "the server gives up", 60)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert len(victims) == 6
     log = server.log.read_text()
     assert "6 processes or connections have died within 60 s" in log

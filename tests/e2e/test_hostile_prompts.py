@@ -65,9 +65,14 @@ def test_a_template_that_exceeds_its_limits_fails_only_its_own_request(server: S
             ((status, message),), _ = await beside(client, "stuck")
             assert (status, message) == (400, "The chat template takes more than 2 s for this prompt: shorten it.")
             # From now on every prompt is rendered there, so that no request waits for a hostile one.
-            (loop, memory), num_others = await beside(client, "loop", "memory")
-            assert loop == (status, message)
-            assert memory[0] == 400 and "takes more memory than it may" in memory[1]
+            num_others = 0
+            for _ in range(5):  # this process may not run while the loop does, for 2 s of CPU
+                (loop, memory), num = await beside(client, "loop", "memory")
+                assert loop == (status, message)
+                assert memory[0] == 400 and "takes more memory than it may" in memory[1]
+                num_others = max(num, num_others)
+                if num_others > 2:
+                    break
             assert num_others > 2
             status, message = await _chat(client, "long")
             assert status == 400 and "characters" in message

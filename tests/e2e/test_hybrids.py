@@ -3,38 +3,19 @@ changes."""
 
 import json
 import random
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPResponse
 from pathlib import Path
 
 import checkpoints
 import pytest
 import vocabulary
+from completions import ask, open_streams
 from waiting import until
 
 from pagewire.tools.servers import Server
 
 NUM_TOKENS = 300
-
-
-def _ask(server: Server, prompt: list[int], **more: object) -> HTTPResponse:
-    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
-    request = urllib.request.Request(
-        server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    response: HTTPResponse = urllib.request.urlopen(request, timeout=120)
-    return response
-
-
-def _stream(server: Server, prompt: list[int], got: list[int]) -> None:
-    """Adds the ids of the output to `got` as they come."""
-    with _ask(server, prompt, max_tokens=NUM_TOKENS, stream=True) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    got += choice.get("token_ids") or []
 
 
 @pytest.mark.slow
@@ -52,24 +33,25 @@ def test_streams_go_on_after_a_worker_is_killed(
     expected = checkpoints.reference_greedy(folder, prompts, NUM_TOKENS)
     flags = ("--dtype", "float32", "--max-model-len", "640", "--tensor-parallel-size", str(num_ranks))
     server = start(str(folder), *flags).wait_ready()
-    outputs: list[list[int]] = [[] for _ in prompts]
     workers = server.of_kind("worker")
     assert len(workers) == num_ranks
     with ThreadPoolExecutor(len(prompts)) as pool:
-        streams = [pool.submit(_stream, server, prompt, got) for prompt, got in zip(prompts, outputs, strict=True)]
-        until(lambda: all(outputs), "every stream has begun", timeout_s=60)
-        assert min(map(len, outputs)) < NUM_TOKENS, "no stream has ended"
+        streams, outputs = open_streams(pool, server, prompts, NUM_TOKENS)
         workers[-1].kill()
         for stream in streams:
             stream.result()
-    after = {worker.pid for worker in server.of_kind("worker")}
-    assert len(after) == num_ranks and after.isdisjoint(worker.pid for worker in workers)
     assert outputs == expected
+
+    def are_replaced() -> bool:
+        after = {worker.pid for worker in server.of_kind("worker")}
+        return len(after) == num_ranks and after.isdisjoint(worker.pid for worker in workers)
+
+    until(are_replaced, "every rank is replaced", 60)
 
     # The state at the end of a turn on the new worker is found by the next turn.
     text = prompts[0] + outputs[0] + [7, 8]
     (again,) = checkpoints.reference_greedy(folder, [text], 8)
-    with _ask(server, text, max_tokens=8) as response:
+    with ask(server, text, max_tokens=8) as response:
         answer = json.load(response)
     assert answer["choices"][0]["token_ids"] == again
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(text) - 3

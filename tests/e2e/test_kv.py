@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import openai
 import pytest
 import zmq
 from defaults import TORCH
+from openai.types import CompletionUsage
 from waiting import until
 
 from pagewire.cli import main
@@ -19,11 +19,15 @@ pytestmark = pytest.mark.e2e
 FIRST, SECOND = "All work and no play. " * 60, "Quick brown foxes jump. " * 60
 
 
-def cached_tokens(server: Server, prompt: str, **more: Any) -> int:
+def usage(server: Server, prompt: str) -> CompletionUsage:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        answer = client.completions.create(model="pagewire-demo", prompt=prompt, max_tokens=4, temperature=0, **more)
+        answer = client.completions.create(model="pagewire-demo", prompt=prompt, max_tokens=4, temperature=0)
     assert answer.usage is not None
-    details = answer.usage.prompt_tokens_details
+    return answer.usage
+
+
+def cached_tokens(used: CompletionUsage) -> int:
+    details = used.prompt_tokens_details
     return (details.cached_tokens or 0) if details is not None else 0
 
 
@@ -39,22 +43,32 @@ def test_evicted_blocks_are_loaded_from_the_tiers_and_reported(
     router.subscribe(b"")
     router.connect(f"ipc://{tmp_path}/e")
     try:
-        assert cached_tokens(server, FIRST) == 0
-        assert cached_tokens(server, SECOND) == 0
-        assert cached_tokens(server, FIRST) > 400, "there is too little memory for both"
+        first, second = usage(server, FIRST), usage(server, SECOND)
+        assert cached_tokens(first) == cached_tokens(second) == 0
+        assert cached_tokens(usage(server, FIRST)) > 400, "there is too little memory for both"
         until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 400, "the hits are in /metrics")
-        assert router.poll(5000), "the router has received no events"
-        names = set()
-        while router.poll(200):
-            names |= {event[0] for event in msgspec.msgpack.decode(router.recv_multipart()[2])[1]}
-        assert {"BlockStored", "BlockRemoved"} <= names
+        names: set[str] = set()
+
+        def has_both() -> bool:
+            while router.poll(0):
+                names.update(event[0] for event in msgspec.msgpack.decode(router.recv_multipart()[2])[1])
+            return {"BlockStored", "BlockRemoved"} <= names
+
+        until(has_both, "the router has received both kinds of events", 60)
     finally:
         context.destroy(linger=0)
+    num_blocks = first.prompt_tokens // 16 + second.prompt_tokens // 16
+
+    def num_files() -> int:
+        return len(list((tmp_path / "kv").glob("*/*/[!.]*.*")))
+
+    # A tier writes only for a few seconds after a SIGTERM.
+    until(lambda: num_files() >= num_blocks, lambda: f"{num_blocks} blocks are on the disk: {num_files()}", 120)
     assert server.stop() == 0, server.log.read_text()
     assert main(["replay", str(trace)]) == 0
 
     again = start(*flags).wait_ready()
-    assert cached_tokens(again, SECOND) > 400, "the disk tier must keep blocks over a restart"
+    assert cached_tokens(usage(again, SECOND)) > 400, "the disk tier must keep blocks over a restart"
     assert again.stop() == 0, again.log.read_text()
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from waiting import until
 
-from pagewire.tools.servers import ROOT, Server, free_port
+from pagewire.tools.servers import ROOT, Server, free_port, is_alive
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
@@ -50,7 +50,7 @@ def open_stream(server: Server, events: list[bytes]) -> threading.Thread:
 
 def idle_connection(server: Server) -> http.client.HTTPConnection:
     """A connection that is opened before the server stops accepting new ones."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     assert is_ready(connection)
     return connection
 
@@ -67,10 +67,10 @@ def test_the_announced_phases_of_the_start_add_up_to_the_total(server: Server) -
     parts = [float(x) for x in re.findall(r"^ +(\d+\.\d\d) s  (?!total)", log, re.MULTILINE)]
     (total,) = re.findall(r"^ +(\d+\.\d\d) s  total", log, re.MULTILINE)
     assert len(parts) == 4 and abs(sum(parts) - float(total)) <= 0.01 * len(parts)
-    (detail,) = re.findall(r"(\d+\.\d\d) s  worker ready  \((.*)\)", log)
-    inner = [float(part.rpartition(" ")[2]) for part in detail[1].split(", ")]
-    # The process starts before this phase begins; the delay between them is longer on a busy machine.
-    assert sum(inner) <= 1.1 * float(detail[0]) + 0.2
+    (detail,) = re.findall(r"\d+\.\d\d s  worker ready  \((.*)\)", log)
+    inner = [float(part.rpartition(" ")[2]) for part in detail.split(", ")]
+    # The process starts before this phase begins, so its parts may be longer than the phase.
+    assert inner and sum(inner) <= float(total) + 0.01 * len(inner)
     assert "KV cache" in log and f"curl -N {server.url}" in log
 
 
@@ -85,9 +85,11 @@ def test_every_process_is_named_and_only_the_worker_has_torch(server: Server) ->
 def test_an_idle_server_uses_less_than_a_tenth_of_a_core(server: Server) -> None:
     processes = [psutil.Process(server.process.pid), *server.children().values()]
     before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    began = time.monotonic()
     time.sleep(2.0)
     spent = sum(sum(p.cpu_times()[:2]) for p in processes) - before
-    assert spent < 0.1 * 2.0, f"{spent:.2f} s of CPU in 2 s of idling"
+    elapsed = time.monotonic() - began
+    assert spent < 0.1 * elapsed, f"{spent:.2f} s of CPU in {elapsed:.2f} s of idling"
 
 
 def test_the_run_folders_are_private(server: Server) -> None:
@@ -99,25 +101,24 @@ def test_the_run_folders_are_private(server: Server) -> None:
 
 
 def test_sigterm_ends_streams_with_an_error_event_after_the_drain_timeout(start: Start) -> None:
-    server = start("--drain-timeout", "2").wait_ready()
+    server = start("--drain-timeout", "4").wait_ready()
     idle = idle_connection(server)
     children = list(server.children().values())
     streams: list[list[bytes]] = [[] for _ in range(10)]
     threads = [open_stream(server, events) for events in streams]
-    until(lambda: server.metric("pagewire:num_requests_running") == 10, "ten streams run")
-    server.process.send_signal(signal.SIGTERM)
-    until(lambda: not is_ready(idle), "the server drains")
+    until(lambda: server.metric("pagewire:num_requests_running") == 10, "ten streams run", 60)
     num_before = sum(map(len, streams))
-    until(lambda: sum(map(len, streams)) > num_before + 20, "the streams continue while the server drains")
-    assert server.process.wait(20) == 0, server.log.read_text()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0, server.log.read_text()
     idle.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
+    assert sum(map(len, streams)) > num_before + 200, "the streams continue while the server drains"
     for events in streams:
         assert events[-1] == b"<end of body>", "the body was cut"
         last = json.loads(events[-2].removeprefix(b"data: "))
         assert "shutting down" in last["error"]["message"] and all(e.startswith(b"data: {") for e in events[:-1])
-    assert not [child for child in children if child.is_running()]
+    until(lambda: not any(map(is_alive, children)), "all processes have ended", 30)
     assert not list(server.run_root.glob("pagewire-*"))
 
 
@@ -125,16 +126,16 @@ def test_a_second_signal_of_either_kind_stops_at_once(start: Start) -> None:
     server = start().wait_ready()
     children = list(server.children().values())
     thread = open_stream(server, [])
-    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs", 60)
     idle = idle_connection(server)
     server.process.send_signal(signal.SIGINT)
     until(lambda: not is_ready(idle), "the server drains")
     assert server.process.poll() is None and thread.is_alive(), "after the first signal open requests continue"
     idle.close()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(5) == 130
-    until(lambda: not any(child.is_running() for child in children), "all processes have ended")
-    thread.join(10)
+    assert server.process.wait(30) == 130
+    until(lambda: not any(map(is_alive, children)), "all processes have ended", 30)
+    thread.join(60)
 
 
 def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
@@ -142,33 +143,35 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     children = list(server.children().values())
     assert len(children) == len(ACTORS)
     server.process.kill()
-    until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all processes have ended")
+    until(lambda: not any(map(is_alive, children)), "all processes have ended", 30)
 
 
 def test_a_signal_ends_a_start_of_which_some_processes_do_not_run_yet(start: Start) -> None:
     server = start()
-    until(lambda: psutil.Process(server.process.pid).children(), "a process runs", 30.0)
+    until(lambda: psutil.Process(server.process.pid).children(), "a process runs", 60)
     server.process.terminate()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert "Traceback" not in server.log.read_text()
 
 
-def test_the_death_of_a_process_ends_the_start_with_a_message(start: Start) -> None:
-    server = start()
-    until(lambda: "tokenizer" in " ".join(server.children()), "the processes run", 30.0)
-    server.children()["worker"].kill() if "worker" in server.children() else next(
-        iter(server.children().values())
-    ).kill()
-    assert server.process.wait(20) == 1
-    assert "was killed by SIGKILL" in server.log.read_text()
-
-
-def test_a_start_timeout_names_the_late_process(start: Start, tmp_path: Path) -> None:
+@pytest.fixture
+def late_worker(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the process that forks the worker begins 20 s late."""
     late = 'import sys, time\nif "pagewire.procs.template" in sys.orig_argv:\n    time.sleep(20)\n'
     (tmp_path / "sitecustomize.py").write_text(late)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    server = start("--start-timeout-s", "1", environment={"PYTHONPATH": path})
-    code = server.process.wait(30)
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_the_death_of_a_process_ends_the_start_with_a_message(start: Start, late_worker: dict[str, str]) -> None:
+    server = start(environment=late_worker)
+    until(lambda: server.children().get("tokenizer"), "the tokenizer runs", 60).kill()  # type: ignore[union-attr]
+    assert server.process.wait(60) == 1
+    assert "tokenizer was killed by SIGKILL" in server.log.read_text()
+
+
+def test_a_start_timeout_names_the_late_process(start: Start, late_worker: dict[str, str]) -> None:
+    server = start("--start-timeout-s", "1", environment=late_worker)
+    code = server.process.wait(60)
     log = server.log.read_text()
     assert code == 1 and "worker" in log and "not ready in time (1 s" in log
 
@@ -227,13 +230,13 @@ def test_a_broken_model_gives_one_sentence(
 
 def test_a_missing_folder_gives_one_sentence(start: Start) -> None:
     server = start("./nowhere")
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     assert server.log.read_text() == "pagewire: There is no folder ./nowhere.\n"
 
 
 def test_a_hub_name_that_cannot_be_downloaded_gives_one_sentence(start: Start) -> None:
     server = start("nobody/nothing-1b")  # the tests run with HF_HUB_OFFLINE=1
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     assert server.log.read_text().count("\n") == 1 and "nobody/nothing-1b" in server.log.read_text()
 
 
@@ -242,7 +245,7 @@ def test_a_port_in_use_gives_one_sentence(start: Start) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         server = start("--port", str(taken.getsockname()[1]))
-        assert server.process.wait(20) == 2
+        assert server.process.wait(60) == 2
     lines = server.log.read_text().strip().splitlines()
     (line,) = [line for line in lines if "still waiting for" not in line]  # printed on a busy machine
     assert "Choose another --port" in line
@@ -256,7 +259,7 @@ def test_two_launches_serve_together_over_tcp(start: Start, tmp_path: Path) -> N
     engine = start("--actors", "worker,core,grammar", *common, command=launch)
     until(lambda: (tmp_path / "key").exists(), "the key is made", 60)
     frontend = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
-    until(lambda: set(engine.children()) == {"worker", "core", "grammar"}, "the worker is forked")
+    until(lambda: set(engine.children()) == {"worker", "core", "grammar"}, "the worker is forked", 60)
     assert set(frontend.children()) == {"tokenizer", "detokenizer", "api"}
     body = {"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0}
     request = urllib.request.Request(
@@ -277,5 +280,5 @@ def test_an_address_beyond_loopback_without_a_key_is_refused(tmp_path: Path) -> 
         "--address",
         "core=tcp://0.0.0.0:7000",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=tmp_path, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert result.returncode == 2 and "--key-file" in result.stderr

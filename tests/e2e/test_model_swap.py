@@ -64,13 +64,13 @@ def test_the_model_is_swapped_and_swapped_back(start: Start, tmp_path: Path) -> 
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
-    until(lambda: lines or server.metric("pagewire:num_requests_running"), "the stream runs")
+    until(lambda: lines or server.metric("pagewire:num_requests_running"), "the stream runs", 60)
     answer = swap(server, model=str(other), served_model_name=["other"])
     assert answer.status_code in (200, 202), answer.text  # 202: no memory for both models
     wait_for(server, "other")
     assert ask(server) == 200
     assert httpx.get(f"{server.url}/v1/responses/{stored['id']}", timeout=60).json() == stored
-    reader.join(60)
+    reader.join(180)
     events = [line.removeprefix("data: ") for line in lines]
     assert events[-1] == "[DONE]" and json.loads(events[0])["model"] == "pagewire-demo"
     assert [version["state"] for version in served(server)["versions"]] == ["retired", "serving"]  # type: ignore[attr-defined]
@@ -116,13 +116,13 @@ def test_open_streams_finish_after_a_sigterm_during_a_swap(start: Start, tmp_pat
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
-    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs", 60)
     answers: list[int] = []
     asker = threading.Thread(target=lambda: answers.append(swap(server, model=str(other)).status_code))
     asker.start()
-    until(lambda: len(launcher.children()) > before or bool(answers), "the other engine starts")
+    until(lambda: len(launcher.children()) > before or bool(answers), "the other engine starts", 60)
     assert server.stop() == 0
-    reader.join(60)
+    reader.join(180)
     asker.join(60)
     assert lines[-1] == "data: [DONE]" and answers
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import vocabulary
 from checkpoints import make_checkpoint
+from open_requests import open_stream
 from waiting import until
 
 from pagewire.config.machine import OVERRIDES
@@ -77,8 +79,13 @@ def test_models_are_loaded_when_they_are_asked_for_and_heal_alone(start: Start, 
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first, second = pool.submit(answered, server, "one"), pool.submit(answered, server, "two")
-        until(lambda: "loading" in states(server).values(), "one of them is being loaded")
+        until(
+            lambda: "loading" in states(server).values() or (first.done() and second.done()),
+            "one of them is being loaded, or was",
+            120,
+        )
         assert first.result() == second.result() == "1, 2, 3, 4, 5"
+    assert all(listing(server)[name]["load_s"] > 0 for name in ("one", "two"))
     assert states(server) == {"one": "loaded", "two": "loaded", "three": "unloaded"}
     workers = [process for name, process in server.children().items() if name.startswith("worker")]
     assert len(workers) == 2 and len({worker.ppid() for worker in workers}) == 1, "one template has imported torch"
@@ -90,7 +97,7 @@ def test_models_are_loaded_when_they_are_asked_for_and_heal_alone(start: Start, 
 
         async def read(client: httpx.AsyncClient, model: str) -> str:
             text = ""
-            body = {"model": model, "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 400}
+            body = {"model": model, "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 1000}
             body |= {"stream": True, "ignore_eos": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
@@ -102,10 +109,11 @@ def test_models_are_loaded_when_they_are_asked_for_and_heal_alone(start: Start, 
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             undisturbed = [await read(client, model) for model in ("one", "two")]
             num_events.update(one=0, two=0)
+            victim = server.children()["worker of one"]
             reading = [asyncio.ensure_future(read(client, model)) for model in ("one", "two")]
             while num_events["one"] < 5 or num_events["two"] < 5:
                 await asyncio.sleep(0)
-            server.children()["worker of one"].kill()
+            victim.kill()
             return undisturbed, await asyncio.gather(*reading)
 
     before = server.children()["worker of two"].pid
@@ -125,7 +133,7 @@ def test_models_are_loaded_when_they_are_asked_for_and_heal_alone(start: Start, 
     until(lambda: states(server)["three"] == "unloaded", "it need not stay", 60)
     processes = server.supervisor.children(recursive=True)
     assert server.stop() == 0, server.log.read_text()
-    until(lambda: not any(is_alive(process) for process in processes), "no process is left")
+    until(lambda: not any(is_alive(process) for process in processes), "no process is left", 30)
 
 
 @pytest.mark.long
@@ -154,11 +162,13 @@ def test_models_are_pinned_and_a_broken_one_is_said(start: Start, tmp_path: Path
     until(lambda: state("three")["state"] == "unloaded", "it is unloaded", 60)
     answer = ask(server, "three")
     assert answer.status_code == 503 and "three could not be served" in answer.text and answer.headers["retry-after"]
-    until(lambda: state("three")["problem"], "the other api process is told, too")
+    until(lambda: state("three")["problem"], "the other api process is told, too", 60)
     assert answered(server, "two") == "1, 2, 3, 4, 5"
 
     worker = server.children()["worker of two"].pid
-    server.children()["api"].kill()
+    api = server.children()["api"]
+    api.kill()
+    until(lambda: not is_alive(api), "the api takes no connection any more", 30)
     until(lambda: server.answers("/health") and ask(server, "two").status_code == 200, "the api is replaced", 60)
     assert server.children()["worker of two"].pid == worker
     admin.close()
@@ -220,7 +230,7 @@ def test_models_on_a_gpu_take_turns_and_each_has_a_keeper(start: Start, tmp_path
     assert of_model("second").ppid() == server.supervisor.pid and is_alive(other)
     processes = server.supervisor.children(recursive=True)
     assert server.stop() == 0, server.log.read_text()
-    until(lambda: not any(is_alive(process) for process in processes), "no process is left")
+    until(lambda: not any(is_alive(process) for process in processes), "no process is left", 30)
 
 
 @pytest.mark.long
@@ -259,10 +269,11 @@ def test_a_model_with_two_engines_and_tiers_of_its_own(start: Start, tmp_path: P
             return text
 
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            victim = server.children()["worker of pair, engine 1"]
             reading = [asyncio.ensure_future(read(client)) for _ in range(4)]
             while num_events < 20:
                 await asyncio.sleep(0)
-            server.children()["worker of pair, engine 1"].kill()
+            victim.kill()
             return await asyncio.gather(*reading)
 
     assert len(set(asyncio.run(one_engine_loses_its_worker()))) == 1, "no stream loses or repeats a token"
@@ -272,13 +283,42 @@ def test_a_model_with_two_engines_and_tiers_of_its_own(start: Start, tmp_path: P
     answers = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()]
     assert states(server) == {"pair": "unloaded", "alone": "loaded"}
     num_blocks = answers[0]["usage"]["prompt_tokens"] // 16
-    until(lambda: len(list((kv / "alone").glob("*/*/[!.]*.*"))) >= num_blocks > 0, "its KV is in a folder of its own")
+    until(
+        lambda: len(list((kv / "alone").glob("*/*/[!.]*.*"))) >= num_blocks > 0, "its KV is in a folder of its own", 120
+    )
     assert answered(server, "pair") == "1, 2, 3, 4, 5" and states(server)["alone"] == "unloaded"
     answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json())
     assert answers[0]["choices"] == answers[1]["choices"]
     cached = answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0, "the next load of the model finds it"
     assert server.stop() == 0, server.log.read_text()
+
+
+@contextlib.contextmanager
+def asking(server: Server, body: dict[str, Any]) -> Iterator[list[list[str]]]:
+    """Three clients ask this again and again until the block ends. Yields the texts that each of them has got."""
+    is_over = threading.Event()
+    texts: list[list[str]] = [[] for _ in range(3)]
+
+    def keep_asking(own: list[str]) -> None:
+        while not is_over.is_set():
+            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+            own.append(found.json()["choices"][0]["text"] if found.status_code == 200 else found.text)
+
+    with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        clients = [pool.submit(keep_asking, own) for own in texts]
+        try:
+            yield texts
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result()
+
+
+def until_each_has(texts: list[list[str]], num: int, what: str) -> None:
+    """Waits until each client has that many more answers."""
+    wanted = [len(own) + num for own in texts]
+    until(lambda: all(len(own) >= n for own, n in zip(texts, wanted, strict=True)), what, 120)
 
 
 @pytest.mark.long
@@ -293,7 +333,8 @@ def test_a_model_is_replaced_by_another_version(start: Start, tmp_path: Path) ->
         '[[models]]\nmodel = "demo-hybrid"\nserved_model_name = "two"\nkv_cache_memory = "32M"\npinned = true\n'
     )
     budget = 2 * PROCESSES_BYTES + (300 << 20)
-    flags = ("--admin-api-key", "of-the-administrator", "--enable-model-swap", "--drain-timeout", "120")
+    waits = ("--drain-timeout", "120", "--outage-wait", "300")
+    flags = ("--admin-api-key", "of-the-administrator", "--enable-model-swap", *waits)
     server = start("--models", str(file), "--models-memory", str(budget), *flags).wait_ready("/health")
     admin = httpx.Client(base_url=server.url, headers={"authorization": "Bearer of-the-administrator"}, timeout=120)
 
@@ -311,25 +352,16 @@ def test_a_model_is_replaced_by_another_version(start: Start, tmp_path: Path) ->
     other = server.children()["worker of two"].pid
 
     body = {"model": "one", "prompt": "Count from 1 to 9", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
-    is_over = threading.Event()
-
-    def keep_asking() -> list[str]:
-        texts = []
-        while not is_over.is_set():
-            found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-            assert found.status_code == 200, found.text
-            texts.append(found.json()["choices"][0]["text"])
-        return texts
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        asking = [pool.submit(keep_asking) for _ in range(3)]
+    with asking(server, body) as texts:
+        until_each_has(texts, 1, "each has an answer of the old version")
+        held = open_stream(server, "/v1/completions", model="one", max_tokens=2000)  # it stays for this one
         assert change(model=str(tmp_path / "tiny"), max_model_len=256).status_code == 202
         assert status("one")["state"] in ("leaving", "loading") and change(version=1).status_code == 409
+        assert held.events()[-1] == "[DONE]"
         until(lambda: status("one")["state"] == "loaded", "the new version is loaded", 120)
         newest = answered(server, "one")
-        is_over.set()
-        texts = [each.result() for each in asking]
-    assert newest != "1, 2, 3, 4, 5" and {own[-1] for own in texts} != {texts[0][0]}
+        until_each_has(texts, 2, "each has an answer of the new version")
+    assert newest != "1, 2, 3, 4, 5" and not {own[-1] for own in texts} & {own[0] for own in texts}
     assert {text for own in texts for text in own} == {texts[0][0], texts[0][-1]}, "no answer is of both versions"
     assert (status("one")["version"], status("one")["root"]) == (2, str(tmp_path / "tiny"))
     cards = {card["id"]: card["max_model_len"] for card in json.loads(server.get("/v1/models"))["data"]}

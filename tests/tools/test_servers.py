@@ -40,6 +40,18 @@ def test_free_ports_are_below_the_range_of_outgoing_connections() -> None:
     assert all(15_000 <= free_port() < min(lowest, 30_000) for _ in range(100))
 
 
+def test_no_port_is_given_twice_by_all_workers_of_a_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.tools.servers._given", set())
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    ports: list[int] = []
+    for worker in range(3):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
+        given = [port + i for port in [free_port(3) for _ in range(100)] for i in range(3)]
+        assert not ports or max(ports) < min(given), "a range of its own"
+        ports += given
+    assert len(set(ports)) == 900
+
+
 def test_a_server_is_ready_inside_the_context_and_stopped_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,11 +117,8 @@ def test_without_a_folder_a_server_runs_here_and_its_log_is_deleted() -> None:
     assert not server.log.exists()
 
 
-def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagewire.tools.servers._LEFT_S", 0.1)
+def test_a_server_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     server = Server(tmp_path, command=command("'deaf'")).wait_ready()
     (child,) = server.children().values()
-    assert end(server.process, timeout_s=0.2) == [child] and server.stop() == -9
+    assert end(server.process, timeout_s=0.2, left_s=0.1) == [child] and server.stop() == -9
     until(lambda: not is_alive(child), "it dies", 60)
