@@ -1,4 +1,4 @@
-"""Instances with the p2p connector, and a folder for their sockets."""
+"""Instances with the p2p connector, a folder for their sockets, and patience."""
 
 import shutil
 import tempfile
@@ -9,6 +9,11 @@ import pytest
 from p2p_instance import FACTS, Instance
 
 from pagewire.engine.kv_connector.base import ConnectorFacts
+
+
+@pytest.fixture(autouse=True)
+def patient_close(writes_all: None) -> None:
+    """Files are looked at, or their folder opened again, right after a tier was closed."""
 
 
 @pytest.fixture
