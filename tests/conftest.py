@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import kernel_levels
 from defaults import COMPILED, machine
+from waiting import SLOW_DISK_S
 
 from pagewire.kernels.cpu.build import compiler
 
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
         if path.name in _MARKS_OF_NAMES:
             item.add_marker(_MARKS_OF_NAMES[path.name])
+
+
+@pytest.fixture
+def writes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier of files that is closed writes all that waits, however slow the disk is: the test needs it next."""
+    monkeypatch.setattr("pagewire.engine.kv_connector.file_worker._CLOSE_S", SLOW_DISK_S)
 
 
 @pytest.fixture

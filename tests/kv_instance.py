@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from waiting import until
+from waiting import SLOW_DISK_S, until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
@@ -17,6 +17,7 @@ from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_connector import Held, Item, KvRequest, TierConnector
 from pagewire.engine.kv_connector.base import ConnectorFacts, WorkerConnector
 from pagewire.engine.kv_connector.block_copy import BlockCopier
+from pagewire.engine.kv_connector.block_writer import BlockWriter
 from pagewire.engine.kv_connector.chain import ChainWorker
 from pagewire.engine.kv_connector.file_worker import FileWorker
 from pagewire.engine.kv_connector.registry import core_connector, worker_connector
@@ -27,7 +28,7 @@ SIZE = 4  # positions of a block
 BLOCK_BYTES = SHAPE.groups(SIZE).page_bytes
 FILE_BYTES = BLOCK_BYTES + 80  # with its header
 FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"model".ljust(32))
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def content(key: bytes) -> Tensor:
@@ -108,6 +109,18 @@ def sequence(rid: int, *parts: tuple[int, int]) -> Running:
         rng = random.Random(seed)
         ids.extend(rng.randrange(1000) for _ in range(num))
     return Running(rid, ids)
+
+
+def wait_until_written(worker: WorkerConnector) -> None:
+    """Waits until the threads that write have done all their jobs."""
+    parts = worker._parts if isinstance(worker, ChainWorker) else (worker,)
+    writers = [part._writer for part in parts if isinstance(part, FileWorker)]
+
+    def is_idle(writer: BlockWriter) -> bool:
+        """A job that is under way is not in `_jobs`, and only those that write are in `_num_bytes`."""
+        return not writer._jobs and bool(writer._condition._waiters)  # type: ignore[attr-defined]  # of the stdlib
+
+    until(lambda: all(map(is_idle, writers)), "every block is written", SLOW_DISK_S)
 
 
 class Instance:
@@ -224,9 +237,7 @@ class Instance:
 
     def wait_until_written(self) -> None:
         """Waits until the threads that write have done all their jobs."""
-        parts = self.worker._parts if isinstance(self.worker, ChainWorker) else (self.worker,)
-        writers = [part._writer for part in parts if isinstance(part, FileWorker)]
-        until(lambda: not any(w._jobs or w._num_bytes for w in writers), "every block is written", DEADLINE_S)
+        wait_until_written(self.worker)
 
     def run(self, request: Running) -> Running:
         """Admits and computes a request."""
@@ -246,11 +257,19 @@ class Instance:
 
     def fill_device(self, rid: int) -> None:
         """Evicts all idle blocks of the device."""
-        self.serve(sequence(rid, (rid, self.pool.num_pages * SIZE)))
+        self.serve(self._filler(rid))
+
+    def clear_device(self, rid: int) -> None:
+        """As `fill_device`, but tiers of files do not store what fills it."""
+        self.preempt(self.run(self._filler(rid)))
+        self.step()
 
     def close(self) -> None:
         self.core.close()
         self.worker.close()
+
+    def _filler(self, rid: int) -> Running:
+        return sequence(rid, (rid, self.pool.num_pages * SIZE))
 
     def _compute(self, request: Running) -> None:
         full = len(request.ids) // SIZE

@@ -1,5 +1,6 @@
 """One engine reduced to what the p2p connector uses: both halves, a cache, requests that the tests make up."""
 
+import os
 import random
 from array import array
 from collections.abc import Callable, Iterable
@@ -107,6 +108,15 @@ class Instance:
         assert num_loaded == num_blocks - len(failed) and ms >= 0 and self.worker.take_load_cost() == (0, 0.0)
         self.core.update_connector_output(Transferred((request.rid,), ids_to_bytes(sorted(failed)), ()))
         return failed
+
+    def expire(self) -> None:
+        """No peer has said anything for too long, of any load that is under way."""
+        fetcher = self.worker._fetcher
+        assert fetcher is not None
+        for peer in list(fetcher._peers.values()):
+            for load in list(peer.loads.values()):
+                load.deadline = 0.0
+        os.write(fetcher._wake, b"x")
 
     def close(self) -> None:
         self.core.close()

@@ -32,7 +32,7 @@ class RedisServer:
         fixed = ["--port", "0", "--unixsocket", str(self.path), "--save", "", "--appendonly", "no", "--dir"]
         command = [PROGRAM, *fixed, str(self._folder), *options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        until(self._answers, "the server answers")
+        until(self._answers, "the server answers", 60.0)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -18,7 +18,7 @@ from expert_moves import move_experts
 from fakes import enqueue
 from msgspec.structs import replace
 from redis_server import needs_redis, redis_server
-from waiting import until
+from waiting import SLOW_DISK_S, until
 
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.runner.runner import Runner
@@ -132,7 +132,9 @@ def test_a_domain_reads_what_another_one_has_shared(name: str, tmp_path: Path, m
     expected = Loop(folder, dtype="float32").serve([first, busy, second])
     num_saved = [0, 5, 14, 14]  # blocks that ended requests had filled before each wave
     with redis_server() if name == "redis" else nullcontext() as server:
-        where = f"path={tmp_path / 'kv'}" if server is None else f"url={server.url},timeout_ms=60000"
+        where = (
+            f"path={tmp_path / 'kv'}" if server is None else f"url={server.url},timeout_ms=60000,fetch_timeout_ms=60000"
+        )
 
         def names() -> list[str]:
             if server is not None:
@@ -141,7 +143,7 @@ def test_a_domain_reads_what_another_one_has_shared(name: str, tmp_path: Path, m
 
         def wait_for_blocks() -> None:
             num = num_saved.pop(0)
-            until(lambda: len(names()) == num, f"{num} blocks are saved")
+            until(lambda: len(names()) == num, f"{num} blocks are saved", SLOW_DISK_S)
 
         for is_again in (False, True):
             connector = (f"{name},{where},size=2M",)

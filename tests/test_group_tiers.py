@@ -146,10 +146,13 @@ def test_the_next_turn_finds_its_history_in_host_memory(case: Case, load: Load) 
     assert tokens(llm, [turn]) == checkpoints.reference_greedy(case.folder, [turn], MAX_TOKENS)
 
 
+@pytest.mark.usefixtures("writes_all")
 @pytest.mark.parametrize("name", ["disk", "shared", pytest.param("redis", marks=needs_redis)])
 def test_what_is_stored_is_used_by_the_next_engine(case: Case, load: Load, tmp_path: Path, name: str) -> None:
     with redis_server() if name == "redis" else nullcontext() as server:
-        place = "path=" + str(tmp_path) if server is None else f"url={server.url},timeout_ms=20000"
+        place = (
+            "path=" + str(tmp_path) if server is None else f"url={server.url},timeout_ms=20000,fetch_timeout_ms=60000"
+        )
         stored_and_used(case, load, (f"{name},{place},size=256M",), name)
 
 
@@ -166,6 +169,7 @@ def stored_and_used(case: Case, load: Load, spec: tuple[str, ...], name: str) ->
         assert num_cached(second, [*turns[4][:-1], 9]) == len(turns[4]) - 3, "the state at the very end of the turn"
 
 
+@pytest.mark.usefixtures("writes_all")
 def test_damaged_files_are_computed_again(case: Case, load: Load, tmp_path: Path) -> None:
     spec = (f"disk,path={tmp_path},size=256M",)
     first = load(kv_connector=spec)

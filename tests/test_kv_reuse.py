@@ -227,7 +227,7 @@ def test_kv_on_disk_is_used_by_the_next_engine(case: Case, engine: Callable[...,
     assert disk.num_hit_tokens > 0 and disk.num_failed == 0
 
 
-@pytest.mark.usefixtures("always_loads")
+@pytest.mark.usefixtures("always_loads", "writes_all")
 def test_damaged_blocks_are_computed_again(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
     spec = (f"disk,path={tmp_path},size=64M",)
     first = engine(kv_connector=spec)

@@ -23,7 +23,7 @@ import vocabulary
 from families import make_family
 from harness import Answer, Client, http_config
 from torch import Tensor
-from waiting import until
+from waiting import SLOW_DISK_S, until
 
 from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import Served, create_app
@@ -350,7 +350,7 @@ def test_shared_storage_and_the_cache_threshold(start: Callable[..., Engine], fo
         probe = decode.ask({**primed(BODY), "cache_hit_threshold": 0.8}).json
         return bool(probe["choices"][0]["finish_reason"] != "cache_threshold")
 
-    until(is_stored, "the prompt's blocks are in the store")
+    until(is_stored, "the prompt's blocks are in the store", SLOW_DISK_S)
     second = decode.ask({**BODY, "cache_hit_threshold": 0})
     assert text(second) == wanted and decode.tier.num_hit_tokens > 0
     # The next turn of that conversation meets the client's threshold at once.

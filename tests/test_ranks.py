@@ -12,8 +12,10 @@ from typing import Any
 import checkpoints
 import pytest
 import vocabulary
+from kv_instance import wait_until_written
 from redis_server import needs_redis, redis_server
 from short_memory import ShortMemory
+from waiting import SLOW_DISK_S, until
 
 from pagewire import LLM, SamplingParams
 from pagewire.config.machine import machine_facts
@@ -71,6 +73,14 @@ def tier(llm: LLM, name: str) -> TierSnapshot:
     return next(tier for tier in connector.tiers() if tier.name == name)
 
 
+def blocks_of_ranks(path: Path) -> list[frozenset[Path]]:
+    """The files that each rank has written, by rank."""
+    return [
+        frozenset(file.relative_to(rank) for file in rank.rglob("*.*") if file.name[0] != ".")
+        for rank in sorted(path.iterdir())
+    ]
+
+
 def sleep_in_between(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """The engine sleeps and wakes up while it generates."""
     inline = llm._engine
@@ -105,8 +115,12 @@ def test_tiers_of_kv_in_deterministic_mode_and_across_a_sleep(
             assert tokens(llm, SEEDED) == tokens(alone, SEEDED)
         scheduler = llm._engine.scheduler
         assert scheduler.pool.num_free == scheduler.pool.num_pages
-    files = [{path.relative_to(folder) for path in folder.rglob("*.*")} for folder in sorted(tmp_path.iterdir())]
-    assert len(files) == 2 and files[0] == files[1] and len(files[0]) > 8
+        runner = llm._engine._worker._runner
+        assert runner is not None and runner._connector is not None
+        wait_until_written(runner._connector)
+        until(lambda: len({*blocks_of_ranks(tmp_path)}) == 1, "the other rank has written the same", SLOW_DISK_S)
+    first, second = blocks_of_ranks(tmp_path)
+    assert first == second and len(first) > 8
     for damaged in (tmp_path / "rank-1-of-2").rglob("*.1"):  # every second block of a prompt
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with engine(folder, kv_connector=[disk], **flags) as llm:
@@ -153,8 +167,10 @@ def test_kv_of_another_engine(lost: str, alone: LLM, folder: Path, monkeypatch: 
     """Rank r of one engine loads from rank r of the other; what one of them cannot get is computed on both."""
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
     with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
-        timeout_ms = 20000 if lost == "nothing" else 500
-        asks = f"p2p,peer={sockets}/kv,timeout_ms={timeout_ms},fetch_timeout_ms=2000"
+        limits = "timeout_ms=500,fetch_timeout_ms=2000"
+        if lost == "nothing":
+            limits = "timeout_ms=20000,wait_ms=20000,fetch_timeout_ms=60000"
+        asks = f"p2p,peer={sockets}/kv,{limits}"
         serves = engine(folder, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"])
         with engine(folder, kv_connector=[asks], max_num_seqs=1) as llm:
             with serves:

@@ -245,7 +245,7 @@ def test_kv_of_another_engine(alone: LLM, folder: Path, monkeypatch: pytest.Monk
     """Each stage loads its layers from the same stage of the other one."""
     monkeypatch.setattr(Loads, "_pays", lambda *_: True)
     with tempfile.TemporaryDirectory(prefix="pw-") as sockets:  # they need short paths
-        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,fetch_timeout_ms=20000"
+        asks = f"p2p,peer={sockets}/kv,timeout_ms=20000,wait_ms=20000,fetch_timeout_ms=20000"
         with (
             engine(folder, 2, kv_connector=[f"p2p,serve={sockets}/kv,size=4M"]) as serves,
             engine(folder, 2, kv_connector=[asks], max_num_seqs=1, pipeline_depth=3) as llm,

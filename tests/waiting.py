@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+SLOW_DISK_S = 300.0  # until threads have written what a test needs, at half a second a file
+
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02

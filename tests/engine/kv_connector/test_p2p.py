@@ -17,8 +17,9 @@ import zmq
 from kv_instance import Asked
 from msgspec import structs
 from p2p_instance import BLOCK_BYTES, DEADLINE_S, DIGEST, FACTS, SIZE, FakeRequest, Instance, prompt, wait_for
+from waiting import until
 
-from pagewire.engine.kv_connector import p2p, p2p_wire
+from pagewire.engine.kv_connector import p2p, p2p_wire, pause
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.block_copy import BlockCopier
 from pagewire.engine.kv_connector.p2p import P2pConnector
@@ -213,6 +214,7 @@ def test_many_pieces_make_one_load(folder, instance, monkeypatch):
     assert torch.equal(decode.content(blocks[::-1]), prefill.content(blocks))
 
 
+@pytest.mark.usefixtures("patient_start")
 def test_an_engine_beside_a_peer_of_another_model_does_not_start(folder, instance):
     prefill = instance(serve=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
@@ -231,6 +233,7 @@ def test_an_engine_beside_a_peer_of_another_model_does_not_start(folder, instanc
         core.close()
 
 
+@pytest.mark.usefixtures("patient_start")
 def test_an_engine_beside_a_peer_of_an_older_version_does_not_start(folder, instance, monkeypatch):
     """Nor does it take blocks from one that was started later."""
     with monkeypatch.context() as older:
@@ -313,7 +316,7 @@ def test_a_restarted_peer_is_found_again(folder, instance):
     first = Instance(serve=f"{folder}/kv")
     decode = instance(peer=f"{folder}/kv", timeout_ms="2000", fetch_timeout_ms="10000")
     first.serve(prompt(1, 30), list(range(8)))
-    assert decode.matched(prompt(2, 30)) == 28
+    wait_for(lambda: decode.core.get_num_new_matched_tokens(prompt(2, 30), 0)[0], wanted=lambda num: num == 28)
     first.close()
     second = instance(serve=f"{folder}/kv")
     assert decode.matched(prompt(3, 30)) == 0
@@ -325,7 +328,8 @@ def test_a_restarted_peer_is_found_again(folder, instance):
     assert torch.equal(decode.content(list(range(8, 15))), second.content(list(range(7))))
 
 
-def test_blocks_evicted_before_they_are_fetched_fail_to_load(folder, instance):
+def test_blocks_evicted_before_they_are_fetched_fail_to_load(folder, instance, monkeypatch):
+    monkeypatch.setattr(pause, "FIRST_PAUSE_S", 600.0)
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
     request = prompt(2, 30)
@@ -595,6 +599,7 @@ def test_what_counts_is_what_all_ranks_have(folder, instance):
     assert not hasty.core._questions and not hasty.core._rids
 
 
+@pytest.mark.usefixtures("patient_start")
 def test_a_rank_never_loads_the_part_of_another_one(folder, instance):
     instance(of_rank(0), serve=f"{folder}/kv")
     instance(of_rank(0), serve=f"{folder}/kv.1").serve(prompt(1, 30), list(range(8)))
@@ -662,6 +667,8 @@ def test_ranks_on_several_machines_are_found_and_found_again(first, second, tran
         assert peer.addresses == (f"tcp://127.0.0.1:{port + 1}", f"tcp://127.0.0.2:{port + 2}")
     for one, _ in before:
         one.close()
+    for link in {peer._door, *peer._links}:  # a question that is sent before is lost
+        until(lambda link=link: not link._socket.poll(0, zmq.POLLOUT), "it is known that nobody is there", DEADLINE_S)
     after = start_ranks(instance, second, port, **served)
     loads_from(after, decode, 2)
     assert not peer.pause.until, "no question has waited for its deadline"

@@ -72,6 +72,11 @@ def ask_early(decode: Instance, request: FakeRequest) -> None:
     wait_for(is_coming, bool)
 
 
+def be_asked(prefill: Instance, request: FakeRequest) -> None:
+    """A pass of this request that begins now is followed: the server knows who waits for its blocks."""
+    until(lambda: prefill.worker._server.awaits(request.keys), "the server knows who waits", DEADLINE_S)
+
+
 def test_blocks_travel_over_tcp(served: tuple[Instance, int], instance: Start, keys: dict[str, str]) -> None:
     prefill, port = served
     decode = instance(peer=f"tcp://127.0.0.1:{port}", fetch_timeout_ms="20000", **keys)
@@ -82,6 +87,7 @@ def test_blocks_travel_over_tcp(served: tuple[Instance, int], instance: Start, k
     assert torch.equal(decode.content(list(range(50))), prefill.content(random.Random(1).sample(range(64), 51)[:50]))
 
 
+@pytest.mark.usefixtures("patient_start")
 def test_other_keys_are_one_sentence_at_the_start(served: tuple[Instance, int], tmp_path: Path) -> None:
     options = {"peer": f"tcp://127.0.0.1:{served[1]}", "key-file": str(tmp_path / "others")}
     with pytest.raises(ConfigError, match="has other keys; give both the same key-file"):
@@ -182,6 +188,7 @@ def test_a_peer_that_cannot_be_reached_is_told_again_once_it_has_served(
     address = f"tcp://127.0.0.1:{free_port()}"
     decode = instance(peer="named", timeout_ms="200", **keys)
     rids = count(10)
+    until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog), "it is told", DEADLINE_S)
     for _ in range(3):
         assert matched_at(decode, next(rids), address) == 0
     told = [f"the engine at {address} cannot serve KV to this one: it cannot be reached"]
@@ -207,7 +214,11 @@ def test_a_peer_is_found_where_another_program_has_answered_before(
     with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
         other.linger = 0
         other.bind(address)
-        until(lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "other keys"), "it is told")
+        until(
+            lambda: matched_at(decode, next(rids), address) == 0 and lines(caplog, "other keys"),
+            "it is told",
+            DEADLINE_S,
+        )
     prefill = instance(serve=address, **keys)
     prefill.serve(prompt(1, 30), list(range(8)))
     until(lambda: matched_at(decode, next(rids), address) == 28, "the peer is found", DEADLINE_S)
@@ -302,7 +313,7 @@ def test_a_dead_peer_does_not_stop_the_others(
 ) -> None:
     prefill, port = served
     prefill.serve(prompt(1, 30), list(range(8)))
-    decode = instance(peer="named", timeout_ms="5000", fetch_timeout_ms="5000", **keys)
+    decode = instance(peer="named", fetch_timeout_ms="600000", **keys)
     dead = prompt(2, 30)
     dead.kv_peer = f"tcp://127.0.0.1:{free_port()}"
     decode.core.update_state_after_alloc(dead, list(range(30, 37)), 28)
@@ -313,6 +324,7 @@ def test_a_dead_peer_does_not_stop_the_others(
     decode.core.update_state_after_alloc(request, list(range(20, 27)), 28)
     decode.step()
     assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {3}), "not after the dead one"
+    decode.expire()
     assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
     assert decode.worker.get_block_ids_with_load_errors() == set(range(30, 37))
 
@@ -379,8 +391,7 @@ def test_a_connection_that_breaks_in_the_middle(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(p2p_server, "PIECE_BYTES", 2 * BLOCK_BYTES)
     prefill, _ = served
-    timeout_ms = "30000" if trouble == "cut for a moment" else "3000"
-    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms=timeout_ms, **keys)
+    decode = instance(peer=f"tcp://127.0.0.1:{proxy.port}", wait_ms="20000", fetch_timeout_ms="600000", **keys)
     computing, blocks = prompt(1, 41), list(range(30, 41))
     request = FakeRequest(2, array("i", computing.ids))
     begin(prefill, computing)
@@ -398,6 +409,8 @@ def test_a_connection_that_breaks_in_the_middle(
     compute(prefill, computing, blocks, 6, 10)
     if trouble == "cut for a moment":
         proxy.heal()
+    else:
+        decode.expire()
     assert wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1])) == (set(), {2})
     failed = decode.worker.get_block_ids_with_load_errors()
     assert failed == (set() if trouble == "cut for a moment" else {6, 7, 8, 9})
@@ -458,6 +471,7 @@ def load_early(prefill: Instance, decode: Instance) -> tuple[FakeRequest, Pass]:
     request = FakeRequest(2, array("i", computing.ids))
     begin(prefill, computing)
     ask_early(decode, request)
+    be_asked(prefill, computing)
     running = Pass(prefill, computing, BLOCKS, 0, 10)
     assert running.stops == (0, 1), "all layers but the last are told of during the pass"
     running.compute([0, 1])
@@ -540,6 +554,7 @@ def lose(prefill: Instance, decode: Instance) -> None:
     _, running = load_early(prefill, decode)
     running.compute([2])
     prefill.worker.close()
+    decode.expire()
     assert took(decode) == set(OURS)
 
 
@@ -561,7 +576,7 @@ def spoil(prefill: Instance, decode: Instance) -> None:
 def test_a_block_whose_last_layer_did_not_come_is_computed(
     end: Callable[[Instance, Instance], None], instance: Start, folder: Path
 ) -> None:
-    end(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT | {"fetch_timeout_ms": "3000"}))
+    end(instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", **PATIENT))
 
 
 def test_a_block_that_counts_before_its_last_layer_is_caught(
@@ -602,7 +617,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_pass(
     decode.core.update_state_after_alloc(request, OURS, 40)
     decode.step()
     wait_for(lambda: torch.equal(decode.content(OURS[:6]), prefill.content(BLOCKS[:6])), bool)
-    until(lambda: prefill.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+    be_asked(prefill, computing)
     running = Pass(prefill, computing, BLOCKS, 6, 10)
     assert running.stops == (0, 1)
     running.compute([0])
@@ -628,7 +643,7 @@ def test_each_rank_streams_the_layers_of_its_part(instance: Start, folder: Path)
         begin(one, computing)
     ask_early(decode[0], request)
     for one in prefill:
-        until(lambda one=one: one.worker._server.awaits(computing.keys), "the server knows who waits", DEADLINE_S)
+        be_asked(one, computing)
     passes = [Pass(one, computing, BLOCKS, 0, 10) for one in prefill]
     passes[0].compute([0, 1])
     until(lambda: 0 in answered(decode[0]), "the first rank has answered", DEADLINE_S)
@@ -675,6 +690,7 @@ def test_two_rows_of_a_pass_that_compute_the_same_blocks(instance: Start, folder
     for row in rows:
         begin(prefill, row)
     ask_early(decode, request)
+    be_asked(prefill, rows[0])
     for row, blocks in zip(rows, (BLOCKS, others), strict=True):
         prefill.core.filling(row, held(row, blocks[:10]))
     running = Pass(prefill, FakeRequest(9, rows[0].ids), BLOCKS, 0, 10)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from p2p_instance import DEADLINE_S
 from proxy import Proxy
 from waiting import until
 
@@ -22,7 +23,7 @@ def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 
 def probed(context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: Keys | None) -> Outcome:
     probe = Probe(context, address, keys)
-    until(probe.outcome, "the probe is over")
+    until(probe.outcome, "the probe is over", DEADLINE_S)
     found = probe.outcome()
     probe.close()
     assert found is not None
@@ -67,6 +68,7 @@ def test_it_is_not_tried_again(context: "zmq.Context[zmq.Socket[bytes]]", tmp_pa
         probe = Probe(context, f"tcp://127.0.0.1:{tried_once.port}", keys)
         lasting.linger = 0
         lasting.connect(f"tcp://127.0.0.1:{tried_again.port}")
-        until(lambda: tried_again.num_refused > 4, "a connection that lasts is tried again")
-        assert probe.outcome() is not None and tried_once.num_refused == 1
+        until(lambda: tried_again.num_refused > 4, "a connection that lasts is tried again", DEADLINE_S)
+        until(lambda: probe.outcome() is not None and tried_once.num_refused, "the probe is over", DEADLINE_S)
+        assert tried_once.num_refused == 1
         probe.close()

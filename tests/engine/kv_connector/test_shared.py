@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 from kv_instance import BLOCK_BYTES, FACTS, SIZE, Instance, sequence
-from waiting import until
 
 from pagewire.engine.core.kv_connector import Item
 from pagewire.engine.kv_connector.block_files import BlockFiles
@@ -22,7 +21,7 @@ def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path:
         files.touch(Item(key, place), 1_000_000_000)
     engine = Instance(spec("shared", tmp_path, 20))
     engine.wait_until_written()
-    until(lambda: len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed")
+    assert len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed"
     engine.serve(sequence(1, (1, 6 * SIZE)))
     engine.wait_until_written()
     engine.close()

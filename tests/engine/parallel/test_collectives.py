@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Elements: one, no multiple of a vector, exactly a round of float32, two rounds and a rest.
 SIZES = [1, 17, 4096, 65536, 140001]
 # Of a process. The first one that needs a level compiles it, which takes a minute on a busy machine.
-TIMEOUT_S = 300
+TIMEOUT_S = 300.0
 NUM_GATHERED = 7 * 10001  # float64, so three rounds
 # Of all-to-alls: rows of 12 bytes for a rank itself, the next one, and the one after it. The last takes four rounds.
 NUM_ROWS = [[3, 1, 2], [0, 0, 5], [0, 0, 0], [70_000, 0, 1], [1, 80_000, 3]]
@@ -224,7 +224,7 @@ def exchange_over_gloo(group: GlooGroup) -> None:
 
 def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
     """Meets the others as a rank that cannot load the C kernels, and sums with gloo."""
-    SharedMemory(fd, rank=rank, size=size, num_bytes=1 << 20).meet(is_able=False, timeout_s=60.0)
+    SharedMemory(fd, rank=rank, size=size, num_bytes=1 << 20).meet(is_able=False, timeout_s=TIMEOUT_S)
     group = GlooGroup(rank_info(rank, size, fd, folder), size)
     x = torch.full((5,), float(rank))
     group.all_reduce(x)
@@ -234,7 +234,7 @@ def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
 
 
 def wait_for_others(rank: int, size: int, fd: int, folder: Path) -> None:
-    SharedMemory(fd, rank=rank, size=size, num_bytes=64).meet(is_able=True, timeout_s=60.0)
+    SharedMemory(fd, rank=rank, size=size, num_bytes=64).meet(is_able=True, timeout_s=TIMEOUT_S)
 
 
 def leave_early(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_rank_that_ends_is_not_waited_for_after_a_step(tmp_path: Path) -> None
 @pytest.mark.parametrize("role", ["sum_for_ever", "sum_in_c_for_ever"])
 def test_a_rank_that_is_killed_ends_the_sums_of_the_others(role: str, tmp_path: Path) -> None:
     with ranks(tmp_path, *[role] * 3) as processes:
-        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(3)), "the ranks have met", 60.0)
+        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(3)), "the ranks have met", TIMEOUT_S)
         processes[1].kill()
         # One of the others notices it first and ends, and the last one may notice either of them.
         _, first = processes[0].communicate(timeout=TIMEOUT_S)
@@ -364,9 +364,9 @@ def num_sleeps(process: subprocess.Popen[str]) -> int:
 def test_a_rank_sleeps_while_it_waits_for_another_one(is_killed: bool, tmp_path: Path) -> None:
     with ranks(tmp_path, "sum_once", "sum_late") as processes:
         waiting, late = processes
-        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(2)), "the ranks have met", 60.0)
+        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(2)), "the ranks have met", TIMEOUT_S)
         before = num_sleeps(waiting)
-        until(lambda: num_sleeps(waiting) >= before + 3, "the rank has slept, looked for the other, and slept", 60.0)
+        until(lambda: num_sleeps(waiting) >= before + 3, "it has slept, looked for the other one, and slept", TIMEOUT_S)
         assert waiting.poll() is None
         late.send_signal(signal.SIGKILL if is_killed else signal.SIGUSR1)
         if is_killed:

@@ -142,15 +142,16 @@ sys.stdin.read()
 
 def test_a_runner_waits_for_the_process_that_packs(fd: int, checkpoint: Callable[..., Path]) -> None:
     """That process dies before it has finished."""
+    folder = checkpoint("qwen3")
     command = [sys.executable, "-c", _PACKER, str(fd)]
     packer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[fd])
     assert packer.stdout is not None and packer.stdout.readline() == b"locked\n"
     loaded: list[tuple[Runner, list[list[int]]]] = []
-    thread = threading.Thread(target=lambda: loaded.append(load(checkpoint("qwen3"), fd)))
+    thread = threading.Thread(target=lambda: loaded.append(load(folder, fd)))
     thread.start()
     inode = f":{os.fstat(fd).st_ino} "
     waits = lambda: any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines())  # noqa: E731
-    until(waits, "the runner waits for the lock")
+    until(waits, "the runner waits for the lock", 60.0)
     assert not loaded and os.fstat(fd).st_size == 12345
     packer.kill()
     packer.communicate()

@@ -2,10 +2,12 @@
 
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def driver(tmp_path_factory) -> str:
 
 
 def run(driver: str, case: str, seed: int = 0) -> None:
-    done = subprocess.run([driver, case, str(seed)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([driver, case, str(seed)], capture_output=True, text=True, timeout=600)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not work with this system's memory layout")
     assert done.returncode == 0, f"{case}, seed {seed}: {done.stdout}{done.stderr}"
@@ -83,7 +85,7 @@ def test_unusual_processes(driver, case):
 
 
 def test_too_many_tasks_end_the_process(driver):
-    done = subprocess.run([driver, "too-many"], timeout=120, check=False)
+    done = subprocess.run([driver, "too-many"], timeout=600, check=False)
     assert done.returncode == -signal.SIGABRT
 
 
@@ -148,11 +150,12 @@ def test_threads_without_work_spin_only_briefly(threads):
     """They spin for 20 µs after a loop; a longer time takes the CPU from other programs."""
     threads.run(3, 20, 50)
     threads.wait_for_sleep()
-    before = threads.cpu_ns()
+    spent = [threads.cpu_ns()]
     for _ in range(50):
         threads.run(3, 1, 2)
         threads.wait_for_sleep()
-    assert threads.cpu_ns() - before < 50 * 2 * 300_000
+        spent.append(threads.cpu_ns())
+    assert statistics.median(after - before for before, after in pairwise(spent)) < 2 * 300_000
 
 
 def test_threads_that_later_loops_do_not_have_are_not_woken(threads):
@@ -236,7 +239,7 @@ print(*before, *slices())
 """
     for threads, expected in ((1, None), (3, 200_000)):
         command = [sys.executable, "-c", code, str(threads)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         before, *after = map(int, done.stdout.split())
         if not before:
             pytest.skip("this kernel has no slices of a thread's own")
