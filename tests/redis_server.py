@@ -55,7 +55,9 @@ class RedisServer:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        client = redis.Redis(unix_socket_path=str(self.path), protocol=2, retry=Retry(NoBackoff(), 0))
+        client = redis.Redis(
+            unix_socket_path=str(self.path), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=60
+        )
         try:
             answer: object = client.execute_command(*command)
             return answer
