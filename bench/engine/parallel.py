@@ -113,10 +113,10 @@ async def measure(
         after = await llm.snapshot()
     sent_bytes = sum(after.rank_sent_bytes) - sum(before.rank_sent_bytes)
     num_tokens = streams.num_tokens + sum(map(len, batch))
+    gaps_ms = streams.gaps_ms  # none if every stream came in one piece
     return {
         "tok/s": streams.num_tokens / seconds,
-        "ITL p50 ms": percentile(streams.gaps_ms, 50),
-        "ITL p99 ms": percentile(streams.gaps_ms, 99),
+        **({f"ITL p{percent} ms": percentile(gaps_ms, percent) for percent in (50, 99)} if gaps_ms else {}),
         "bubble %": 100 * bubble(before, after),
         **({"kB/token": sent_bytes / num_tokens / 1e3} if size.experts else {}),
     }
