@@ -14,7 +14,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every machine takes this name or address for itself. Resolves no names."""
+    """Whether this name or address means, on every machine, that machine itself. Resolves no names."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 

@@ -260,7 +260,7 @@ class Instance:
         self.serve(self._filler(rid))
 
     def clear_device(self, rid: int) -> None:
-        """As `fill_device`, but tiers of files do not store what fills it."""
+        """Evicts all idle blocks of the device. The request that takes them is preempted, so no file keeps its own."""
         self.preempt(self.run(self._filler(rid)))
         self.step()
 

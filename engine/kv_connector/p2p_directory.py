@@ -33,7 +33,7 @@ class Directory:
 
 
 def _is_question(frames: list[bytes]) -> bool:
-    """A `Lookup` comes from one who believes that the first rank is still here."""
+    """`Hello`, or `Lookup`: a peer that has not noticed that the first rank has moved sends it to the old address."""
     try:
         return len(frames) == 1 and isinstance(decode_request(frames[0]), Hello | Lookup)
     except MALFORMED:

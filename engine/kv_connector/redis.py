@@ -130,7 +130,8 @@ def _without_password(url: str) -> str:
 
 
 def _check_hosts(settings: Settings, facts: ConnectorFacts) -> None:
-    """Raises ConfigError for an address that ranks on other machines take for one of their own."""
+    """Raises ConfigError if ranks are on other machines and the address means a server of each machine's own. A core
+    that replaces another one only logs it."""
     url = urlsplit(settings.url)
     if url.scheme != "unix" and url.hostname is not None and not is_loopback(url.hostname):
         return

@@ -317,9 +317,7 @@ def test_wrong_options_are_refused(options: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["unix:///tmp/redis.sock", "redis://localhost", "redis://127.0.0.1:6379/0"])
-def test_an_address_of_each_machine_s_own_is_refused_with_ranks_elsewhere(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_address_is_refused_if_ranks_are_on_other_machines(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """198.51.100.0/24 is for documents (RFC 5737): no machine is there. The core of a running engine goes on."""
     options = {"url": url, "size": "1M", "timeout_ms": "1"}
     facts = replace(FACTS, rank_bytes=(BLOCK_BYTES, BLOCK_BYTES), hosts=("", "198.51.100.7"))
